@@ -1,4 +1,4 @@
-"""Accelerate's own object for a job, and whether it found what the cell says."""
+"""Builds Accelerate's object for a job and verifies that it matches the cell."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """For FSDP2 by these settings, DeepSpeed by this config, or DDP.
+    """Builds an Accelerator for FSDP2 with these settings, DeepSpeed with this config, or DDP.
 
-    `launched`: `accelerate launch` has handed them over already, by environment variables.
-    `parallelism`: the mesh, where it is not of one dimension.
+    `launched`: `accelerate launch` has already passed the settings as environment variables.
+    `parallelism`: the mesh, if multi-dimensional.
     """
     import torch
     from accelerate import Accelerator
@@ -59,20 +59,21 @@ def make_accelerator(
         given["parallelism_config"] = parallelism
     if fsdp2 and not launched:
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2)
-    # DeepSpeed finds its device itself, and is left out where `cpu` is said.
+    # DeepSpeed finds its device itself, and is disabled by `cpu=True`.
     made = Accelerator(
         cpu=cpu and not deepspeed,
         gradient_accumulation_steps=job.cell.micro_batches,
         kwargs_handlers=handlers,
         **given,
     )
-    torch.set_num_threads(job.threads)  # it takes all cores where OMP_NUM_THREADS is not set
+    # Accelerate takes all cores if OMP_NUM_THREADS is not set.
+    torch.set_num_threads(job.threads)
     return made
 
 
 def pretend_gpus() -> None:
-    """Accelerate looks for FSDP, and takes a ParallelismConfig, only where it believes itself on
-    GPUs."""
+    """Makes Accelerate believe it is on GPUs, without which it ignores FSDP and rejects a
+    ParallelismConfig."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -80,8 +81,8 @@ def pretend_gpus() -> None:
 
 
 def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
-    """Raises RuntimeError where Accelerate sees other ranks, another engine, precision or number of
-    threads than the cell has."""
+    """Raises RuntimeError if Accelerate's rank count, engine, precision or thread count differ from
+    the cell's."""
     import torch
     from accelerate.utils import DistributedType
 
@@ -111,7 +112,7 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
 def train_step(
     job: Job, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 ) -> TrainStep:
-    """A step of a loop as Accelerate's documentation writes it."""
+    """Returns a step of the training loop in Accelerate's documentation."""
     import torch
 
     plain, parts = own_precision(job), job.cell.micro_batches
@@ -123,7 +124,7 @@ def train_step(
                 loss = plain.loss(model, part)
                 # Divides by the number of micro-batches; DeepSpeed's also steps.
                 accelerator.backward(loss)
-                optimizer.step()  # nothing before the last micro-batch
+                optimizer.step()  # no-op before the last micro-batch
                 optimizer.zero_grad()
             total += loss.detach() / parts
         return total

@@ -1,4 +1,4 @@
-"""What Accelerate is told of a cell: the config file of `accelerate launch`, and its FSDP2
+"""Accelerate's configuration for a cell: the config file of `accelerate launch`, and FSDP2
 settings."""
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def mixed_precision(cell: Cell) -> str:
 def fsdp2_settings(
     workload: Workload, *, reshard_after_forward: bool = True, offload: bool | None = None
 ) -> dict[str, object]:
-    """Its FSDP2 settings, one unit a block. Without the blocks' names it also wraps what
-    transformers calls indivisible.
+    """Returns Accelerate's FSDP2 settings, with one unit per block.
 
-    BERT's embeddings are that, and Accelerate then shards the word embedding in them a second time,
-    which fails.
+    Block names are given because Accelerate would also wrap modules that transformers calls
+    indivisible. In BERT's embeddings it then shards the word embedding twice, which fails.
     """
     classes = block_classes(workload)
     return {
@@ -39,8 +38,8 @@ def fsdp2_settings(
 
 
 def block_classes(workload: Workload) -> list[str]:
-    """Names of the classes of the model's blocks, none where the workload does not say which they
-    are."""
+    """Returns the class names of the model's blocks; empty if the workload does not name its
+    blocks."""
     import torch
 
     if not workload.block_path:
@@ -59,12 +58,12 @@ _IN_FILE = {
 def launch_config(
     cell: Cell, *, fsdp: dict[str, object] | None = None, deepspeed_file: str | None = None
 ) -> dict[str, object]:
-    """Content of the config file: plain DDP, or FSDP with these settings, or DeepSpeed with this
-    config file.
+    """Returns the config file's content: plain DDP, FSDP with these settings, or DeepSpeed with
+    this config file.
 
-    Type MULTI_GPU also on CPUs: MULTI_CPU would start one process where no MPI host file is given.
-    The script itself must then ask for `Accelerator(cpu=True)`. Port 0 lets it choose a free one.
-    Precision is left to DeepSpeed's own file.
+    The type is MULTI_GPU even on CPUs: without an MPI host file, MULTI_CPU would start one process.
+    The script must then pass `Accelerator(cpu=True)`. Port 0 selects a free one. DeepSpeed's own
+    file sets the precision.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -86,7 +85,7 @@ def launch_config(
 
 
 def check_launch(cell: Cell) -> None:
-    """Raises Refused or Unavailable where `accelerate launch` cannot start the ranks."""
+    """Raises Refused or Unavailable if `accelerate launch` cannot start the ranks."""
     if cell.launcher == "spawn":
         raise Refused(
             "with a config file `accelerate launch` starts the ranks: leave the launcher out"
@@ -103,7 +102,7 @@ def launch_command(
     fsdp: dict[str, object] | None,
     deepspeed: dict[str, object] | None,
 ) -> list[str]:
-    """The command line of `accelerate launch`, whose config files it writes to `scratch`."""
+    """Writes config files to `scratch`; returns the `accelerate launch` command line."""
     file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"
     if deepspeed:
         deepspeed_file.write_text(json.dumps(deepspeed))
@@ -121,10 +120,10 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Accelerate's script for one of these engines, with its config file. None for fp16 on CPUs,
-    which it takes for fp32.
+    """Returns Accelerate's script for one engine, with its config file.
 
-    `about_deepspeed`: what the template asks beside its config (cpu_adam, undo_first_step).
+    None for fp16 on CPUs, which Accelerate runs as fp32. `about_deepspeed`: template values not in
+    the config (cpu_adam, undo_first_step).
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
@@ -159,11 +158,10 @@ def accelerate_export(
 
 
 def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Export | None:
-    """FSDP2 through Accelerate, where that trains the same; None where it does not.
+    """Returns FSDP2 through Accelerate if that trains the same; otherwise None.
 
-    Accelerate computes wholly in half, where the precision is half; it offloads on GPUs only, and
-    asks a model for token embeddings, which image models do not have. It has no prefetch and no
-    hybrid sharding of its own.
+    In half precision Accelerate computes everything in half. It offloads on GPUs only and requires
+    token embeddings, which image models lack. It has no prefetch and no hybrid sharding.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"
@@ -176,15 +174,15 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
-    """What DeepSpeed reads of the environment: its device, and how many of them a host has, which
-    it cannot count on CPUs."""
+    """Returns DeepSpeed's environment variables: its device, and devices per host, which it cannot
+    count on CPUs."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
-    """Of Accelerate's DistributedDataParallelKwargs, from DDP's options, as they are written.
+    """Returns source text of DistributedDataParallelKwargs for DDP's options.
 
-    A hook's name would be no hook.
+    Accelerate needs its own hook type; a hook's name has no effect.
     """
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = str(options.get("comm_hook", "none"))

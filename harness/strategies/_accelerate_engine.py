@@ -1,4 +1,4 @@
-"""What Accelerate puts around a model: the engines that strategies through Accelerate share."""
+"""Engines that Accelerate wraps around a model, shared by its strategies."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ FSDP2_HALF = Tolerance(
 
 
 class AccelerateEngine(Strategy):
-    """A strategy that trains through Accelerate, by one of its engines."""
+    """A strategy that trains through one of Accelerate's engines."""
 
     requires = ("accelerate",)
 
     engine: Literal["ddp", "zero2", "zero3", "fsdp2"] = "ddp"
-    """What it wraps: DDP, DeepSpeed's ZeRO stage 2 or 3, or FSDP2."""
+    """Engine that wraps the model: DDP, DeepSpeed's ZeRO stage 2 or 3, or FSDP2."""
 
     @property
     def zero(self) -> Deepspeed | None:
-        """The same without Accelerate, where DeepSpeed is the engine."""
+        """Equivalent strategy without Accelerate, if DeepSpeed is the engine."""
         stages: dict[str, Literal[2, 3]] = {"zero2": 2, "zero3": 3}
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
 
@@ -82,11 +82,11 @@ class AccelerateEngine(Strategy):
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
-        """What Accelerate is told of FSDP2, where that is the engine."""
+        """Returns Accelerate's FSDP2 settings, if FSDP2 is the engine."""
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
 
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
-        """DeepSpeed's own for the cell, with all three batch sizes in it, where it is the
+        """Returns DeepSpeed's config for the cell, with all three batch sizes, if DeepSpeed is the
         engine."""
         if not self.zero:
             return None
@@ -101,8 +101,8 @@ class AccelerateEngine(Strategy):
 def recompute_by_transformers(
     model: nn.Module, blocks: Sequence[nn.Module], recompute: str
 ) -> None:
-    """Lets the blocks of a transformers model be computed again during backward by its own
-    activation checkpointing, which hands torch's checkpoint these arguments."""
+    """Enables transformers' activation checkpointing, which passes these arguments to torch's
+    checkpoint."""
     whole: Any = model
     whole.activation_checkpointing_enable(checkpoint_arguments(recompute))
 

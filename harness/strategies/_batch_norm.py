@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
-    """Lets every BatchNorm2d of the model take its statistics over all ranks, which must hold
-    equally many samples."""
+    """Makes every BatchNorm2d use statistics over all ranks, which must hold equally many
+    samples."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -22,7 +22,7 @@ def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
         dist.all_reduce(summed)
         return summed
 
-    # torch's functional all-reduce passes gradients on from 2.11 only.
+    # torch's functional all-reduce is differentiable only from 2.11.
     class Total(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, part: Tensor) -> Tensor:
@@ -42,8 +42,7 @@ def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
             if not self.training:
                 return super().forward(input)
             x = input.float()
-            # The variance has an exchange of its own: as E[x^2] - E[x]^2 it would lose the digits
-            # that both share.
+            # The variance is exchanged separately: E[x^2] - E[x]^2 would cancel significant digits.
             mean = mean_over_ranks(x.mean((0, 2, 3)))
             centred = x - mean[:, None, None]
             variance = mean_over_ranks(centred.square().mean((0, 2, 3)))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def broadcast(parameters: Iterable[nn.Parameter]) -> None:
-    """Rank 0's values to all."""
+    """Sends rank 0's values to all ranks."""
     import torch.distributed as dist
 
     for parameter in parameters:
@@ -18,7 +18,7 @@ def broadcast(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average(tensors: Iterable[Tensor]) -> None:
-    """The mean of all ranks' values, in place."""
+    """Averages the tensors over all ranks, in place."""
     import torch.distributed as dist
 
     for tensor in tensors:
@@ -27,5 +27,5 @@ def average(tensors: Iterable[Tensor]) -> None:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """The mean of all ranks' gradients, where there are any."""
+    """Averages existing gradients over all ranks, in place."""
     average([p.grad for p in parameters if p.grad is not None])

@@ -1,5 +1,5 @@
-"""What DataParallel's replicas run: on GPUs in torch's threads, without GPUs in threads of this
-module."""
+"""Modules that DataParallel's replicas run: in torch's threads on GPUs, in this module's threads
+without."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from harness.strategy import Job
 
 
 def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
-    """The model as a module that gives logits, in the cell's precision in whatever thread it is
-    called."""
+    """Wraps the model to return logits in the cell's precision from any thread."""
 
     class InAutocast(nn.Module):
         def __init__(self) -> None:
@@ -31,12 +30,12 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
 
 
 def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The model over CPU threads: logits of the whole batch, forward and backward of each part in a
-    replica's own thread."""
+    """Returns a function from the whole batch to its logits, one replica and CPU thread per
+    part."""
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]
     parameters: list[list[Any]] = [list(replica.parameters()) for replica in replicas]
     everything = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
-    # OpenMP's threads belong to the thread that calls them, and so does their number.
+    # Each calling thread has its own OpenMP threads and thread count.
     pool = ThreadPoolExecutor(
         len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,)
     )
@@ -65,8 +64,7 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
                         theirs.grad = None
             return None, None
 
-    anchor = torch.zeros(
-        (), requires_grad=True
-    )  # gives the logits a gradient function: the inputs have none
+    # Gives the logits a gradient function; the inputs have none.
+    anchor = torch.zeros((), requires_grad=True)
     apply: Any = Apply.apply
     return lambda inputs: apply(inputs, anchor)

@@ -1,5 +1,4 @@
-"""torch's DistributedDataParallel: how ranks are wrapped in it, its gradient buckets and its
-compression hooks."""
+"""torch's DistributedDataParallel: wrapping, gradient buckets and compression hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ COMPRESSED = {
         2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
     ),
 }
-"""What each compression hook costs."""
+"""Deviation from the reference allowed for each compression hook."""
 
 
 def wrap_in_ddp(
@@ -31,7 +30,7 @@ def wrap_in_ddp(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = False,
 ) -> DistributedDataParallel:
-    """The model in DDP on this rank's device; what is not given is as torch has it."""
+    """Wraps the model in DDP on this rank's device, with torch's defaults for options not given."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(
@@ -44,11 +43,10 @@ def wrap_in_ddp(
 
 
 def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
-    """DDP's gradient buckets, which live in C++ and show nothing but their sizes."""
+    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes."""
     data = model._get_ddp_logging_data()
-    sizes = (  # the rebuilt ones are there a step after they were rebuilt
-        data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    )
+    # Rebuilt sizes appear one step after the rebuild.
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
     views = (
         sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         if model.gradient_as_bucket_view
@@ -59,12 +57,12 @@ def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
 
 
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
-    """MiB that a bucket must hold at least under this hook; 0: any size will do.
+    """Returns the minimum bucket size in MiB under this hook; 0: any size.
 
-    PowerSGD reduces each bucket several times, each time but the first from a callback of the one
-    before, in another thread. With several buckets nothing keeps these reductions in one order on
-    all ranks; gloo pairs what comes, and the ranks abort ("Received data size doesn't match", 3 of
-    3 launches). On CPUs it therefore gets one bucket for all gradients.
+    PowerSGD reduces each bucket several times, from callbacks in another thread. With several
+    buckets these reductions have no common order across ranks. gloo pairs them as they arrive, and
+    the ranks abort ("Received data size doesn't match", 3 of 3 trials). So on CPUs one bucket must
+    hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0
@@ -72,7 +70,7 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
 
 def compress(model: DistributedDataParallel, hook: str) -> None:
-    """Lets gradients travel through torch's hook of this name: fp16, bf16 or powersgd."""
+    """Compresses gradients by torch's hook of this name: fp16, bf16 or powersgd."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled parts, and what a rank sets up before it uses the library."""
+"""DeepSpeed's compiled ops, and its setup in a rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 
 @functools.cache
 def prebuilt() -> dict[str, Any]:
-    """What DeepSpeed's installation says of its compiled parts, without importing it:
-    `installed_ops`, `accelerator_name`, ..."""
+    """Reads build information from DeepSpeed's installation without importing it: `installed_ops`,
+    `accelerator_name`, ..."""
     spec = importlib.util.find_spec("deepspeed")
     file = (
         Path(spec.submodule_search_locations[0]) / "git_version_info_installed.py"
@@ -36,15 +36,14 @@ def prebuilt() -> dict[str, Any]:
 
 
 def fp16_on_cpu() -> bool:
-    """Whether this CPU computes in fp16, as DeepSpeed asks before it accepts it."""
+    """Returns whether this CPU computes in fp16, by DeepSpeed's own test."""
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def in_memory(folder: str) -> bool:
-    """Whether a folder, or the nearest one above it that exists, is on a file system that keeps
-    files in memory."""
+    """Returns whether a folder, or its nearest existing parent, is on an in-memory file system."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         if Path("/proc/mounts").exists()
@@ -57,13 +56,15 @@ def in_memory(folder: str) -> bool:
 
 
 DISKS = "PARALLELISM_BENCH_DISKS"
-"""Environment variable with folders to which states may be offloaded, separated by colons."""
+"""Environment variable naming folders to which states may be offloaded, separated by colons."""
 
 
 def require_disk(folder: str) -> None:
-    """Raises Refused for a folder that is not below the one for temporary files, the suite's cache,
-    or those of $PARALLELISM_BENCH_DISKS: a matrix, which may be somebody else's, does not choose
-    where on this host files are written and removed."""
+    """Raises Refused for a folder outside the temporary folder, the suite's cache and
+    $PARALLELISM_BENCH_DISKS.
+
+    A matrix may come from somebody else; it must not choose where files are written and removed.
+    """
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
     if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
@@ -74,15 +75,15 @@ def require_disk(folder: str) -> None:
 
 
 def check_prebuilt(*parts: str) -> None:
-    """Raises Unavailable where a compiled part is missing: DeepSpeed would compile it in the middle
-    of a trial, for minutes."""
+    """Raises Unavailable if a compiled op is missing: DeepSpeed would spend minutes of a trial
+    compiling it."""
     for part in parts:
         if lacks := missing(part):
             raise Unavailable(lacks)
 
 
 def missing(part: str) -> str:
-    """What to do for a compiled part that is missing; empty where it is there."""
+    """Returns how to install a missing compiled op; empty if it is installed."""
     if part in compiled_parts():
         return ""
     if failure := unbuilt("deepspeed"):
@@ -92,20 +93,19 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Names of the compiled parts.
+    """Returns names of the compiled ops.
 
-    They run on the host, so that those built for CPUs serve beside GPUs too.
+    They run on the host, so ops built for CPUs also work next to GPUs.
     """
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
 def settle(device: str, local_processes: int) -> None:
-    """Prepares the library in a rank, whichever device it saw where the fork server imported it.
+    """Sets DeepSpeed up in a rank, whichever device it saw when the fork server imported it.
 
-    It reads two variables that its own launcher would have set. It takes for usable what is
-    compiled already: looking for what could be compiled starts compilers. The shared-memory
-    collectives of its CPU accelerator, which serve inference, are left out: they leave 66 MiB a
-    rank in /dev/shm for good.
+    Sets two variables that DeepSpeed's launcher would set. Marks compiled ops as compatible,
+    because probing others starts compilers. Leaves out the CPU accelerator's shared-memory
+    collectives, meant for inference: they permanently leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -119,8 +119,7 @@ def settle(device: str, local_processes: int) -> None:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         _switch_to(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
-    # A part that was built for another accelerator or CUDA is compiled anew, or refused, by these
-    # two.
+    # These two prevent recompiling or rejecting ops built for another accelerator or CUDA.
     git_version_info.accelerator_name = device
     cuda = ".".join((torch.version.cuda or "0.0").split(".")[:2])
     git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}
@@ -129,8 +128,8 @@ def settle(device: str, local_processes: int) -> None:
 
 
 def _switch_to(accelerator: Any) -> None:
-    """Sets DeepSpeed's accelerator, also in the three places of version 0.19.8 that keep what the
-    former one said when they were imported."""
+    """Sets DeepSpeed's accelerator, including three places in version 0.19.8 that cached the old
+    one at import."""
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(accelerator)
@@ -142,12 +141,12 @@ def _switch_to(accelerator: Any) -> None:
 
 
 def keep_dtype(device: str) -> None:
-    """Keeps fp32 parameters fp32 on their way to a disk, as DeepSpeed means to.
+    """Keeps fp32 parameters in fp32 when offloaded to disk, as DeepSpeed intends.
 
-    Asked for a dtype, it takes `dtype or fp16 if fp16 is supported else bf16`, which Python reads
-    as `(dtype or fp16) if ... else bf16`: on a CPU without fp16 those below 2 MiB would stay in
-    memory, and others come back in bf16, which no layer takes. So the CPU is said to have it;
-    `check_zero` sees to fp16.
+    DeepSpeed writes `dtype or fp16 if fp16 is supported else bf16`, which Python parses as `(dtype
+    or fp16) if ... else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory
+    and others return in bf16, which layers reject. The CPU therefore claims fp16 support;
+    `check_zero` handles actual fp16 cells.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

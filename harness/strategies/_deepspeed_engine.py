@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: what it keeps, where it waits, and what is set right when it is made."""
+"""DeepSpeed's engine: what it retains, where it waits, and fixes applied when it is built."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HALF = Tolerance(
 
 
 def emptied_folder(job: Job, chosen: str) -> Path:
-    """Where what is offloaded to a disk lies, in this folder or the trial's own, without what an
-    earlier trial left there."""
+    """Returns the offload folder, the chosen one or the trial's own, emptied of earlier trials'
+    files."""
     import torch.distributed as dist
 
     folder = Path(chosen) / "parallelism-bench-offload" if chosen else job.scratch / "offload"
@@ -39,8 +39,10 @@ def emptied_folder(job: Job, chosen: str) -> Path:
 
 
 def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
-    """torch's; where its states are offloaded DeepSpeed's AdamW on the CPU, which is the same
-    (decay decoupled, eps beside the corrected root)."""
+    """Returns torch's optimizer, or DeepSpeed's CPU AdamW if states are offloaded.
+
+    The two are equivalent (decoupled decay, eps added to the corrected root).
+    """
     if not offloaded or job.cell.optimizer == "sgd":
         return job.optimizer(model.parameters())
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -51,10 +53,11 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Without ZeRO, the optimizer of half weights takes a step with zero gradients when it is made.
+    """Undoes the optimizer step with zero gradients that DeepSpeed takes without ZeRO when weights
+    are half.
 
-    It decays the weights and counts in the bias correction of all later steps: the loss is off by
-    8e-3 at the second.
+    It decays the weights and counts in all later bias corrections: the loss is off by 8e-3 at the
+    second step.
     """
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
@@ -67,11 +70,11 @@ def engine_step(
     model: Callable[[Tensor], Tensor | HasLogits] | None = None,
     divisor: int = 1,
 ) -> TrainStep:
-    """One step of DeepSpeed's own loop: the engine divides by the number of micro-batches, and
-    updates after the last of them.
+    """Returns a step of DeepSpeed's own loop; the engine divides by the micro-batches and updates
+    after the last.
 
-    `model`: calls the engine, which is called itself where it is not given; `divisor`: of the loss
-    whose gradients are taken.
+    `model`: calls the engine; by default the engine itself. `divisor`: divides the loss before
+    backward.
     """
     import torch
 
@@ -90,7 +93,7 @@ def engine_step(
 
 
 def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
-    """Every tensor that engine and optimizer keep, the owner of a storage before its views."""
+    """Yields every tensor that engine and optimizer retain, a storage's owner before its views."""
     for name, buffer in engine.module.named_buffers():
         yield "library", f"model buffer {name}", buffer
     zero = engine.optimizer
@@ -99,7 +102,7 @@ def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
     elif hasattr(zero, "bit16_groups_flat"):
         yield from _stages_1_and_2(zero)
     for name, parameter in engine.module.named_parameters():
-        # What is a partition of its own was named above: a whole one beside it is a copy.
+        # Partitions were yielded above; a whole parameter with one is a copy.
         yield (
             ("library", "persistent parameters", parameter)
             if hasattr(parameter, "ds_tensor")
@@ -118,8 +121,8 @@ def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
 
 
 def engine_waits(engine: DeepSpeedEngine) -> list[Wait]:
-    """For TrainState: DeepSpeed's update around the optimizer's own, and where it waits for its
-    reads and writes of a disk."""
+    """Returns waits for TrainState: DeepSpeed's update around the optimizer's own, and disk reads
+    and writes."""
     zero = engine.optimizer
     named: list[Wait] = [(zero, "step", "optimizer")]
     swapper = next(
@@ -202,9 +205,9 @@ def _stage_3(engine: DeepSpeedEngine, zero: ZeROOptimizer) -> Iterator[Retained]
 
 
 def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """The module's parameters by name, whole; their fp32 masters where there are any.
+    """Yields the module's whole parameters by name, or their fp32 masters if there are any.
 
-    Called on all ranks together.
+    Call on all ranks together.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -221,7 +224,8 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
     }
     for name, parameter in engine.module.named_parameters():
         fp32_parameter = masters.get(parameter, safe_get_full_fp32_param(parameter))
+        # Frozen, in stage 3.
         with GatheredParameters(
             [parameter], enabled=fp32_parameter is None and hasattr(parameter, "ds_id")
-        ):  # frozen, in stage 3
+        ):
             yield name, parameter if fp32_parameter is None else fp32_parameter

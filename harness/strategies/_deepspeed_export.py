@@ -1,4 +1,4 @@
-"""DeepSpeed's training outside the suite."""
+"""Export of DeepSpeed training to standalone scripts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from harness.strategy import Cell, Export, make_workload, model_facts
 
 
 def ulysses_export(options: ZeroOptions, cell: Cell, to: str, divisor: int) -> Export | None:
-    """DeepSpeed's script with the tokens of each sample on several ranks; its engine's alone where
-    there is but one. `divisor`: of the loss whose gradients are taken: the ranks that share a
-    sample, or 1."""
+    """Returns DeepSpeed's script with each sample's tokens on several ranks; the plain ZeRO script
+    if there is one.
+
+    None for Accelerate. `divisor`: divides the loss before backward: the ranks that share a sample,
+    or 1.
+    """
     plain, layout = zero_export(options, cell, to), options.layout(cell.devices)
     if to == "accelerate" or plain is None or layout.sequence == 1:
         return None if to == "accelerate" else plain
@@ -28,7 +31,8 @@ def ulysses_export(options: ZeroOptions, cell: Cell, to: str, divisor: int) -> E
 
 
 def zero_export(options: ZeroOptions, cell: Cell, to: str) -> Export | None:
-    """A script with DeepSpeed's config beside it, or Accelerate's script with the same config."""
+    """Returns DeepSpeed's script with its config file, or Accelerate's script with the same
+    config."""
     sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
     layout = options.layout(cell.devices)
     config = options.config(cell, layout, sizes, options.folder or "offload")

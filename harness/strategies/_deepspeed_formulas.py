@@ -1,5 +1,5 @@
-"""Formulas of what DeepSpeed keeps and moves: ZeRO (arXiv 1910.02054), and where the library
-differs from it."""
+"""Formulas of DeepSpeed's memory and traffic: ZeRO (arXiv 1910.02054) and the library's
+deviations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from harness.strategy import Cell, Layout, ModelFacts, States, all_reduced, pass
 
 
 def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-    """What the fullest rank keeps, for the copies that DeepSpeed 0.19.8 keeps beside ZeRO's model
-    states (arXiv 1910.02054, section 3.1).
+    """Returns the states of the fullest rank, including copies that DeepSpeed 0.19.8 adds to ZeRO's
+    (arXiv 1910.02054, section 3.1).
 
-    Stages 1 to 3 keep a master of the rank's partition in fp32 also where the parameters are fp32,
-    stage 3 the partition's gradients too; reduction buckets outlive the step in stage 3 only.
-    States offloaded from a GPU are not on the device.
+    Stages 1 to 3 keep an fp32 master of the rank's partition even for fp32 parameters. Stage 3 also
+    keeps the partition's gradients and, between steps, reduction buckets. States offloaded from a
+    GPU are not on the device.
     """
     width = 4 if cell.precision == "fp32" else 2
     moments = cell.moments
@@ -57,8 +57,8 @@ def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFa
 
 
 def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-    """Of trained parameters: the rank's parts of them, less what lies on a disk or in host memory,
-    where that is not the device."""
+    """Returns stage 3's states of trained parameters, less those on disk, or in host memory if the
+    device is a GPU."""
     swapping = options.swapping(cell, layout.replicas, facts.sizes)
     width, parts, groups = swapping.width, swapping.parts, swapping.groups
     moments = cell.moments
@@ -93,10 +93,10 @@ def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFact
 
 
 def zero_moves(options: ZeroOptions, facts: ModelFacts) -> float:
-    """Bytes of a step to and from a disk: masters and two moments in and out, gradients out;
-    parameters in twice and out once.
+    """Returns bytes per step to and from disk.
 
-    Host memory carries about ten times as many in the same time, so what goes there counts a tenth.
+    Masters and two moments move in and out, gradients out; parameters in twice and out once. Host
+    memory is about ten times as fast, so its bytes count a tenth.
     """
     share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
     return (
@@ -108,15 +108,14 @@ def zero_moves(options: ZeroOptions, facts: ModelFacts) -> float:
 def zero_traffic(
     options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts
 ) -> float | None:
-    """Bytes that a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P and
-    3P elements for stages 1, 2 and 3.
+    """Returns bytes a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P
+    and 3P elements for stages 1, 2 and 3.
 
-    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank then takes its part,
-    and gathers the updated parameters. Stage 3 gathers for forward and backward, but once what
-    backward needs soon after forward (`_reused`), and persistent parameters, after the update.
-    Stages 2 and 3 keep no whole gradients, and so reduce them after each micro-batch. None for
-    stage 3 with recomputation: it gathers again what a block computes again, unless it still has it
-    from forward or keeps it for the gradients that come next, which hangs on its prefetching.
+    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank keeps its part, and
+    gathers the updated parameters. Stage 3 gathers for forward and backward, except parameters
+    reused soon (`_reused`), and gathers persistent parameters after the update. Stages 2 and 3 keep
+    no whole gradients, so they reduce after each micro-batch. None for stage 3 with recomputation:
+    which parameters it gathers again depends on prefetching.
     """
     width, ranks, parts = (
         (4 if cell.precision == "fp32" else 2),
@@ -136,10 +135,12 @@ def zero_traffic(
 
 
 def zero_messages(options: ZeroOptions, cell: Cell, facts: ModelFacts) -> float:
-    """Collectives of a step: gradients are reduced bucket by bucket, stages 1 and 2 gather the
-    updated parameters in buckets of the same size, and stage 3 gathers as many elements at a time,
-    for forward and again for backward (`reduce_bucket_size`, `allgather_bucket_size` and
-    `stage3_prefetch_bucket_size` of DeepSpeed's configuration)."""
+    """Returns collectives per step, each of one bucket.
+
+    Buckets reduce gradients, gather updated parameters (stages 1 and 2), or gather parameters for
+    forward and backward (stage 3). DeepSpeed sets their sizes by `reduce_bucket_size`,
+    `allgather_bucket_size` and `stage3_prefetch_bucket_size`.
+    """
     if options.stage == 0:
         return 1.0
     buckets = float(math.ceil(sum(facts.sizes) / options.bucket(facts.sizes)))
@@ -150,8 +151,11 @@ def zero_messages(options: ZeroOptions, cell: Cell, facts: ModelFacts) -> float:
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
-    """Elements of the last parameters, which stage 3 keeps from forward to backward: less than the
-    reuse distance lies between. Those up to the threshold are persistent and never gathered."""
+    """Returns elements of the last parameters that stage 3 keeps from forward to backward, being
+    within the reuse distance.
+
+    Parameters up to the threshold are persistent and never gathered.
+    """
     between, kept = 0, 0
     for size in reversed(sizes):
         if between >= distance:

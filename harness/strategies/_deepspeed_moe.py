@@ -1,4 +1,4 @@
-"""DeepSpeed's `MoE` layer in the place of a workload's own mixtures, with the same weights."""
+"""DeepSpeed's `MoE` layer replacing a workload's mixtures, with the same weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """One of the experts that transformers keeps in parameters of three dimensions."""
+    """One expert of those that transformers stores in 3D parameters."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]):
         """`gate_up`: (2 x intermediate, hidden); `down`: (hidden, intermediate)."""
@@ -34,22 +34,21 @@ class Expert(nn.Module):
         self.activation = activation
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(..., hidden) -> the same shape."""
+        """(..., hidden) -> same shape."""
         gate, up = F.linear(rows, self.gate_up_proj).chunk(2, dim=-1)
         return F.linear(self.activation(gate) * up, self.down_proj)
 
 
 class Mixture(nn.Module):
-    """DeepSpeed's layer with the interface of a block's mixture in transformers.
+    """DeepSpeed's layer with the interface of a transformers mixture.
 
-    Left alone DeepSpeed's trains something else: it drops the tokens that are more than an expert's
-    capacity, and draws the second expert of a token at random, with the router's scores for
-    likelihood. Both are turned off.
+    DeepSpeed's default trains differently: it drops tokens beyond an expert's capacity, and samples
+    a token's second expert by router score. Both are disabled.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
-        """`mixture`: transformers' own, whose weights are copied. `ranks`: among which the experts
-        are divided. `first`: number of this rank's first expert."""
+        """`mixture`: transformers' own, whose weights are copied. `ranks`: number of ranks that
+        divide the experts. `first`: index of this rank's first expert."""
         super().__init__()
         experts: Any = mixture.get_submodule("experts")
         router = mixture.get_submodule("gate").get_parameter("weight")
@@ -75,17 +74,17 @@ class Mixture(nn.Module):
 
     @property
     def router(self) -> nn.Parameter:
-        """(experts, hidden)"""
+        """Router weight, (experts, hidden)."""
         return self.moe.deepspeed_moe.gate.wg.weight  # type: ignore[no-any-return]
 
     @property
     def own(self) -> Sequence[nn.Module]:
-        """The experts of this rank, in order."""
+        """Experts of this rank, in order."""
         own: Sequence[nn.Module] = self.moe.deepspeed_moe.experts.deepspeed_experts
         return own
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> the same shape."""
+        """(samples, tokens, hidden) -> same shape."""
         output: Tensor = self.moe(hidden)[0]
         return output
 
@@ -93,11 +92,10 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Puts DeepSpeed's layer in the place of the mixture of each block, in place; returns them by
-    path.
+    """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
 
-    DeepSpeed divides the experts among neighbouring ranks, so that this one's are known before it
-    makes their process group, which `deepspeed.initialize` does (see `check_groups`).
+    DeepSpeed divides experts among neighboring ranks. This rank's experts are thus known before
+    `deepspeed.initialize` makes the process group (see `check_groups`).
     """
     first = rank % ranks * (workload.experts // ranks)
     made = {}
@@ -109,8 +107,8 @@ def replace_mixtures(
 
 
 def check_groups(mixtures: Mapping[str, Mixture]) -> None:
-    """Raises RuntimeError where DeepSpeed's group has this rank in another place than the one whose
-    experts it was given."""
+    """Raises RuntimeError if this rank's position in DeepSpeed's group does not match its
+    experts."""
     for path, mixture in mixtures.items():
         place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
         if place * mixture.moe.num_local_experts != mixture.first:
@@ -121,7 +119,7 @@ def check_groups(mixtures: Mapping[str, Mixture]) -> None:
 
 
 def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
-    """DeepSpeed's routers by number of the block. The last of their outputs are the tokens of each
+    """Returns DeepSpeed's routers by block number; their last output is the token count of each
     expert."""
     layers = [mixture.moe.deepspeed_moe.gate for mixture in mixtures.values()]
     return {block: Router(gate, lambda output: output[-1]) for block, gate in enumerate(layers)}
@@ -130,9 +128,9 @@ def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
 def whole_parameters(
     engine: DeepSpeedEngine, mixtures: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The workload's own parameters by name, whole: the experts of all ranks in one.
+    """Yields the workload's whole parameters by name, with experts gathered from all ranks.
 
-    Called on all ranks together.
+    Call on all ranks together.
     """
     parameters = dict(full_parameters(engine))
     inside = tuple(f"{path}." for path in mixtures)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's pipeline engine computes and keeps."""
+"""DeepSpeed's pipeline engine: its compute methods and retained buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
-    """For TrainState: the engine's methods that compute.
+    """Returns the engine's compute methods, for TrainState.
 
-    The engine looks its instructions up in its class; the harness wraps those of the instance to
-    see how long they take, so the engine is made to look them up by name.
+    The engine looks its instructions up in its class, but the harness times them by wrapping the
+    instance's methods. Instructions are therefore changed to look methods up by name.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
@@ -28,8 +28,7 @@ def _by_name(name: str) -> Callable[..., object]:
 
 
 def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
-    """Activations and their gradients, which the engine keeps until the next batch takes their
-    place."""
+    """Yields activations and gradients that the engine keeps until the next batch."""
     import torch
     from torch.utils._pytree import tree_leaves
 

@@ -1,4 +1,4 @@
-"""Formulas of what DeepSpeed's pipeline engine keeps."""
+"""Formulas of what DeepSpeed's pipeline engine retains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from harness.strategy.formulas import KEPT_RESULTS, logits_bytes
 
 
 def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
-    """Bytes of the engine's buffers in this stage of `count`, between two steps.
+    """Returns bytes of the engine's buffers in stage `stage` of `count`, between steps.
 
-    A buffer in which it receives hidden states, and one for their gradients, of one micro-batch;
-    the first stage has its latest inputs, the last one its latest results and labels, token ids of
-    8 bytes each (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`,
-    `pipe_buffers`). `hidden`: bytes of the hidden states of all of a rank's samples.
+    Each boundary adds a buffer for one micro-batch's hidden states, or their gradients. The first
+    stage keeps its latest inputs, the last its latest results and labels, with token ids of 8 bytes
+    each (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`).
+    `hidden`: bytes of the hidden states of all of a rank's samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

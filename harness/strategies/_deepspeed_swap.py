@@ -1,5 +1,4 @@
-"""DeepSpeed's offload to a disk: what is swapped in which pieces, and the memory that is locked for
-it."""
+"""DeepSpeed's offload to disk: swap units and locked memory."""
 
 from __future__ import annotations
 
@@ -14,31 +13,33 @@ from harness.spec.errors import Unavailable
 
 Place = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
-"""DeepSpeed leaves tensors smaller than this in memory, whatever the config says."""
+"""Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
 SWAP_ELEMENTS = 2**20
-"""Elements of the optimizer that are read, updated and written at a time; DeepSpeed's own 1e9 keep
-buffers for all of them in memory."""
+"""Elements of the optimizer that are read, updated and written at a time.
+
+DeepSpeed's default of 1e9 would buffer all of them in memory.
+"""
 SWAP_BUFFERS = 5
-"""Buffers through which parameters are swapped."""
+"""Number of buffers through which parameters are swapped."""
 ALIGNED_BYTES = 1024
 _CAP_IPC_LOCK = 14
-"""Its bit in a process's capabilities (linux/capability.h)."""
+"""Bit of this Linux capability (linux/capability.h)."""
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """What a rank's buffers for a disk are made for."""
+    """Inputs that determine a rank's disk buffers."""
 
     sizes: Sequence[int]
-    """Elements of each trained parameter, whole."""
+    """Elements of each trained parameter, unsharded."""
     ranks: int
-    """Over which each is cut."""
+    """Number of ranks that shard each parameter."""
     width: int
-    """Bytes of a parameter's element."""
+    """Bytes per parameter element."""
     optimizer: Place
-    """Where optimizer state is."""
+    """Location of optimizer state."""
     parameters: Place
-    """Where parameters are."""
+    """Location of parameters."""
 
     @property
     def parts(self) -> list[int]:
@@ -47,8 +48,7 @@ class Swapping:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The parts as consecutive sub-groups, which are updated at a time and are full at
-        SWAP_ELEMENTS."""
+        """Parts in consecutive sub-groups, each updated at once and full at SWAP_ELEMENTS."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
             if sum(groups[-1]) >= SWAP_ELEMENTS:
@@ -58,7 +58,7 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """Buffers for optimizer state: four of the largest sub-group; none where it stays in
+        """Bytes of the buffers for optimizer state: four of the largest sub-group; 0 if it stays in
         memory."""
         if self.optimizer != "nvme":
             return 0
@@ -66,8 +66,11 @@ class Swapping:
 
     @property
     def parameter_buffer_bytes(self) -> int:
-        """Buffers for parameters, and room for a sub-group's updated ones: made for whole
-        parameters, although a rank writes its parts. None where they stay in memory."""
+        """Bytes of the swap buffers for parameters and a sub-group's updates; 0 if parameters stay
+        in memory.
+
+        They are sized for whole parameters, although a rank writes only its parts.
+        """
         if self.parameters != "nvme":
             return 0
         buffers = SWAP_BUFFERS * _aligned(largest_part(self.sizes, self.ranks), self.width)
@@ -75,7 +78,7 @@ class Swapping:
         return self.width * (buffers + updated)
 
     def _largest_group(self) -> Sequence[int]:
-        """Elements of the whole parameters of the first largest sub-group."""
+        """Returns elements of the whole parameters in the first largest sub-group."""
         groups = self.groups
         largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
         before = sum(len(group) for group in groups[:largest])
@@ -83,7 +86,8 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Elements of a rank's largest part of a parameter; enough for any where sizes are unknown."""
+    """Returns elements of a rank's largest part of a parameter; a generous bound if sizes are
+    unknown."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -93,10 +97,9 @@ def _aligned(elements: int, width: int) -> int:
 
 
 def require_locked(swapping: Swapping) -> None:
-    """Raises Unavailable where a rank may not lock (mlock) the memory through which it swaps from
-    and to a disk.
+    """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
 
-    DeepSpeed does not look whether it could, and then writes to an address that it was never given.
+    DeepSpeed does not check whether locking failed and writes to an invalid address.
     """
     size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
     allowed = lockable_bytes()
@@ -109,8 +112,8 @@ def require_locked(swapping: Swapping) -> None:
 
 
 def lockable_bytes() -> float:
-    """Bytes that a process may lock in memory: without a limit for one that has the capability, as
-    root has."""
+    """Returns the bytes a process may lock in memory; unlimited with CAP_IPC_LOCK, which root
+    has."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     capabilities = next(

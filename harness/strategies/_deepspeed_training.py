@@ -1,4 +1,4 @@
-"""How DeepSpeed's ZeRO trains: its engine is made, shown to the harness, and run."""
+"""ZeRO training with DeepSpeed: build the engine, register it with the harness, run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ZeroTraining(ZeroOptions):
-    """ZeRO's training by DeepSpeed's engine, in parts that strategies on top of it replace."""
+    """ZeRO training by DeepSpeed's engine, in overridable parts."""
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -43,14 +43,15 @@ class ZeroTraining(ZeroOptions):
         return job.model()
 
     def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
-        """What tells DeepSpeed which ranks do what; None: all of them are data parallel."""
+        """Returns DeepSpeed's `mpu`, which assigns ranks to groups; None: all ranks are data
+        parallel."""
         return None
 
     def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
         return engines.engine_step(job, engine)
 
     def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
-        """Shows an engine to the harness, also one that another library made."""
+        """Registers an engine with the harness, including one built by another library."""
         job.register(
             engine.module,
             engine.basic_optimizer,
@@ -61,5 +62,5 @@ class ZeroTraining(ZeroOptions):
         )
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by name, whole; their fp32 masters where there are any."""
+        """Yields whole parameters by name, or their fp32 masters if there are any."""
         return engines.full_parameters(engine)

@@ -1,5 +1,4 @@
-"""DeepSpeed's ZeRO as options: what they need of a cell and of this host, and the config file that
-says the same to DeepSpeed."""
+"""DeepSpeed ZeRO options, their requirements, and the equivalent DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -30,18 +29,19 @@ from harness.strategies._deepspeed_swap import (
 from harness.strategy import Capabilities, Cell, CostModel, Layout, Strategy, Workload, model_facts
 
 LARGEST_BUCKET = 25 * 2**20 // 4
-"""Elements: DDP's bucket of 25 MiB.
+"""Elements of DDP's 25 MiB bucket.
 
-DeepSpeed's own 5e8 elements are 2 GB, allocated whatever the model's size.
+DeepSpeed's default of 5e8 elements allocates 2 GB for any model.
 """
 PERSISTENT_ELEMENTS = 1000
-"""Norms and biases.
+"""Size limit in elements of parameters kept whole: norms and biases.
 
-DeepSpeed's own 1e5 leaves a model of hidden size 256 almost whole on every rank.
+DeepSpeed's default of 1e5 would keep nearly all of a model of hidden size 256 whole.
 """
 LOSS_SCALE_POWER = 12
-"""2^12, as harness.strategy.step.LOSS_SCALE: DeepSpeed's own 2^16 overflows in the first steps,
-which are then skipped.
+"""Power of two of the initial loss scale, 2^12 as in harness.strategy.step.LOSS_SCALE.
+
+DeepSpeed's default of 2^16 overflows in the first steps, which are then skipped.
 """
 
 
@@ -50,7 +50,7 @@ def _compiled_parts() -> dict[str, str]:
 
 
 class ZeroOptions(Strategy):
-    """What DeepSpeed's strategies have in common before they train."""
+    """Options shared by DeepSpeed strategies."""
 
     requires = ("deepspeed",)
     capabilities = Capabilities(
@@ -61,23 +61,22 @@ class ZeroOptions(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: Place = "none"
-    """Where optimizer state, and the update, live: the device, the host (stages 1 to 3), or a
-    folder (stage 3)."""
+    """Where optimizer state and the update live: the device, the host (stages 1 to 3), or a folder
+    (stage 3)."""
     offload_parameters: Place = "none"
     """Where partitioned parameters wait for their layer (stage 3)."""
     folder: str = ""
-    """Folder, on one of this host's disks for it (see `require_disk`), in which
-    `parallelism-bench-offload` holds what is offloaded to `nvme` until the next trial; empty for
-    the trial's own."""
+    """Folder for `nvme` offload on an allowed disk (see `require_disk`), where
+    `parallelism-bench-offload` is kept until the next trial; empty for the trial's own folder."""
     bucket_elements: int | None = Field(default=None, gt=0)
     """Elements that are reduced, prefetched and held live at a time; by default an eighth of the
     model, at most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
-    """Stage 3 leaves parameters of up to this size whole on every rank."""
+    """Largest size in elements of parameters that stage 3 keeps whole on every rank."""
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything is offloaded to a disk."""
+        """Whether anything is offloaded to disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property
@@ -99,25 +98,25 @@ class ZeroOptions(Strategy):
         )
 
     def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
-        """What a rank's buffers for a disk are made for."""
+        """Returns the inputs that determine a rank's disk buffers."""
         places = self.offload_optimizer, self.offload_parameters
         return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
 
     def bucket(self, sizes: Sequence[int]) -> int:
-        """Elements that are reduced, prefetched and held live at a time.
+        """Returns elements that are reduced, prefetched and held live at a time.
 
-        By default an eighth of the model, at most DDP's bucket: small beside the states at any
-        size. `sizes`: elements of each trained parameter.
+        Defaults to an eighth of the model, capped at DDP's bucket: small relative to the states.
+        `sizes`: elements of each trained parameter.
         """
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
     def config(
         self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
     ) -> dict[str, object]:
-        """Content of DeepSpeed's JSON file that trains what the cell says.
+        """Returns the content of DeepSpeed's JSON config for the cell.
 
-        `sizes`: elements of each trained parameter (ModelFacts.sizes), by which buckets and swap
-        buffers are made to fit; `folder`: where states offloaded to `nvme` lie.
+        `sizes`: elements of each trained parameter (ModelFacts.sizes), which set bucket and swap
+        buffer sizes. `folder`: location of states offloaded to `nvme`.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -156,11 +155,11 @@ class ZeroOptions(Strategy):
 
 
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
-    """What DeepSpeed's JSON file says of the cell, whatever engine trains it.
+    """Returns the engine-independent part of DeepSpeed's JSON config.
 
-    `gradient_clipping` is written although it is 0: left out, DeepSpeed clips the gradient's norm
-    at 1.0. All three batch sizes are given, or libraries on top of it compute one from a number of
-    processes that they may not see.
+    `gradient_clipping` is written as 0: if omitted, DeepSpeed clips the gradient norm at 1.0. All
+    three batch sizes are given, or libraries on top would derive one from a process count that they
+    may not see.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
@@ -181,8 +180,8 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
 
 
 def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
-    """Raises Refused where DeepSpeed would do something else and not say so, Unavailable where it
-    cannot do it on this host."""
+    """Raises Refused if DeepSpeed would silently do something else, Unavailable if this host lacks
+    support."""
     stage, optimizer, parameters = (
         options.stage,
         options.offload_optimizer,
@@ -234,7 +233,7 @@ def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
 
 
 def _require_swapped(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
-    """Raises Refused where every tensor is so small that DeepSpeed would keep it in memory."""
+    """Raises Refused if every tensor is so small that DeepSpeed would keep it in memory."""
     sizes = model_facts(workload, cell.sequence_length).sizes
     width = 4 if cell.precision == "fp32" else 2
     largest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""transformers' `DistributedConfig`: what a model's own plans say, and how it is loaded by them."""
+"""transformers' `DistributedConfig`: a model's own parallel plans, and loading by them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
-"""Style of a parameter that every rank holds whole and whose gradient the ranks add up."""
+"""Style of a parameter that every rank holds whole and whose gradients are summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The mesh: ranks along each of its dimensions."""
+    """Number of ranks along each mesh dimension."""
 
     replicas: int
     shards: int
@@ -34,30 +34,29 @@ class Sizes:
 
     @property
     def copies(self) -> int:
-        """Ranks of a replica that hold the same experts, and shard them between each other."""
+        """Ranks of a replica that hold the same experts, and shard them."""
         return self.shards * self.tensor // self.expert
 
 
 @dataclass(frozen=True)
 class Plans:
-    """A model's own plans: style of each module or parameter by its name, in which `*` stands for
-    any block."""
+    """A model's own plans: style by module or parameter name, in which `*` matches any block."""
 
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
     shards: Mapping[str, str]
 
     def style(self, name: str) -> str | None:
-        """How tensor parallelism treats this parameter; None: every rank holds it whole."""
+        """Returns a parameter's tensor-parallel style; None: every rank holds it whole."""
         name = any_block(name)
         return self.tensor.get(name, self.tensor.get(name.rpartition(".")[0]))
 
     def is_expert(self, name: str) -> bool:
-        """Whether expert parallelism divides this parameter among the ranks."""
+        """Returns whether expert parallelism divides this parameter among the ranks."""
         return any_block(name) in self.expert
 
     def gathered_twice(self, name: str) -> bool:
-        """Whether FSDP frees this parameter between forward and backward."""
+        """Returns whether FSDP frees this parameter between forward and backward."""
         name = any_block(name)
         return any(
             style == "free_full_weight" and name.startswith(module + ".")
@@ -66,13 +65,13 @@ class Plans:
 
 
 def any_block(name: str) -> str:
-    """`model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    """Replaces block numbers: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 @functools.cache
 def plans_of(workload: Workload) -> Plans:
-    """The plans that the model's class in transformers brings."""
+    """Returns the plans of the model's transformers class."""
     import torch
 
     with torch.device("meta"):
@@ -92,8 +91,8 @@ def check_version() -> None:
 
 
 def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:
-    """Raises Refused for a model without the plans that this mesh needs, and for sizes that do not
-    fit each other or the model."""
+    """Raises Refused if the model lacks a required plan, or sizes do not match each other or the
+    model."""
     if cell.devices == 1:
         raise Refused("1 device makes no mesh and changes nothing; use 2 devices or more")
     if workload.kind == "image" or workload.suffixes:
@@ -136,11 +135,11 @@ def _check_experts(workload: Workload, sizes: Sizes) -> None:
 
 
 def load(job: Job, sizes: Sizes) -> nn.Module:
-    """The job's model, saved to a folder and loaded from there by every rank in parts: transformers
-    splits a model only while it loads one.
+    """Saves the job's model and loads it in parts on every rank, because transformers splits models
+    only while loading.
 
-    Raises RuntimeError where its mesh would be of other devices than the cell's: transformers takes
-    the kind of accelerator that it sees, and asks nobody.
+    Raises RuntimeError if transformers' mesh would use other devices than the cell: it always picks
+    the accelerator it sees.
     """
     import torch
     import torch.distributed as dist
@@ -167,10 +166,9 @@ def load(job: Job, sizes: Sizes) -> nn.Module:
 
 
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
-    """For TrainState: what this rank keeps, of each parameter its part.
+    """Yields this rank's retained tensors for TrainState, with only its part of each parameter.
 
-    On a CPU that is a view of the file that it was loaded from, which is mapped whole: only the
-    pages that are written to are in memory.
+    On a CPU a part is a view of its memory-mapped file: only written pages are in memory.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):
@@ -180,14 +178,14 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
-    """Leaves the blocks of the saved model as they are; those of the loaded one recompute."""
+    """Does nothing to the saved model; recomputation is enabled on the loaded one."""
 
 
 def distributed_config(sizes: Sizes) -> DistributedConfig:
-    """What is handed to `from_pretrained`.
+    """Returns the argument of `from_pretrained`.
 
-    Without tensor parallelism `tp_plan` is left out: an empty plan, by the docstring "no tensor
-    parallel rule", raises.
+    Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although its docstring
+    allows it.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 

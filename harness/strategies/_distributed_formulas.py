@@ -1,4 +1,4 @@
-"""Formulas of what transformers' `DistributedConfig` keeps on each rank and sends."""
+"""Formulas of memory and traffic under transformers' `DistributedConfig`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from harness.strategy.formulas import hidden_bytes
 
 
 def mesh_states(cell: Cell, workload: Workload, sizes: Sizes, facts: ModelFacts) -> States:
-    """What each rank keeps: of every parameter, its gradient and moments the part that its plans
-    leave to it."""
+    """Returns each rank's states: its parts of parameters, gradients and moments under the
+    plans."""
     plans = plans_of(workload)
 
     def parts(name: str) -> int:
@@ -47,13 +47,12 @@ def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
 def exchange(
     cell: Cell, workload: Workload, sizes: Sizes, rows: float, numbers: bool = True
 ) -> float:
-    """Bytes that a rank must send, mean of the ranks, to bring the tokens of a step to their
-    experts or back, for one layer.
+    """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
+    their experts or back.
 
-    `rows`: bytes of the hidden states of all samples that a rank sees in a step, of which each of a
-    token's experts gets one. Those that stay on the rank are `1 / expert` of them if the router
-    treats all experts alike, and are not sent. `numbers`: with them go the numbers of tokens, 8
-    bytes for each expert and micro-batch.
+    `rows`: bytes of the hidden states of all samples that a rank sees in a step, sent once to each
+    expert of a token. With uniform routing, `1 / expert` of them stay on the rank. `numbers`:
+    include token counts, 8 bytes per expert and micro-batch.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -68,12 +67,12 @@ def sharded_traffic(
     facts: ModelFacts,
     reductions: int | None = None,
 ) -> float | None:
-    """Without tensor parallelism: FSDP's gathers and scatters, and the tokens' way to their experts
-    and back, forward and backward.
+    """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges
+    with experts, forward and backward.
 
-    FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default in
-    every one too. Final norm and head stay gathered between forward and backward; experts are
-    sharded among the ranks that hold the same ones.
+    FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default as
+    often. Final norm and head stay gathered until backward. Experts are sharded among the ranks
+    that hold the same ones.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -94,8 +93,8 @@ def sharded_traffic(
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> float:
-    """A layer's in a step: to the experts and back, forward and backward, and once more where the
-    block is computed again."""
+    """Returns bytes of a layer's exchanges with experts per step, forward and backward, plus any
+    recomputation."""
     forward = exchange(cell, workload, sizes, hidden) + exchange(
         cell, workload, sizes, hidden, numbers=False
     )
@@ -106,15 +105,15 @@ def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> f
 def tensor_traffic(
     cell: Cell, layout: Layout, workload: Workload, sizes: Sizes, facts: ModelFacts
 ) -> float | None:
-    """Without data parallelism: all-reduces of hidden states, forward behind each layer split by
-    row and the embedding, backward behind each split by column, the head among them, whose logits
-    are gathered.
+    """Returns bytes without data parallelism.
 
-    A layer of experts that is split like an MLP sums its output forward, and backward the gradients
-    of its input and of the tokens' weights. Whole experts on each rank get their tokens by
-    `exchange`, each rank sending its part of the tokens; outputs and gradients of inputs and
-    weights are gathered. A block that is computed again repeats its collectives of forward but the
-    last.
+    Hidden states are all-reduced forward after the embedding and each layer split by row, and
+    backward for each split by column. That includes the head, whose logits are gathered.
+
+    Experts split like an MLP sum outputs forward, and gradients of inputs and token weights
+    backward. If each rank holds whole experts, it sends its share of tokens by `exchange`; outputs
+    and gradients of inputs and weights are gathered. A recomputed block repeats its forward
+    collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

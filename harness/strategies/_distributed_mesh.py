@@ -1,4 +1,4 @@
-"""What strategies on a mesh of replicas x shards x tensor have in common."""
+"""Base of strategies on a mesh of replicas x shards x tensor."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from harness.workloads import Workload, make_workload
 
 
 class MeshStrategy(Strategy):
-    """A strategy that splits a model by its own plans in transformers; ranks that are neither
-    tensor parallel nor replicas shard what is left by FSDP2."""
+    """A strategy that splits a model by its transformers plans.
+
+    Ranks that are neither tensor parallel nor replicas shard the rest by FSDP2.
+    """
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     tensor: int = Field(default=1, ge=1)
     """Ranks over which weights are split by the model's own plan (`tp_plan="auto"`)."""
     replicas: int = Field(default=1, ge=1)
-    """Replicas that each shard the model for themselves (HSDP)."""
+    """Replicas that each shard the model independently (HSDP)."""
 
     def sizes(self, devices: int) -> Sizes:
-        """The mesh of this many devices; raises Refused where they do not divide."""
+        """Returns the mesh of this many devices; raises Refused if they do not divide."""
         if devices % (self.tensor * self.replicas):
             by = f"tensor {self.tensor} x replicas {self.replicas}"
             raise Refused(f"{devices} devices do not divide by {by}")

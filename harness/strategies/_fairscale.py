@@ -1,5 +1,4 @@
-"""What fairscale's wrappers keep between steps, what sending in fp16 costs them, and how gradients
-are cleared."""
+"""fairscale's retained buffers, fp16 tolerances and gradient clearing."""
 
 from __future__ import annotations
 
@@ -23,26 +22,25 @@ BROADCAST = Tolerance(
 
 
 def pinned_gradients(model: FullyShardedDataParallel) -> Iterator[Retained]:
-    """Gradients in pinned host memory, which FullyShardedDataParallel keeps for shards that are
-    offloaded."""
+    """Yields pinned host gradients that FullyShardedDataParallel keeps for offloaded shards."""
     for parameter in model.parameters():
         if hasattr(parameter, "_cpu_grad"):
             yield "library", "pinned gradients", parameter._cpu_grad
 
 
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
-    """Zeroes the gradients that are in buckets and frees those that are not.
+    """Zeroes gradients in buckets and frees all others.
 
-    OSS's own `zero_grad` sets all to None, as torch's has done since 2.0, and so takes them out of
-    the buckets that ShardedDataParallel reduces: from the second step on each rank updates with its
-    own gradients alone. The `zero_grad` of the optimizer inside OSS clears this rank's parameters
-    only, and the others' gradients add up.
+    OSS's own `zero_grad` sets all to None, as torch's default since 2.0. That detaches them from
+    ShardedDataParallel's buckets, so from the second step each rank updates with its local
+    gradients. The inner optimizer's `zero_grad` clears only this rank's parameters, so the others'
+    gradients accumulate.
     """
     model.zero_grad(set_to_none=True)
 
 
 def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:
-    """Buckets first: gradients are views of the one kind, parameters of the other."""
+    """Yields buckets before the gradients and parameters that are views of them."""
     for bucket in model._bucket_list:
         yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
     for device in optimizer.buckets.values():
@@ -52,8 +50,7 @@ def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Reta
 
 
 def check_flat(cell: Cell, workload: Workload) -> None:
-    """Raises Refused where a flat parameter would have to be trained in part, and as
-    `check_recompute`."""
+    """Raises Refused if a flat parameter would be partly frozen, or by `check_recompute`."""
     check_recompute(cell)
     if workload.partly_frozen:
         raise Refused(
@@ -63,7 +60,7 @@ def check_flat(cell: Cell, workload: Workload) -> None:
 
 
 def check_recompute(cell: Cell) -> None:
-    """Raises Refused where fairscale's checkpoint_wrapper would not compute the same again."""
+    """Raises Refused if fairscale's checkpoint_wrapper would not recompute the same."""
     if cell.recompute == "selective":
         raise Refused(
             "fairscale's checkpoint_wrapper computes whole blocks again: use recompute full, or"
@@ -78,8 +75,10 @@ def check_recompute(cell: Cell) -> None:
 
 
 def recompute_by_fairscale(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Lets the blocks be computed again during backward by fairscale's checkpoint_wrapper, which
-    replaces their forward and leaves names as they are."""
+    """Recomputes the blocks during backward by fairscale's checkpoint_wrapper.
+
+    It replaces their forward and keeps names unchanged.
+    """
     from fairscale.nn.checkpoint import checkpoint_wrapper
 
     for block in blocks:

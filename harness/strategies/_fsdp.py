@@ -1,4 +1,4 @@
-"""How torch's FSDP is told what to gather, and when."""
+"""Configuration of torch's FSDP: what to gather, and when."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MIXED = Tolerance(
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """FSDP1's unit is a block; where the workload does not say which modules are blocks, a unit is
-    a module that has at least an eighth of the parameters."""
+    """Returns FSDP1's wrap policy: by block, or by modules with at least an eighth of the
+    parameters if blocks are unnamed."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if blocks := job.workload.blocks_of(model):
@@ -38,21 +38,21 @@ def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
 
 
 def backward_prefetch(when: str) -> BackwardPrefetch | None:
-    """FSDP1's word for `pre`, `post` or `none`."""
+    """Returns FSDP1's value for `pre`, `post` or `none`."""
     from torch.distributed.fsdp import BackwardPrefetch
 
     return None if when == "none" else BackwardPrefetch[f"BACKWARD_{when.upper()}"]
 
 
 def summoned_parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """FSDP1's parameters by name, whole while they are looked at; to be walked on all ranks."""
+    """Yields FSDP1's parameters by name, whole during iteration; iterate on all ranks."""
     with type(model).summon_full_params(model, writeback=False):
         yield from model.named_parameters()
 
 
 def check_options(cell: Cell, hybrid: bool, mixed_precision: bool, offload: bool) -> None:
-    """Raises Refused where FSDP2 would not train in the cell's precision, or has too few devices
-    for hybrid sharding."""
+    """Raises Refused if FSDP2 would not train in the cell's precision, or has too few devices for
+    hybrid sharding."""
     if hybrid:
         check_hybrid(cell)
     if mixed_precision and cell.precision != "bf16":
@@ -75,8 +75,8 @@ class Policies(TypedDict):
 
 
 def policies(job: Job, mixed_precision: bool, offload: bool) -> Policies:
-    """Parameters gathered in bf16 and gradients reduced in fp32, or as they are; shards kept on the
-    device, or in host memory."""
+    """Returns policies: parameters in bf16 and reductions in fp32, or unchanged; shards on the
+    device or host."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -89,22 +89,21 @@ def policies(job: Job, mixed_precision: bool, offload: bool) -> Policies:
 
 
 def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
-    """FSDP2 gathers the next block while one computes: forward the one after, backward the one
-    before."""
+    """Makes FSDP2 prefetch the next block in forward, and the previous one in backward."""
     for block, after in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([block])
 
 
 def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by name; offloaded shards must be on the device to be gathered over its process
-    group."""
+    """Yields parameters by name, on the device so that its process group can gather offloaded
+    shards."""
     return ((name, p.detach().to(job.device)) for name, p in model.named_parameters())
 
 
 @contextlib.contextmanager
 def without_sync(root: FSDPModule) -> Iterator[None]:
-    """Within it FSDP2 reduces no gradients."""
+    """Disables FSDP2's gradient reduction within the context."""
     root.set_requires_gradient_sync(False)
     yield
     root.set_requires_gradient_sync(True)
@@ -113,10 +112,12 @@ def without_sync(root: FSDPModule) -> Iterator[None]:
 def sharded_messages(
     cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
 ) -> float:
-    """Collectives of a step: each micro-batch gathers the root's parameters once, and those of each
-    block once more for backward where they were freed; each unit's gradients are scattered, and
-    under hybrid sharding all-reduced too, after the last micro-batch, or without `no_sync` after
-    each."""
+    """Returns collectives per step.
+
+    Each micro-batch gathers every unit once, and freed blocks again for backward. Gradients of each
+    unit are scattered, and under hybrid sharding also all-reduced, after the last micro-batch;
+    without `no_sync` after each.
+    """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))
     return float(gathers + (parts if not no_sync else 1) * units * (2 if hybrid else 1))

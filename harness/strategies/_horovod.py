@@ -1,5 +1,4 @@
-"""What Horovod needs around it: which parts it was built with, how its ranks start and find each
-other, and how a model is wrapped."""
+"""Horovod's build options, launch, rendezvous and model wrapping."""
 
 from __future__ import annotations
 
@@ -31,14 +30,19 @@ if TYPE_CHECKING:
 
 HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 GRADIENTS_FUSED = 4
-"""Gradients that are ready in one cycle of 1 ms, about: a backward pass of tens of milliseconds
-makes some tens of them, and a cycle takes longer where ranks have to agree."""
+"""Approximate number of gradients that are ready in one cycle of 1 ms.
+
+A backward pass of tens of milliseconds makes some tens of gradients, and negotiation lengthens a
+cycle.
+"""
 
 
 @functools.cache
 def built(part: bytes) -> bool:
-    """Whether Horovod's extension holds a class of this name: its own `mpi_built` loads torch,
-    which takes seconds."""
+    """Returns whether Horovod's extension contains this class name.
+
+    Horovod's own `mpi_built` loads torch, which takes seconds.
+    """
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
     return any(
@@ -49,14 +53,14 @@ def built(part: bytes) -> bool:
 
 
 def compiled() -> dict[str, str]:
-    """Its controllers by name: `built`, or what provides them."""
+    """Returns the status of Horovod's controllers by name: `built`, or how to install them."""
     return {
         f"Horovod's controller {name}": missing(name, "cpu") or "built" for name in ("gloo", "mpi")
     }
 
 
 def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None:
-    """Raises Refused for what Horovod cannot do, Unavailable for what it was not built with."""
+    """Raises Refused for unsupported options, Unavailable for missing build features."""
     if workload.arithmetic == "bf16":
         raise Refused(
             "Horovod has no all-reduce of bf16: keep the weights in fp32 and set the precision to"
@@ -83,8 +87,10 @@ def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None
 
 
 def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
-    """Adasum adds in steps of two ranks, and each of them adds what differs, where the reference
-    averages it."""
+    """Returns the allowed deviation.
+
+    Adasum works in log2(ranks) pairwise steps, each adding differences that the reference averages.
+    """
     reasons = [HALF] if fp16 else []
     if adasum and cell.devices > 1:
         steps = math.log2(cell.devices)
@@ -94,11 +100,11 @@ def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
 
 
 def missing(controller: str, device: str) -> str:
-    """What this Horovod lacks for a controller and type of device, with the command that provides
-    it; empty: nothing.
+    """Returns what Horovod lacks for a controller and device type, with the install command; empty
+    if complete.
 
-    Built for the CPU alone, Horovod has no way for a CUDA tensor: its background thread throws
-    "Horovod has not been compiled with CUDA" (horovod/common/ops/cuda_util.cc) and shuts down.
+    A CPU-only build cannot handle CUDA tensors: its background thread throws "Horovod has not been
+    compiled with CUDA" (horovod/common/ops/cuda_util.cc) and shuts down.
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -118,24 +124,23 @@ def missing(controller: str, device: str) -> str:
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
-    """Open MPI: more ranks than cores allowed, cores left to the harness, ssh not required, its
-    files in the trial's folder.
+    """Returns Open MPI's command line: oversubscribed, unbound cores, no ssh required, files in the
+    trial's folder.
 
-    A rank's two threads share its cores: the one that waits for MPI has to yield to the one that
-    computes. All ranks stay on this node: of an allocation of several, which Open MPI would read
-    from SLURM's variables, the others run nothing of this trial.
+    A rank's two threads share its cores, so the one waiting for MPI must yield to the one
+    computing. All ranks stay on this node; Open MPI would otherwise use the whole SLURM allocation,
+    whose other nodes run nothing of this trial.
     """
     settings = {
         "orte_tmpdir_base": str(scratch),
         "hwloc_base_binding_policy": "none",
         "mpi_yield_when_idle": "1",
-        # Open MPI's own messages and its transport listen on loopback alone.
+        # Limit Open MPI's messages and transport to loopback.
         "oob_tcp_if_include": "lo",
         "btl_tcp_if_include": "lo",
     }
-    settings["btl_vader_backing_directory"] = str(
-        scratch
-    )  # in /dev/shm the files of killed ranks would stay
+    # In /dev/shm, killed ranks would leave their files.
+    settings["btl_vader_backing_directory"] = str(scratch)
     settings |= {
         "ras": "^slurm",
         "plm": "^slurm" if shutil.which("ssh") or shutil.which("rsh") else "^slurm,rsh",
@@ -156,8 +161,7 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
 
 
 def places(hosts: Sequence[str]) -> list[SlotInfo]:
-    """Each rank's place (Horovod's SlotInfo) from the host that each rank runs on, whatever their
-    order."""
+    """Returns each rank's SlotInfo, from the ranks' hosts in any order."""
     from horovod.runner.common.util.hosts import SlotInfo
 
     slots = []
@@ -173,7 +177,7 @@ def places(hosts: Sequence[str]) -> list[SlotInfo]:
 
 
 def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
-    """hvd.init() with what it reads from the environment."""
+    """Sets Horovod's environment variables and calls hvd.init()."""
     import horovod.torch as hvd
 
     os.environ |= {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}
@@ -187,11 +191,9 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 
 @contextlib.contextmanager
 def rendezvous(job: Job) -> Iterator[None]:
-    """Where Gloo's ranks find each other, as horovodrun does it: a rendezvous server in a thread of
-    rank 0, for as long as they look.
+    """Runs the rendezvous of Gloo's ranks as horovodrun does, with a server in a thread of rank 0.
 
-    The process group tells the ranks each other's hosts, and rank 0's address on the job's
-    interface.
+    The process group exchanges host names, and rank 0's address on the job's interface.
     """
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
@@ -224,8 +226,10 @@ def rendezvous(job: Job) -> Iterator[None]:
 
 
 def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
-    """Horovod's rendezvous server for these ranks, served by a thread, on a free port of this
-    address alone: horovod.runner's own listens on all interfaces."""
+    """Starts Horovod's rendezvous server in a thread, on a free port of this address only.
+
+    horovod.runner's own server listens on all interfaces.
+    """
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
@@ -235,7 +239,8 @@ def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTP
 
 
 def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
-    """The cell's optimizer as Horovod's; every rank starts from rank 0's."""
+    """Returns the cell's optimizer wrapped by Horovod, with all ranks starting from rank 0's
+    state."""
     import horovod.torch as hvd
 
     optimizer: Optimizer = hvd.DistributedOptimizer(
@@ -250,12 +255,12 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 
 
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
-    """Rank 0's parameters, buffers, optimizer state and learning rate to all, after wrapping.
+    """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate, after wrapping.
 
-    The state goes as rank 0's state_dict. Not by `broadcast_optimizer_state`: where an optimizer is
-    new, it first takes a real step with zero gradients, so that weights are decayed and steps
-    counted once too often; under plain SGD, which keeps no state, it leaves out the learning rate.
-    Before wrapping it would be in vain: wrapping makes a new optimizer without the old one's state.
+    Uses state_dict because `broadcast_optimizer_state` has two bugs. For a new optimizer it takes a
+    real step with zero gradients, which decays weights and counts as a step. For plain SGD, which
+    has no state, it omits the learning rate. Wrapping creates a new optimizer without the old
+    state, so broadcasting must come after.
     """
     import horovod.torch as hvd
 
@@ -265,9 +270,9 @@ def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
 
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
-    """Gradients are averaged before GradScaler looks at them, and once: step() would do it again.
+    """Averages gradients before GradScaler inspects them, and stops step() from averaging again.
 
-    Adasum has updated during backward.
+    Adasum has already updated during backward.
     """
     if adasum:
         yield
@@ -280,8 +285,8 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Shows the harness what torch's profiler cannot see: Horovod's own threads send, and
-    `synchronize` waits."""
+    """Registers what torch's profiler cannot see: Horovod's own threads send, and `synchronize`
+    waits."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

@@ -1,5 +1,5 @@
-"""The outer optimizer of local steps: SGD with Nesterov's momentum, which steps along the mean of
-the ranks' ways."""
+"""The outer optimizer of local-step training: SGD with Nesterov momentum along the ranks' mean
+displacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def outer_optimizer(model: nn.Module, learning_rate: float, momentum: float) -> SGD:
-    """Of all parameters of a model; without momentum where that is 0."""
+    """Returns SGD over all parameters, with Nesterov momentum unless it is 0."""
     import torch
 
     return torch.optim.SGD(
@@ -22,8 +22,10 @@ def outer_optimizer(model: nn.Module, learning_rate: float, momentum: float) -> 
 
 
 def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
-    """How far the outer optimizer gets in these periods, over how far ranks go in them, where they
-    go equally far in each; as torch computes Nesterov's momentum."""
+    """Returns the outer optimizer's distance over these periods, relative to the ranks' own.
+
+    Assumes equal displacement in each period, and torch's form of Nesterov momentum.
+    """
     buffer, way = 0.0, 0.0
     for _ in range(periods):
         buffer = momentum * buffer + 1
@@ -32,7 +34,8 @@ def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
 
 
 def outer_tolerance(learning_rate: float, momentum: float, periods: int) -> Tolerance:
-    """What the outer optimizer changes in these periods, beside local steps themselves."""
+    """Returns the allowed deviation due to the outer optimizer and local steps over these
+    periods."""
     return Tolerance(
         0.3,
         0.75 + abs(outer_gain(learning_rate, momentum, periods) - 1),

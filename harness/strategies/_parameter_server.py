@@ -1,5 +1,7 @@
-"""The processes of a parameter server: what workers do and what the server does in a step, and the
-calls between them. What workers send waits here, on the server, for its training step."""
+"""Worker and server steps of a parameter server, and the RPC calls between them.
+
+Received gradients are queued here, on the server, for its training step.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,26 @@ if TYPE_CHECKING:
 Reply = tuple[list[Tensor], float]
 """New parameters, and the scale of the next loss."""
 Push = tuple[int, list[Tensor], "Future[Reply]"]
-"""A worker's rank, its gradients, and where it waits for the reply."""
+"""A worker's rank, its gradients, and the future of its reply."""
 
 _PUSHED: SimpleQueue[Push] = SimpleQueue()
 _HEARD: SimpleQueue[int] = SimpleQueue()
 
 
 class TensorPipe(TypedDict, total=False):
-    """By what RPC carries bytes; TensorPipe chooses what is left out."""
+    """Transports and channels of RPC; TensorPipe chooses those left out."""
 
     _transports: list[str]
     _channels: list[str]
 
 
 def join(job: Job, tcp: bool) -> None:
-    """Every process gets to know every other one; they are named by rank."""
+    """Connects all processes by RPC, named by rank."""
     from torch.distributed import rpc
 
     only_tcp: TensorPipe = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=job.layout.data + 1,  # on the server, each worker's push waits in one
+        num_worker_threads=job.layout.data + 1,  # on the server, each worker's push blocks one
         rpc_timeout=job.cell.time_limit_seconds,
         **only_tcp,
     )
@@ -56,29 +58,29 @@ def join(job: Job, tcp: bool) -> None:
 
 
 def push(worker: int, gradients: list[Tensor]) -> Reply:
-    """Called on the server: hands gradients to the training step and waits for its reply."""
+    """Passes gradients to the training step and waits for its reply; runs on the server."""
     reply: Future[Reply] = Future()
     _PUSHED.put((worker, gradients, reply))
     return reply.result()
 
 
 def confirm(worker: int) -> None:
-    """Called on the server: the worker has its reply."""
+    """Records that the worker has its reply; runs on the server."""
     _HEARD.put(worker)
 
 
 def next_push() -> Push:
-    """Called by the server's training step: waits for a worker."""
+    """Waits for a worker's push; runs in the server's training step."""
     return _PUSHED.get()
 
 
 def next_confirmation() -> int:
-    """Called by the server's training step: waits until a worker has its reply."""
+    """Waits until a worker confirms its reply; runs in the server's training step."""
     return _HEARD.get()
 
 
 def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
-    """One push of each worker, as they come; a second one of a worker waits in `early` for the next
+    """Yields one push per worker in order of arrival; keeps second pushes in `early` for the next
     step."""
     waiting = early.copy()
     seen: set[int] = set()
@@ -99,8 +101,8 @@ def confirmations(workers: int) -> None:
 
 
 def waits() -> list[Wait]:
-    """Where worker and server wait for each other, for TrainState: RPC's threads are not
-    torch.distributed's."""
+    """Returns the waits between worker and server for TrainState, because torch.distributed cannot
+    see RPC threads."""
     from torch.distributed import rpc
 
     here = sys.modules[__name__]
@@ -116,17 +118,17 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
-    """The cell's optimizer, which takes this many updates a step.
+    """Returns the cell's optimizer, scaled for this many updates per step.
 
-    So that N updates weigh as much as the reference's one, each has 1/N of the learning rate and
-    keeps the N-th root of what that one keeps of a moment.
+    So that N updates match one reference update, each uses 1/N of the learning rate and the N-th
+    root of each moment's decay factor.
     """
     optimizer = job.optimizer(trained(model))
     for group in optimizer.param_groups:
         group["lr"] /= updates
         if "betas" in group:
             group["betas"] = tuple(beta ** (1 / updates) for beta in group["betas"])
-        else:  # SGD's moment is a sum, which grows with what it keeps
+        else:  # SGD's moment is a sum, which grows with its decay factor
             kept = group["momentum"] ** (1 / updates)
             group["lr"] *= (1 - kept) / (1 - group["momentum"])
             group["momentum"] = kept
@@ -134,7 +136,7 @@ def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
 
 
 def work(job: Job, model: nn.Module) -> TrainStep:
-    """A worker's step: forward and backward, gradients to the server, parameters from it."""
+    """Returns a worker's step: forward, backward, send gradients, receive parameters."""
     from torch.distributed import rpc
 
     parameters, parts = trained(model), job.cell.micro_batches
@@ -157,8 +159,8 @@ def work(job: Job, model: nn.Module) -> TrainStep:
         model.zero_grad()
         confirmed = rpc.rpc_async(server, confirm, (job.rank,))
         if batch.step == job.cell.total_steps - 1:
-            # This process ends, and must not before its last message is out. The server may have
-            # received it and ended before it could answer.
+            # Do not exit before the last message is sent. The server may have received it and
+            # exited before it could answer.
             with contextlib.suppress(RuntimeError):
                 confirmed.wait()
         return total
@@ -167,16 +169,15 @@ def work(job: Job, model: nn.Module) -> TrainStep:
 
 
 def take(parameters: list[nn.Parameter], fetched: list[Tensor]) -> None:
-    """Gives a worker's parameters the server's values."""
     for parameter, new in zip(parameters, fetched, strict=True):
         parameter.detach().copy_(new)
 
 
 def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
-    """The server's step: an update for every `together` workers' gradients, in the order in which
-    they come."""
+    """Returns the server's step: one update per `together` workers' gradients, in order of
+    arrival."""
     workers, scaler = job.layout.data, loss_scaler(job)
-    scaler.scale(torch.zeros(()))  # it has no scale before a first loss, and the server sees none
+    scaler.scale(torch.zeros(()))  # sets the scale, since the server sees no loss
     parameters: list[Tensor] = optimizer.param_groups[0]["params"]
     early: list[Push] = []
 
@@ -184,8 +185,8 @@ def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
         came = arrivals(workers, early)
         while pushes := sorted(itertools.islice(came, together), key=lambda pushed: pushed[0]):
             update(optimizer, scaler, pushes)
-            # The next update may come before a reply is sent, unless it waits for that worker's
-            # next gradients.
+            # Without cloning, the next update may change a reply before it is sent, unless that
+            # update needs this worker's gradients.
             answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
             for _, _, reply in pushes:
                 reply.set_result((answer, scaler.get_scale()))
@@ -195,7 +196,7 @@ def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
 
 
 def update(optimizer: Optimizer, scaler: GradScaler, pushes: list[Push]) -> None:
-    """One optimizer step with the average of these gradients."""
+    """Takes one optimizer step with the average of these gradients."""
     parameters: list[Tensor] = optimizer.param_groups[0]["params"]
     for parameter, *gradients in zip(parameters, *(sent for _, sent, _ in pushes), strict=True):
         parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)

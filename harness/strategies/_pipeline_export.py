@@ -1,4 +1,4 @@
-"""torch's pipelines outside the suite."""
+"""Export of torch's pipelines to standalone scripts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from harness.workloads.family import Split
 
 
 def pipeline_export(cell: Cell, to: str, schedule: Schedule, per_rank: int) -> Export | None:
-    """A script whose stages are transformers' model without what other stages have.
+    """Returns a script whose stages are transformers' model without other stages' layers.
 
-    `per_rank`: stages of a rank. A parameter that is tied across the ends of the pipeline has a
-    copy on the first and on the last rank, whose gradients are added; where one rank has both ends
-    it has one copy.
+    `per_rank`: stages of a rank. A parameter tied across the ends has copies on the first and last
+    rank, whose gradients are summed; one copy if both ends are on one rank.
     """
     split = make_workload(cell.workload).split
     if to not in ("torchrun", "slurm") or split is None:
@@ -23,7 +22,7 @@ def pipeline_export(cell: Cell, to: str, schedule: Schedule, per_rank: int) -> E
 
 
 def pipeline_values(split: Split, schedule: Schedule, ranks: int, per_rank: int) -> dict[str, Any]:
-    """What the template asks, for a pipeline of so many ranks whose stages are nothing more."""
+    """Returns the template's values for a pure pipeline of this many ranks."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     from harness.strategy.pipelining import SCHEDULES

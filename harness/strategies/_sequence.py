@@ -1,5 +1,5 @@
-"""What strategies have in common that split each sample's tokens over ranks: which ranks, which
-tokens, and what is exchanged."""
+"""Shared parts of strategies that split each sample's tokens over ranks: groups, tokens and
+exchanges."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ if TYPE_CHECKING:
     from harness.workloads.workload import HasLogits
 
 Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
-"""An attention of transformers: (module, queries, keys, values, mask, keyword arguments) ->
-(output, weights). Queries, keys and values: (samples, heads, tokens, head width); output: (samples,
-tokens, heads, head width)."""
+"""A transformers attention function: (module, queries, keys, values, mask, keyword arguments) ->
+(output, weights).
+
+Queries, keys and values: (samples, heads, tokens, head width). Output: (samples, tokens, heads,
+head width).
+"""
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Groups of this many neighbouring ranks (None: one group of all) that share samples; the
-    groups are data parallel. Raises Refused where the devices do not divide."""
+    """Returns data-parallel groups of this many neighboring ranks that share samples; None: one
+    group of all.
+
+    Raises Refused if the devices do not divide.
+    """
     ranks = sequence_ranks or devices
     if devices % ranks:
         raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
@@ -47,8 +53,7 @@ def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
 
 
 def check_heads(workload: Workload, ranks: int) -> None:
-    """Raises Refused where the attention heads, of keys and values where these are fewer, cannot be
-    dealt out evenly."""
+    """Raises Refused if the attention heads, or fewer key and value heads, do not divide evenly."""
     if workload.heads % ranks:
         raise Refused(
             f"{workload.name} has {workload.heads} attention heads, of keys and values where these"
@@ -58,8 +63,10 @@ def check_heads(workload: Workload, ranks: int) -> None:
 
 
 def check_config(workload: Workload) -> None:
-    """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not know how to serve:
-    it asks the config for heads of keys and values, and joins heads as Llama's attention does."""
+    """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not support.
+
+    It needs the config's key and value head count, and joins heads as Llama's attention does.
+    """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
             "DeepSpeed's UlyssesSPAttentionHF is for models whose config says how many heads of"
@@ -70,7 +77,8 @@ def check_config(workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of each sample: the tokens `number` / `parts` to `number + 1` / `parts`."""
+    """A rank's part of each sample: the tokens from `number` / `parts` to `number + 1` /
+    `parts`."""
 
     number: int
     parts: int
@@ -80,15 +88,18 @@ class Part:
         return cls(job.rank % job.layout.sequence, job.layout.sequence)
 
     def cut(self, batch: Batch) -> Batch:
-        """This part of a batch. Labels are the next tokens, already shifted, so that the last token
-        of a part has the first one of the next part as its label."""
+        """Returns this part of a batch.
+
+        Labels are already shifted: a part's last token has the next part's first token as its
+        label.
+        """
         inputs, labels = (
             tensor.chunk(self.parts, dim=1)[self.number] for tensor in (batch.inputs, batch.labels)
         )
         return Batch(batch.step, inputs, labels)
 
     def positions(self, job: Job) -> Tensor:
-        """(1, tokens of the part): their places in the whole sample."""
+        """Returns (1, tokens of the part): token positions in the whole sample."""
         import torch
 
         whole = torch.arange(job.cell.sequence_length, device=job.device)
@@ -98,18 +109,16 @@ class Part:
 def at_positions(
     model: Callable[..., Tensor | HasLogits], positions: Tensor
 ) -> Callable[[Tensor], Tensor | HasLogits]:
-    """The model called with the places of its tokens in the sample: left to itself it would count
-    from 0 in each part."""
+    """Returns the model with fixed position ids; by default it would count from 0 in each part."""
     return functools.partial(model, position_ids=positions)
 
 
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
-    """A step on a rank's tokens, which are at these places of their samples, with the mean of all
-    ranks' gradients.
+    """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
-    Every rank has equally many tokens. Attention sends gradients back to where keys and values came
-    from, so that a rank's are those of the sum of all ranks' losses by its copy of the parameters:
-    their mean is the gradient of the mean over all tokens.
+    Every rank has equally many tokens. Attention returns gradients to the ranks of keys and values,
+    so each rank has the gradient of the sum of all ranks' losses by its parameter copy. Their mean
+    is the gradient of the mean over all tokens.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -119,7 +128,7 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
 
 
 def sequence_group(job: Job) -> ProcessGroup:
-    """The group of the ranks that share this rank's samples; to be called on all ranks."""
+    """Returns the group of ranks that share this rank's samples; call on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape, names = (job.layout.data, job.layout.sequence), ("data", "sequence")
@@ -132,11 +141,10 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 
 
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
-    """Lets all layers of a model attend by this function, under this name in transformers.
+    """Registers this attention in transformers under this name, and uses it in all layers.
 
-    transformers makes no mask for an attention that it does not know, which is right here: a mask
-    for this rank's tokens would be that of a sample of its own. The attention of whole samples is
-    causal by itself.
+    transformers makes no mask for an unknown attention. That is right here: it would treat this
+    rank's tokens as a whole sample. The attention of whole samples is causal by itself.
     """
     from transformers import AttentionInterface
 
@@ -145,7 +153,7 @@ def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
 
 
 def whole_attention() -> Attention:
-    """transformers' own attention by torch, causal where it is given no mask."""
+    """Returns transformers' attention by torch, causal if it gets no mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return cast("Attention", sdpa_attention_forward)
@@ -160,8 +168,10 @@ def even_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """torch's causal attention with as many heads of keys and values as of queries, an Attention
-    without dropout: it can be replaced by torch's ring attention, which takes no others."""
+    """Applies torch's causal attention, with key and value heads repeated to match the queries.
+
+    An Attention without dropout, as torch's ring attention requires.
+    """
     from torch.nn import functional
 
     groups = query.shape[1] // key.shape[1]
@@ -175,14 +185,14 @@ def even_attention(
 def exchanged_for_heads(
     cell: Cell, layout: Layout, gathers_positions: bool = False
 ) -> float | None:
-    """Bytes that a rank must send per step for the all-to-alls of DeepSpeed-Ulysses (arXiv
-    2309.14509, section 3.2), mean of the ranks; None where tensors are not all fp32.
+    """Returns bytes a rank must send per step for DeepSpeed-Ulysses' all-to-alls (arXiv 2309.14509,
+    section 3.2), averaged over ranks.
 
-    For each block four all-to-alls forward, of the rank's queries, keys, values and outputs, and
-    the same four of their gradients; what is computed again is exchanged again. A rank keeps its
-    own share of each. With h elements a token in queries and outputs and as many in keys and
-    values that is the paper's 4Nh/P. `gathers_positions`: whether the library also gathers the
-    tokens' places, of 8 bytes each, for every block that it computes.
+    None unless all tensors are fp32. Each block has four all-to-alls forward (queries, keys,
+    values, outputs) and four for their gradients; recomputation repeats the forward ones. A rank
+    keeps its own share. With h elements per token in queries and outputs, and as many in keys and
+    values, this is the paper's 4Nh/P. `gathers_positions`: the library also gathers token
+    positions, 8 bytes each, for every computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:
@@ -196,12 +206,12 @@ def exchanged_for_heads(
 
 
 def averaged(layout: Layout, facts: ModelFacts) -> float:
-    """Bytes that a rank must send per step for the mean of all gradients over all ranks."""
+    """Returns bytes a rank must send per step to average all gradients over all ranks."""
     return all_reduced(layout.replicas, facts.trained_bytes)
 
 
 def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:
-    """Collectives of a step that `exchanged_for_heads` has the bytes of."""
+    """Returns collectives per step, whose bytes `exchanged_for_heads` returns."""
     if layout.sequence == 1:
         return 0.0
     passes = 2 if cell.recompute == "none" else 3

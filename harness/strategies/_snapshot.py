@@ -1,4 +1,4 @@
-"""Snapshots of a training, from which restarted ranks go on."""
+"""Snapshots of training, from which restarted ranks resume."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """What torch can save and restore: a model, an optimizer, a loss scaler."""
+    """State that torch can save and restore: a model, an optimizer, a loss scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Snapshots:
-    """One file of all parts and of every rank's losses, written by rank 0 in the folder of the
-    trial, which outlives a restart."""
+    """A file of all parts and every rank's losses, written by rank 0 to the trial's folder, which
+    survives a restart."""
 
     steps = 0
-    """Steps that the loaded snapshot has seen."""
+    """Number of steps completed in the loaded snapshot."""
     losses: Tensor
-    """Of this rank, by step."""
+    """Losses of this rank, by step."""
 
     def __init__(self, job: Job, parts: Mapping[str, Stateful]) -> None:
         import torch
@@ -35,9 +35,9 @@ class Snapshots:
         self.file = job.scratch / "snapshot.pt"
 
     def load(self) -> None:
-        """Restores all parts, if there is a snapshot yet.
+        """Restores all parts, if a snapshot exists.
 
-        Raises RuntimeError for one of a timed step: replayed steps cannot be timed.
+        Raises RuntimeError if it is from a timed step: replayed steps cannot be timed.
         """
         import torch
 
@@ -55,7 +55,7 @@ class Snapshots:
             self.parts[name].load_state_dict(state)
 
     def save(self, steps: int) -> None:
-        """Writes the state after this many steps; called on all ranks together."""
+        """Writes the state after this many steps; call on all ranks together."""
         import torch
         import torch.distributed as dist
 
@@ -65,4 +65,4 @@ class Snapshots:
             states = {name: part.state_dict() for name, part in self.parts.items()}
             new = self.file.with_suffix(".new")
             torch.save({"losses": everyones, "steps": steps, **states}, new)
-            new.replace(self.file)  # whole or not at all
+            new.replace(self.file)  # atomic

@@ -1,4 +1,4 @@
-"""Tensor parallelism outside the suite."""
+"""Export of tensor parallelism to standalone scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tensor_export(cell: Cell, to: str, sequence_parallel: bool) -> Export | None:
-    """A script that splits transformers' model by torch's own plan."""
+    """Returns a script that splits transformers' model by torch's own plan."""
     workload = make_workload(cell.workload)
     if to not in ("torchrun", "slurm") or workload.split is None:
         return None
@@ -21,8 +21,10 @@ def tensor_export(cell: Cell, to: str, sequence_parallel: bool) -> Export | None
 
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
-    """torch's plan as it is written. Raises Refused for a family whose modules the suite replaces
-    before it splits them."""
+    """Returns source text of torch's plan.
+
+    Raises Refused for a family whose modules the suite replaces before splitting.
+    """
     if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
             f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
@@ -39,7 +41,7 @@ def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> 
 
 
 def written_style(style: ParallelStyle) -> str:
-    """The call that makes a parallel style, with the arguments that differ from its defaults."""
+    """Returns the constructor call of a parallel style, with only its non-default arguments."""
     kind = type(style)
     usual, accepted = vars(kind()), inspect.signature(kind).parameters
     given = {
@@ -51,5 +53,5 @@ def written_style(style: ParallelStyle) -> str:
 
 
 def _written(value: object) -> str:
-    """One placement in the place of a tuple of one, as torch's styles take it."""
+    """Formats a tuple of one placement as the placement itself, as torch's styles expect."""
     return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)

@@ -1,4 +1,4 @@
-"""The data axis of 3D parallelism: a wrapper around each stage, or an optimizer for all."""
+"""The data axis of 3D parallelism: a wrapper around each stage, or a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from harness.strategy.stage import Stage
 
 
 def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
-    """The stage without DTensors between its forwards, which DDP and ZeroRedundancyOptimizer do not
-    take; in DDP where that is the axis.
+    """Removes DTensors between forwards, which DDP and ZeroRedundancyOptimizer reject; wraps the
+    stage in DDP on that axis.
 
-    A schedule's first forward, for shapes, has no backward: DDP fails at it unless
-    find_unused_parameters keeps its buckets.
+    A schedule's first forward, for shapes, has no backward. DDP fails at it without
+    find_unused_parameters.
     """
     if axis == "fsdp2":
         return stage
@@ -33,10 +33,10 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 
 
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
-    """Makes the stage's DTensors of its local parameters.
+    """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    They last from the first forward on, which runs without gradients before torch 2.12: left to
-    torch's own hook, they would never pass any on.
+    They persist from the first forward, which runs without gradients before torch 2.12. torch's own
+    hook would build DTensors that never pass gradients on.
     """
     with torch.enable_grad():
         _reconstruct_dtensor(stage, inputs)
@@ -45,7 +45,7 @@ def _with_gradients(stage: nn.Module, inputs: object) -> None:
 def stage_optimizer(
     job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
 ) -> Optimizer:
-    """The cell's optimizer, its state sharded over this group where there is one."""
+    """Returns the cell's optimizer, its state sharded over this group if given."""
     if shards is None:
         return job.optimizer(parameters)
     kind, kwargs = job.optimizer_class()

@@ -1,4 +1,4 @@
-"""3D parallelism outside the suite."""
+"""Export of 3D parallelism to standalone scripts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from harness.strategy.schedules import Schedule
 def three_d_export(
     cell: Cell, to: str, layout: Layout, axis: str, schedule: Schedule
 ) -> Export | None:
-    """The pipeline's script, whose stages are split by torch's tensor plan and wrapped, or their
-    gradients averaged, on the data axis. Raises Refused as `tensor_values` does."""
+    """Returns the pipeline's script, with stages split by torch's tensor plan and the data axis
+    applied.
+
+    Raises Refused as `tensor_values` does.
+    """
     workload = make_workload(cell.workload)
     if to not in ("torchrun", "slurm") or workload.split is None:
         return None

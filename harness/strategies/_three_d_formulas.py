@@ -1,4 +1,4 @@
-"""Formulas of what a rank of 3D parallelism keeps on its data axis."""
+"""Formulas of memory on the data axis of 3D parallelism."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from harness.strategy.formulas import dealt_out_states
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
-    """Bytes that a rank keeps which holds this part of the model, shared with as many `ranks` of
-    the data axis.
+    """Returns the states of a rank that shares this part of the model with `ranks` ranks on the
+    data axis.
 
-    FSDP2 shards parameters, gradients and moments in equal parts (ZeRO-3, arXiv 1910.02054, section
-    5); ZeroRedundancyOptimizer deals out the moments of whole parameters; DDP adds the buckets in
-    which it averages gradients.
+    FSDP2 shards parameters, gradients and moments equally (ZeRO-3, arXiv 1910.02054, section 5).
+    ZeroRedundancyOptimizer shards moments by whole parameters; DDP adds gradient buckets.
     """
     if axis == "fsdp2":
         return model_states(cell, part, shards=ranks)

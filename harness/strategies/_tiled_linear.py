@@ -1,4 +1,4 @@
-"""DeepSpeed's TiledLinear in the place of a model's largest linear layers, and back."""
+"""Conversion of a model's largest linear layers to DeepSpeed's TiledLinear, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def tile_largest(
     model: nn.Module, out_tiles: int, in_tiles: int, device: torch.device
 ) -> nn.Module:
-    """Exchanges every `torch.nn.Linear` of the largest size, in place; returns the model."""
+    """Replaces every `torch.nn.Linear` of the largest size, in place; returns the model."""
     from deepspeed.runtime.zero import TiledLinear
     from torch import nn
 
@@ -38,11 +38,10 @@ def tile_largest(
 def join_tiles(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by name: tiles are put together again, under the name of the layer that they
-    took the place of.
+    """Yields whole parameters by name, with tiles joined under their original layer's name.
 
-    `named` gives a layer's tiles one after the other, and a gathered tensor is this rank's until
-    the next is asked for.
+    `named` must yield a layer's tiles consecutively. A gathered tensor is valid only until the next
+    is requested.
     """
     from deepspeed.runtime.zero import TiledLinear
 
@@ -60,7 +59,8 @@ def join_tiles(
 
 
 def _count(layer: TiledLinear) -> int:
-    """Parameters of a tiled layer: a weight a tile, and a bias in the last column of each row."""
+    """Returns the parameter count of a tiled layer: one weight per tile, and a bias in each row's
+    last column."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 

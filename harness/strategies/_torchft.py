@@ -1,4 +1,4 @@
-"""torchft for ranks that are replicas of their own: where they meet, and who counts them."""
+"""torchft for ranks that are replicas of their own: rendezvous and quorum."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from harness.host.store import LOOPBACK, open_store
 from harness.strategy import Job
 
 _LISTENING: list[object] = []
-"""What listens as long as this rank lives."""
+"""Servers that must live as long as this rank."""
 
 
 def manager_of(job: Job) -> Manager:
-    """The manager of this rank, with as many replicas as the cell has devices: a training that
-    loses one is another training, so that a period that is not committed is an error.
+    """Returns this rank's manager, which requires one replica per device of the cell.
 
-    The replicas agree on who takes part while they wait, not beside a forward
-    (`use_async_quorum=False`): torchft's DiLoCo steps alone for a period and agrees only at its
-    end, and its constructor raises ValueError for a manager that would agree in the background.
+    Losing a replica changes the training, so an uncommitted period is an error.
 
-    Everything listens on the address of the job's interface alone. torchft's manager would listen
-    on all interfaces, whatever host it is given; its HTTP server of checkpoints, which would do the
-    same, is left out, as nobody comes later.
+    Replicas agree on a quorum while they wait, not during a forward (`use_async_quorum=False`).
+    torchft's DiLoCo needs agreement only at the end of a period, and its constructor raises
+    ValueError for an asynchronous manager.
+
+    Everything listens only on the address of the job's interface. torchft's manager would listen on
+    all interfaces, whatever its host. Its checkpoint HTTP server would too; it is left out, because
+    no replica joins later.
     """
     address = _address(job.interface)
     store = open_store(address)
@@ -66,7 +67,7 @@ def manager_of(job: Job) -> Manager:
 
 
 def _lighthouse(job: Job, address: str) -> str:
-    """Address of the server by which replicas find each other; rank 0 starts it."""
+    """Returns the address of the server by which replicas find each other; rank 0 starts it."""
     where: list[str | None] = [None]
     if job.rank == 0:
         server = LighthouseServer(bind=f"{address}:0", min_replicas=job.layout.data)
@@ -78,13 +79,13 @@ def _lighthouse(job: Job, address: str) -> str:
 
 
 def _address(interface: str | None) -> str:
-    """IPv4 address of an interface, by default of the one that only this machine reaches."""
+    """Returns an interface's IPv4 address; loopback by default."""
     known = psutil.net_if_addrs().get(interface or "", [])
     return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
 
 
 class _NobodyComesLater(CheckpointTransport[Any]):  # type: ignore[misc]  # untyped
-    """Hands no checkpoint to anybody."""
+    """Refuses every checkpoint transfer."""
 
     def metadata(self) -> str:
         return ""

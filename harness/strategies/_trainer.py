@@ -1,4 +1,4 @@
-"""transformers' Trainer with the batches of the harness, its loop turned into steps."""
+"""transformers' Trainer on the harness's batches, its loop turned into steps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ Inputs = dict[str, Tensor]
 
 
 class Stepped:
-    """A script that owns its training loop, in a thread of its own that is stopped before each
-    step.
+    """A script with its own training loop, in a thread that is paused before each step.
 
-    Two hand-overs a step: the batch to the script, which asks for it with `next_batch`, and the
-    loss back. A step begins with the script's wait for a batch and ends where it waits for the
-    next, so all that the loop does is in it. The script builds the model too: glibc keeps what a
-    thread has freed for that thread.
+    Each step passes the batch to the script, which requests it by `next_batch`, and returns the
+    loss. A step lasts from one request to the next, so it includes all of the loop's work. The
+    script also builds the model: glibc keeps memory freed by a thread for that thread.
     """
 
     trainer: SteppedTrainer
@@ -42,22 +40,22 @@ class Stepped:
         self._answers: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
 
     def begin(self) -> SteppedTrainer:
-        """Starts the script; returns its Trainer when it asks for its first batch.
+        """Starts the script; returns its Trainer once it requests its first batch.
 
-        What it raises is raised here, and in `step`.
+        Re-raises the script's exceptions, as does `step`.
         """
         threading.Thread(target=self._run, name="training loop", daemon=True).start()
         self._answer()
         return self.trainer
 
     def step(self, batch: Batch) -> Tensor | None:
-        """Lets the loop go on by one step; what it hands over when it asks for the next batch."""
+        """Runs the loop for one step; returns the loss it passes when it requests the next
+        batch."""
         self._batches.put(batch)
         return self._answer()
 
     def next_batch(self, loss: Tensor | None) -> Batch:
-        """Called by the script: hands over the loss of the step that it has done, and waits for the
-        batch of the next."""
+        """Passes the finished step's loss and waits for the next batch; called by the script."""
         self._answers.put(loss)
         return self._batches.get()
 
@@ -69,7 +67,7 @@ class Stepped:
 
     def _run(self) -> None:
         try:
-            # OpenMP's number of threads and the device are each thread's own.
+            # OpenMP's thread count and the device are per thread.
             torch.set_num_threads(self.job.threads)
             if self.job.device.type == "cuda":
                 torch.cuda.set_device(self.job.device)
@@ -83,8 +81,8 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is the numbers of the samples, so that the loader shows in which order it would
-    read a real one; they are exchanged for the harness's samples behind the loader.
+    Its data set is sample numbers, which reveal the loader's order; they are replaced by the
+    harness's samples after loading.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class SteppedTrainer(Trainer):
         self.stepped, self.job = stepped, stepped.job
         self.inputs = functools.partial(named_inputs, self.job.workload, model)
         self.loss = torch.zeros((), device=self.job.device)
-        # A step more: the loader reads one batch ahead.
+        # One extra step: the loader reads one batch ahead.
         samples: Any = range(self.job.cell.global_batch * (args.max_steps + 1))
         collate: Any = list
         super().__init__(model, args, data_collator=collate, train_dataset=samples)
@@ -104,15 +102,17 @@ class SteppedTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[int]], num_batches: int, device: torch.device
     ) -> Any:
-        """Called at the beginning of each step."""
+        """Requests the next batch; Trainer calls this at the start of each step."""
         batch = self.stepped.next_batch(self.loss)
         self.loss = torch.zeros_like(self.loss)
         parts = map(self._exchange, epoch_iterator, batch.split(num_batches), range(num_batches))
         return super().get_batch_samples(parts, num_batches, device)
 
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
-        """The part by the names of the model's inputs, if the numbers are the next: each rank in
-        turn takes a micro-batch."""
+        """Returns the part by model input name.
+
+        Raises RuntimeError unless the numbers are the next ones: ranks take micro-batches in turn.
+        """
         size = len(part.inputs)
         first = (
             (part.step * self.job.cell.micro_batches + index) * self.job.layout.data + self.job.rank
@@ -129,7 +129,8 @@ class SteppedTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The cell's optimizer: Trainer's own exempts norms and biases from weight decay."""
+        """Returns the cell's optimizer: Trainer's own exempts norms and biases from weight
+        decay."""
         if self.optimizer is None:
             whole: Any = self.model if model is None else model
             self.optimizer = self.job.optimizer(whole.parameters())
@@ -142,15 +143,15 @@ class SteppedTrainer(Trainer):
 
 
 def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
-    """The Trainer around this engine, not yet training."""
+    """Builds the Trainer around this engine, without starting it."""
     job = stepped.job
     if engine.zero:
         settle(job.device.type, job.local_processes)
-    # The model comes before the arguments, which may tell transformers to build models in ZeRO-3's
-    # shards.
+    # Build the model first: the arguments may make transformers build models in ZeRO-3 shards.
     model = job.model(recompute_by_arguments)
     args = TrainingArguments(**arguments(job, model, engine))
-    torch.set_num_threads(job.threads)  # Accelerate takes all cores where OMP_NUM_THREADS is unset
+    # Accelerate takes all cores if OMP_NUM_THREADS is not set.
+    torch.set_num_threads(job.threads)
     sharded = engine.engine == "fsdp2"
     if sharded and job.device.type == "cpu":
         pretend_gpus()
@@ -161,7 +162,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
 
 
 def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str, Any]:
-    """Trainer's arguments that train what the cell says, and nothing beside it."""
+    """Returns Trainer's arguments for the cell's training, with all extras disabled."""
     cell = job.cell
     same_training = {
         "seed": cell.seed,
@@ -205,27 +206,25 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
 
 
 def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Leaves the blocks as they are: Trainer enables transformers' own activation checkpointing
-    where its arguments say so."""
+    """Does nothing: Trainer enables transformers' activation checkpointing by its arguments."""
 
 
 def counts_labels(workload: Workload) -> bool:
-    """Whether the model divides its loss by the number of labels that Trainer counts over
-    micro-batches and ranks.
+    """Returns whether the model divides its loss by Trainer's label count over micro-batches and
+    ranks.
 
-    Others may ignore the count: Trainer then multiplies their mean by the number of ranks and does
-    not divide it by that of micro-batches, so it is told that they do not take it.
+    Others may ignore it. Trainer then multiplies their mean by the rank count and skips dividing by
+    micro-batches. It is therefore told that they do not accept the count.
     """
     return workload.kind == "causal"
 
 
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
-    """What the model's forward is given, by name.
+    """Returns the inputs of the model's forward by name.
 
-    Causal models shift labels, and these are shifted already: they are given as `shift_labels` too,
-    which are taken as they are and all counted. (Of unshifted labels Trainer counts the first,
-    which nothing predicts, where transformers does not know the model's loss by its class's name,
-    GPT-2's for one.)
+    Causal models shift labels, but these are already shifted, so they are also passed as
+    `shift_labels`, all of which count. If transformers does not recognize the loss by class name
+    (GPT-2's, for one), Trainer would count the first unshifted label, which nothing predicts.
     """
     shifted = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     return {str(model.main_input_name): part.inputs, "labels": part.labels, **shifted}

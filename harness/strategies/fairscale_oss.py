@@ -1,4 +1,4 @@
-"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer state sharded by whole parameters."""
+"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer sharded by whole parameters."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts one reduction per rank, or per gradient if unbucketed, and one broadcast per rank."""
+        """Counts a reduction per rank (per gradient if unbucketed) and a broadcast per rank."""
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced

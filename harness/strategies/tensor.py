@@ -22,7 +22,7 @@ from harness.workloads import Workload, make_workload
 
 
 class TensorParallel(Strategy):
-    """Tensor parallelism: weights of attention and MLP split over the ranks by column, then by row."""
+    """Tensor parallelism: attention and MLP weights split over the ranks by column, then by row."""
 
     capabilities = Capabilities(
         precisions=("fp32", "bf16"),

@@ -1,7 +1,7 @@
-"""The one seam: a strategy is a frozen set of options with one method, `setup(job) -> TrainStep`.
+"""The strategy interface: a frozen set of options with one method, `setup(job) -> TrainStep`.
 
-Everything that a strategy needs is here, whether it is a file of harness/strategies or a class of
-another package. Importing it does not import torch.
+Exports everything a strategy needs, inside harness/strategies or in another package, without
+importing torch.
 """
 
 from harness.spec.cell import Cell

@@ -1,4 +1,4 @@
-"""The one seam: a strategy is a frozen set of options with one required method, `setup(job) ->
+"""The strategy interface: a frozen set of options with one required method, `setup(job) ->
 TrainStep`."""
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from harness.strategy.job import Job
 
 @dataclass(frozen=True)
 class Export:
-    """How a strategy runs outside the suite (see harness/export): what differs between it and all
-    others."""
+    """Strategy-specific parts of a standalone script (see harness/export)."""
 
     template: str
-    """Its training script, in the folder `templates` next to the strategy's file; extends
+    """Training script in the folder `templates` next to the strategy's file; extends
     harness/export/templates/train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What the template needs to know besides the cell, the model and the strategy's options."""
+    """Template values in addition to the cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files next to the script, by name."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -40,42 +39,41 @@ class Export:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do, and what it needs of the harness, whatever its options."""
+    """Abilities and requirements of a strategy, whatever its options."""
 
     preload: tuple[str, ...] = ()
-    """Modules that every rank would import, so the fork server imports them once for all."""
+    """Modules that every rank imports, so the fork server imports them once."""
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """Values of the cell's precision axis that it can honour."""
+    """Supported values of the cell's precision axis."""
     process_group: bool = True
-    """Whether its ranks need torch.distributed."""
+    """Whether ranks need torch.distributed."""
     synchronizes_batch_norm: bool = False
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: int = 0
-    """Elastic restarts that a trial may take."""
+    """Maximum number of elastic restarts per trial."""
     compiles: tuple[str, ...] = ()
-    """Values of the cell's compile axis with which it trains the same."""
+    """Values of the cell's compile axis with which training stays the same."""
     extra_optimizers: tuple[str, ...] = ()
-    """Optimizers that it can use besides AdamW and SGD, see harness/strategy/optimizers.py."""
+    """Supported optimizers beyond AdamW and SGD, see harness/strategy/optimizers.py."""
     fixed_steps: bool = False
-    """Whether it must know the number of steps beforehand: its trials take exactly as many as the
-    cell says, however short they are."""
+    """Whether the number of steps must be known in advance; trials then take exactly the cell's
+    number."""
     max_devices: int | None = None
-    """Largest number of devices it can use; None for any."""
+    """Largest supported number of devices; None for any."""
     min_devices: int = 1
-    """Smallest number of devices on which it means something."""
+    """Smallest meaningful number of devices."""
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Returns its library's compiled parts by name, as `bench doctor` shows them: `built`, or the
-    command that builds them."""
+    """Function that returns the library's compiled parts by name, for `bench doctor`: `built`, or
+    the command that builds them."""
 
 
 @dataclass(frozen=True)
 class OwnLauncher:
-    """A launcher of the strategy's own, which starts ranks on one node only."""
+    """A strategy-specific launcher, which starts ranks on one node only."""
 
     name: str
     command: Callable[[Cell, Path], list[str]]
-    """(cell, scratch folder for the files it reads) -> command line that starts the ranks, to which
-    the rank's own is appended."""
+    """(cell, scratch folder for its files) -> command line, to which the rank's own is appended."""
 
 
 class Strategy(BaseModel, ABC):
@@ -93,61 +91,62 @@ class Strategy(BaseModel, ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
-        """Data x pipeline x tensor for this many devices; raises Refused if there is none."""
+        """Returns data x pipeline x tensor for this many devices; raises Refused if there is
+        none."""
         return Layout(data=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        """Raises Refused or Unavailable, with the reason, for a cell that this strategy cannot
-        run."""
+        """Raises Refused or Unavailable, with a reason, if the strategy cannot run the cell."""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        """How far its training may be from the reference; stricter than EXACT does not exist."""
+        """Returns the allowed deviation from the reference, EXACT or looser."""
         return EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
-        """What it runs in place of the real thing on this device; None: the real thing."""
+        """Returns what replaces the strategy on this device; None: nothing."""
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Name of the library that wraps plain DDP in this cell; None: it does not train as DDP
-        does. Such cells are compared side by side."""
+        """Returns the name of the library that wraps plain DDP in this cell; None if training
+        differs from DDP.
+
+        Such cells are compared side by side.
+        """
         return None
 
     @property
     def cycle(self) -> int:
-        """Steps after which its work repeats: more than 1 if some steps do what others do not, such
-        as communicate."""
+        """Steps after which the work repeats; more than 1 if, for instance, only some steps
+        communicate."""
         return 1
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Why the harness cannot rewind it to an earlier step and train on from there; empty: it
-        can.
+        """Reason why the harness cannot rewind training to an earlier step; empty if it can.
 
-        The harness rewinds what the strategy registers: parameters, buffers, states, and the
-        numbers in the optimizers.
+        The harness rewinds what the strategy registers: parameters, buffers, states and the
+        optimizers' counters.
         """
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        """The launcher that starts its ranks; None: the cell's launcher does."""
+        """Launcher that starts the ranks; None: the cell's launcher."""
         return None
 
     @property
     def costs(self) -> CostModel[Any]:
-        """Formulas of what a step costs."""
+        """Cost formulas of a step."""
         return CostModel(self)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """How the cell runs outside the suite under the launcher `to` (see harness/export); None:
-        not under this one. Raises Refused, with the reason, if it is another than the launcher.
+        """Returns how to run the cell standalone under the launcher `to` (see harness/export); None
+        if unsupported.
+
+        Raises Refused, with a reason, if something else prevents it.
         """
         return None
 
     @abstractmethod
     def setup(self, job: Job) -> TrainStep:
-        """Builds, wraps and places model and optimizer; returns the training step.
-
-        Runs in every rank.
-        """
+        """Builds, wraps and places model and optimizer on each rank; returns the training step."""

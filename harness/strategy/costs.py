@@ -1,7 +1,7 @@
-"""What a step of a strategy's cells costs, by formulas: states, activations, bytes sent, messages.
+"""Cost formulas of a step: states, activations, bytes sent, messages.
 
-Formulas serve predictions and are shown next to what was measured. A strategy without a cost model
-of its own has this one, which knows next to nothing.
+Formulas serve predictions and are shown next to measurements. This class is the default, with few
+formulas.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ StrategyT_co = TypeVar("StrategyT_co", covariant=True)
 
 @dataclass(frozen=True)
 class CostModel(Generic[StrategyT_co]):
-    """Formulas for the cells of one strategy with its options."""
+    """Cost formulas of one strategy and its options."""
 
     strategy: StrategyT_co
 
     @property
     def backend_library(self) -> str:
-        """Name of the strategy whose library does most of the work; empty: its own does all."""
+        """Name of the strategy whose library does most of the work; empty: its own."""
         return ""
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether parameters are cut into parts, which are gathered when their layer runs."""
+        """Whether parameters are sharded, and gathered when their layer runs."""
         return False
 
     @property
@@ -42,33 +42,33 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def zero_stage(self) -> int:
-        """What the data axis shards, as stages of ZeRO (arXiv 1910.02054): 0 nothing, 1 optimizer
-        states, 2 gradients too, 3 parameters too."""
+        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
+        gradients too, 3 parameters too."""
         return 3 if self.shards_parameters else 0
 
     @property
     def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs blocks to their end; torch's checkpoint stops at the last
-        tensor that backward needs."""
+        """Whether recomputation runs whole blocks; torch's checkpoint stops at the last tensor that
+        backward needs."""
         return False
 
     @property
     def uses_shared_memory(self) -> bool:
-        """Whether ranks of a node exchange tensors through shared memory, or within one process,
-        instead of over TCP as gloo does."""
+        """Whether ranks of a node exchange tensors in shared memory or one process, instead of over
+        TCP as gloo does."""
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Bytes that the fullest rank keeps between steps, for the dtypes and copies that the
-        library keeps; None: no formula."""
+        """Returns bytes the fullest rank keeps between steps, including the library's copies; None:
+        no formula."""
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Peak bytes of a micro-batch's forward, loss and backward in a rank, without states and
-        gradients, in fp32.
+        """Returns peak fp32 bytes of a micro-batch's forward, loss and backward in a rank, without
+        states and gradients.
 
         Counted once per model, see harness/workloads/activations.py. None: no formula, for instance
-        if ranks hold parts of the model and do not say which.
+        if model parts per rank are unknown.
         """
         if layout.tensor > 1 or layout.pipeline > 1:
             return None
@@ -77,7 +77,7 @@ class CostModel(Generic[StrategyT_co]):
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Activation bytes of a rank's share of the tokens and of each layer.
+        """Returns activation bytes of a rank's share of tokens and layers.
 
         `sequence_parallel`: see harness/workloads/activations.py.
         """
@@ -89,25 +89,24 @@ class CostModel(Generic[StrategyT_co]):
         return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Bytes that a rank must send per step for its library's collectives, mean of the ranks;
-        None: no formula.
+        """Returns bytes a rank must send per step in its library's collectives, averaged over
+        ranks; None: no formula.
 
-        Counted as harness/measure/collectives.py does: an all-reduce of S bytes over N ranks is
-        2(N-1)/N S, a reduce-scatter or an all-gather (N-1)/N S. Overrides say where the library
-        differs from the paper.
+        As in harness/measure/collectives.py, an all-reduce of S bytes over N ranks is 2(N-1)/N S, a
+        reduce-scatter or all-gather (N-1)/N S. Overrides document deviations from papers.
         """
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Collectives and transfers that a rank waits for in a step, one after the other, mean of
-        the steps of a cycle; None: no formula.
+        """Returns sequential collectives and transfers that a rank waits for per step, averaged
+        over a cycle; None: no formula.
 
-        Those that overlap with backward count a part, see `BESIDE_BACKWARD`.
+        Those overlapping backward count `BESIDE_BACKWARD` each.
         """
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
-        """Floating-point operations that recomputation adds to a step, over all ranks.
+        """Returns FLOPs that recomputation adds to a step, over all ranks.
 
         Counted once per model, see harness/workloads/activations.py.
         """
@@ -121,6 +120,6 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Bytes that a step moves to and from a disk, or through one process in host memory, over
-        all ranks, roughly."""
+        """Returns approximate bytes moved per step to and from disk, or through one process in host
+        memory, over all ranks."""
         return 0.0

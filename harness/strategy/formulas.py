@@ -1,4 +1,4 @@
-"""What strategies have in common in their formulas: bytes that a rank keeps and sends."""
+"""Shared formulas: bytes that a rank keeps and sends."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""What a collective counts among a step's messages that runs beside backward, so that its rank
-does not wait for it. Measured on CPU cores: 0.4 to 0.8 ms each, where one waited for takes 1.4."""
+"""Weight of a message that overlaps backward.
+
+Measured on CPU cores: 0.4 to 0.8 ms each, versus 1.4 if waited for.
+"""
 
 KEPT_RESULTS = 2
-"""Buffers that DeepSpeed's last pipeline stage has for its results, and its first one at least for
-its inputs (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
+"""Number of result buffers in DeepSpeed's last pipeline stage, and minimum of input buffers in its
+first (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Parameters and optimizer state, cut into equal shards; gradients, sharded as they are, are
-    freed by zero_grad.
+    """Returns parameters and optimizer state (`optimizer_bytes`) in equal shards; zero_grad frees
+    the sharded gradients.
 
-    What the optimizer keeps: see `optimizer_bytes`. What the layers keep beside their parameters is
-    whole on every rank.
+    Layer buffers are whole on every rank.
     """
     return States(
         parameters=facts.parameter_bytes / shards,
@@ -41,8 +42,10 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """The facts of a rank that holds a part of the model. `share`: what it holds of each parameter,
-    by name, between 0 and 1. None where not all parameters are trained, whose names are not known.
+    """Returns the facts of a rank that holds part of the model; None if some parameters are frozen,
+    as their names are unknown.
+
+    `share`: fraction of each parameter that it holds, by name.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -68,14 +71,17 @@ def facts_of_stages(
     count: int,
     tensor_ranks: int = 1,
 ) -> ModelFacts | None:
-    """The facts of a pipeline's rank that holds these of `count` stages, each layer of a block
-    split over `tensor_ranks`; None where the model does not say how it is split."""
+    """Returns the facts of a pipeline rank with the stages `own` of `count`, block layers split
+    over `tensor_ranks`.
+
+    None if the model does not define its split.
+    """
     split = workload.split
     if split is None:
         return None
     numbers = {block for stage in own for block in blocks_of_stage(workload.blocks, stage, count)}
     last = count - 1 in own
-    # The last stage has a copy of its own of a parameter that is tied to the first's.
+    # The last stage has its own copy of a parameter tied to the first's.
     tied = set(split.tied.values())
 
     def held(name: str) -> float:
@@ -90,13 +96,13 @@ def facts_of_stages(
 
 
 def received_bytes(stage: int, count: int, hidden: float) -> float:
-    """What torch keeps for each stage: buffers in which it receives the hidden states, and those in
-    which it receives their gradients, of all micro-batches."""
+    """Returns bytes of a stage's receive buffers in torch: hidden states and gradients of all
+    micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
 def a_stage_each(layout: Layout) -> list[tuple[int, ...]]:
-    """Of each rank the numbers of its stages, where it has one."""
+    """Returns each rank's stage indices, with one stage per rank."""
     return [(stage,) for stage in range(layout.pipeline)]
 
 
@@ -108,11 +114,11 @@ def pipeline_states(
     keeps: Callable[[Cell, ModelFacts], States] = model_states,
     buffers: Callable[[int, int, float], float] = received_bytes,
 ) -> States | None:
-    """What the fullest rank of a pipeline keeps: the states of its stages, and buffers.
+    """Returns the states of the fullest pipeline rank, including receive buffers.
 
-    `own`: of each rank the numbers of its stages; `keeps`: the states of a rank that holds a part
-    of the model with these facts; `buffers`: bytes of a stage's buffers, of its number, the number
-    of stages, and the bytes of the hidden states of all of a rank's samples.
+    `own`: stage indices of each rank. `keeps`: returns the states of a rank with these model facts.
+    `buffers`: returns a stage's buffer bytes from its index, the stage count, and the bytes of
+    hidden states of all of a rank's samples.
     """
     from harness.workloads import make_workload
 
@@ -134,25 +140,25 @@ def pipeline_states(
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
-    """DDP: everything on every rank, and the buckets that gradients are averaged in."""
+    """Returns DDP's states: everything on every rank, plus gradient buckets."""
     states = model_states(cell, facts)
     return dataclasses.replace(states, library=states.library + facts.trained_bytes)
 
 
 def all_reduced(ranks: int, size: float) -> float:
-    """Bytes that each rank must send for an all-reduce of `size` bytes (see
+    """Returns bytes each rank must send to all-reduce `size` bytes (see
     harness/measure/collectives.py)."""
     return 2 * passed_once(ranks, size)
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """The same for a reduce-scatter, an all-gather or, mean of the ranks, a broadcast."""
+    """Returns bytes for a reduce-scatter, an all-gather or, averaged over ranks, a broadcast."""
     return (ranks - 1) / ranks * size
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Bytes of the hidden states between two blocks, of all samples that a rank sees in a step;
-    None where the dtype may change."""
+    """Returns bytes of hidden states between two blocks, for all of a rank's samples in a step;
+    None if the dtype may change."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -162,20 +168,19 @@ def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
 
 
 def logits_bytes(workload: Workload, samples: int, tokens: int) -> float:
-    """Bytes of the model's result for this many samples, in fp32."""
+    """Returns bytes of the model's fp32 output for this many samples."""
     return 4.0 * samples * (workload.num_labels or tokens * workload.vocabulary)
 
 
 def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
-    """These with the optimizer's state of whole parameters dealt out to ranks, largest first, as
-    ZeroRedundancyOptimizer does it; those of the fullest rank."""
+    """Returns the fullest rank's states if the optimizer is sharded by whole parameters, largest
+    first, like ZeroRedundancyOptimizer."""
     share = fullest_share(sorted(facts.sizes, reverse=True), ranks) / sum(facts.sizes)
     return dataclasses.replace(states, optimizer=states.optimizer * share)
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Elements of the fullest rank when whole tensors are dealt out, each to the rank that has
-    fewest so far."""
+    """Returns elements of the fullest rank when each tensor goes to the rank with fewest so far."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

@@ -1,4 +1,4 @@
-"""What the harness hands to a strategy, and what a strategy shows the harness."""
+"""What the harness passes to a strategy, and what a strategy registers with it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from harness.workloads.recompute import recompute_blocks
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """Mode of torch.compile by value of a cell's compile axis.
 
-No GPU has run `block_cudagraphs` yet. A strategy may use it if a block's weights stay at their
-addresses from step to step, and if its collectives are no part of a block: FSDP2 gathers weights
-anew, tensor parallelism communicates within the block.
+`block_cudagraphs` is untested on GPUs. It requires block weights at fixed addresses and no
+collectives inside a block. FSDP2 gathers weights anew; tensor parallelism communicates within the
+block.
 """
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
-"""(model, its blocks, `selective` or `full`): changes the blocks in place."""
+"""(model, its blocks, `selective` or `full`): modifies the blocks in place."""
 Wire = Literal["gloo", "ring"]
 Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
-"""Object or module, name of its function, and the component of a step that its time belongs to."""
+"""Object or module, function name, and step component that its time belongs to."""
 Sender = tuple[object, str, str]
-"""Object or module, name of its function, and the collective operation that it does."""
+"""Object or module, function name, and its collective operation."""
 
 
 @dataclass(frozen=True)
@@ -44,51 +44,49 @@ class Router:
 
     module: nn.Module
     tokens: Callable[[Any], Tensor]
-    """Output of the module -> tokens of each expert, (experts,)."""
+    """Function from module output to tokens per expert, (experts,)."""
 
 
 @dataclass
 class TrainState:
-    """What a strategy shows the harness: looked at before and after the steps, never during a timed
-    one."""
+    """What a strategy registers with the harness; never read during a timed step."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """Parameter name -> function from the whole tensor as the strategy holds it to the workload's
-    own layout."""
+    """Parameter name -> function from the strategy's whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
-    """(object, method name) pairs that are this rank's computation; timed in a pass of its own for
-    the pipeline bubble."""
+    """(object, method name) pairs of this rank's computation, timed in a separate pass for the
+    pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Whole tensors by name, where walking the model does not give them.
+    """Function that yields whole tensors by name, if walking the model does not.
 
     Called on all ranks together.
     """
     states: Callable[[], Iterable[Retained]] | None = None
-    """Everything this rank keeps between steps, where walking model and optimizers does not find it
-    or names it wrongly."""
+    """Function that returns everything this rank keeps between steps, if walking model and
+    optimizers misses or misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Buffers of the library by name, beside what is found in model and optimizers."""
+    """Function that returns library buffers by name, in addition to model and optimizers."""
     offload_folder: Path | None = None
-    """Folder of a disk that states are kept on; what is read from and written to the disk is then
-    recorded."""
+    """Disk folder that holds states; its reads and writes are then recorded."""
     waits: Sequence[Wait] = ()
-    """Functions in which a rank waits, where torch's profiler cannot see it. Their time belongs to
-    the component where nothing computes meanwhile. Wrapped in a pass of its own."""
+    """Functions in which a rank waits unseen by torch's profiler.
+
+    Time without concurrent computation belongs to their component. Wrapped in a separate pass.
+    """
     collectives: Sequence[Sender] = ()
     """Functions that send their first argument among all ranks without torch.distributed."""
     wire: Wire = "gloo"
-    """Whose algorithms move the bytes: torch's gloo backend's, or rings."""
+    """Algorithm that moves the bytes: torch's gloo backend's, or rings."""
     routers: Mapping[int, Router] | None = None
-    """Of a mixture of experts, by number of the block, where the workload's own modules have
-    others in their place."""
+    """Mixture-of-experts routers by block number, if they replace the workload's modules."""
     over_tcp: bool = True
-    """Whether CPU ranks speak over TCP alone, where their bytes can be counted; elsewhere those
-    sent are unknown."""
+    """Whether CPU ranks communicate only over TCP, where bytes can be counted; otherwise they are
+    unknown."""
     counters: Sequence[tuple[object, str]] = ()
-    """(object, attribute name) pairs: numbers of steps that a library counts outside of the
-    optimizers, and that decide what it does in a step."""
+    """(object, attribute name) pairs of step counters outside the optimizers that affect a step's
+    work."""
 
 
 class Shown(TypedDict, total=False):
@@ -110,8 +108,8 @@ class Shown(TypedDict, total=False):
 
 @dataclass
 class Job:
-    """What the harness hands to a strategy: factories made from the cell, and the place of this
-    rank."""
+    """What the harness passes to a strategy: factories made from the cell, and this rank's
+    position."""
 
     cell: Cell
     workload: Workload
@@ -119,21 +117,22 @@ class Job:
     device: torch.device
     rank: int
     scratch: Path
-    """A folder of this trial, shared by the ranks of a node and kept across an elastic restart."""
+    """Folder of this trial, shared by the ranks of a node and kept across an elastic restart."""
     restart_count: int = 0
     interface: str | None = None
     """Network interface that reaches all ranks, for libraries that choose one themselves; None
     leaves it to them."""
     node: str = ""
-    """Name of this rank's node; empty where the cell has but one."""
+    """Name of this rank's node; empty if the cell has only one."""
     local_processes: int = 1
-    """Ranks of this node."""
+    """Number of ranks on this node."""
     threads: int = 1
     """Intra-op threads of this rank."""
     weights_device: torch.device | None = None
-    """Where initial weights are drawn, by default on `device`. In a GPU cell it is a GPU on every
-    rank, also on one that keeps its model in host memory: the CPU's generator would draw other
-    weights than the reference's.
+    """Device that draws initial weights; None: `device`.
+
+    In GPU cells it is a GPU even if the model is in host memory: the CPU generator would draw
+    different weights from the reference's.
     """
     train_state: TrainState | None = None
     recomputes: bool = False
@@ -143,29 +142,28 @@ class Job:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that this process drives: its own, or all of the cell's where one process
-        drives several."""
+        """Devices that this process drives: one, or all of the cell's."""
         return self.layout.driven(self.device)
 
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
-        """The workload's model with its seeded weights, on this rank's device, in training mode.
+        """Builds the workload's model with seeded weights, on this rank's device, in training mode.
 
-        `recompute`: how its blocks are made to recompute what the cell says, for libraries with
-        means of their own.
+        `recompute`: enables recomputation, for libraries with their own implementation.
         """
         model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
         if self.cell.recompute != "none":
             recompute(model, self.workload.blocks_of(model), self.cell.recompute)
             self.recomputes = True
         if self.cell.compile != "none":
-            # Compiled when they are first called: by then they are wrapped, split or sharded.
+            # Compilation happens at the first call, after wrapping, splitting or sharding.
             for block in self.workload.blocks_of(model):
                 block.compile(mode=COMPILE_MODES[self.cell.compile])
             self.compiles = True
         return model
 
     def require_model(self) -> None:
-        """Raises RuntimeError where the cell asks for what `model` does, and it was not called."""
+        """Raises RuntimeError if the cell requires recomputation or compilation and `model` was not
+        called."""
         cell = self.cell
         for made, done, axis, value in (
             (self.recomputes, "recomputed", "recompute", cell.recompute),
@@ -178,22 +176,22 @@ class Job:
                 )
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """The cell's optimizer as (class, keyword arguments), for libraries that make their own
+        """Returns the cell's optimizer as (class, keyword arguments), for libraries that create the
         instance."""
         return optimizer_class(self.cell)
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
-        """The cell's optimizer of these parameters."""
+        """Builds the cell's optimizer of these parameters."""
         factory, kwargs = self.optimizer_class()
         return factory(parameters, **kwargs)
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
-        """The cell's optimizer of all parameters of a model, by their names: also one that treats
-        them differently."""
+        """Builds the cell's optimizer of a model's parameters, including optimizers that depend on
+        names."""
         return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
-        """The cell's precision as torch names it."""
+        """Returns the torch dtype of the cell's precision."""
         import torch
 
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
@@ -201,7 +199,7 @@ class Job:
         ]
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast in the cell's precision; does nothing in fp32."""
+        """Returns autocast in the cell's precision; a no-op in fp32."""
         import torch
 
         if self.cell.precision == "fp32":
@@ -209,13 +207,11 @@ class Job:
         return torch.autocast(self.device.type, dtype=self.dtype())
 
     def loss(self, model: Callable[[Tensor], Tensor | HasLogits], batch: Batch) -> Tensor:
-        """Forward and mean loss, under the cell's autocast."""
+        """Returns the mean loss, computed under the cell's autocast."""
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
 
     def register(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
-        """Shows the harness the trained module and optimizers (see `TrainState`).
-
-        Every strategy calls it once.
-        """
+        """Registers the trained module and optimizers with the harness (see `TrainState`); call
+        once."""
         self.train_state = TrainState(model, optimizers, **shown)

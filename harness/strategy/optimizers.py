@@ -1,4 +1,4 @@
-"""The optimizers of a cell: their classes, what they keep, how far rounding leads them."""
+"""The cell's optimizers: classes, memory and tolerances."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
 
 PACKAGES = {"adamw_8bit": "bitsandbytes"}
-"""That an optimizer needs beside torch."""
+"""Package required by an optimizer, beyond torch."""
 OF_SOME = ("adamw_8bit", "muon")
-"""Optimizers that only strategies which name them can use (`Capabilities.extra_optimizers`)."""
+"""Optimizers that a strategy must support explicitly (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
     1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"
 )
@@ -27,19 +27,21 @@ EIGHT_BITS = Tolerance(
     "of a moment in the middle of two values of eight bits rounding decides which one is kept",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
-"""Of optimizers that amplify the rounding of gradients. Eight bits were seen to be off by up to
-2.9e-3 of an update after 20 steps."""
+"""Tolerances of optimizers that amplify gradient rounding.
+
+Eight bits deviated by up to 2.9e-3 of an update after 20 steps.
+"""
 QUANTISED_ELEMENTS = 4096
-"""bitsandbytes keeps the moments of smaller parameters in fp32."""
+"""Parameter size in elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
 """Elements of a moment that share a scale."""
 CODES = 256
-"""Values that eight bits choose from: an fp32 table for each of the two moments."""
+"""Number of values that eight bits encode, in one fp32 table per moment."""
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The cell's optimizer as (class, keyword arguments); Muon's of parameters that are no hidden
-    matrices."""
+    """Returns the cell's optimizer as (class, keyword arguments); for Muon, that of parameters
+    other than hidden matrices."""
     import torch
 
     if cell.optimizer == "sgd":
@@ -64,11 +66,11 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 
 
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
-    """The cell's optimizer of a model's trained parameters.
+    """Builds the cell's optimizer of a model's trained parameters.
 
-    Muon updates the matrices of the blocks, AdamW everything else: embeddings, the head, vectors
-    (https://kellerjordan.github.io/posts/muon/). Its steps are scaled to the size of AdamW's, so
-    that one learning rate serves both (Moonlight, arXiv 2502.16982, section 2.2).
+    Muon updates block matrices, AdamW everything else: embeddings, the head, vectors
+    (https://kellerjordan.github.io/posts/muon/). Its steps are scaled to AdamW's, so that one
+    learning rate serves both (Moonlight, arXiv 2502.16982, section 2.2).
     """
     import torch
 
@@ -85,12 +87,12 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 
 
 def packages_of(cell: Cell) -> list[str]:
-    """Packages that the cell's optimizer needs beside torch."""
+    """Returns packages the cell's optimizer needs beyond torch."""
     return [PACKAGES[cell.optimizer]] if cell.optimizer in PACKAGES else []
 
 
 def muon_arguments(cell: Cell) -> dict[str, Any]:
-    """Keyword arguments of torch.optim.Muon."""
+    """Returns keyword arguments of torch.optim.Muon."""
     return {
         "lr": cell.learning_rate,
         "weight_decay": cell.weight_decay,
@@ -99,12 +101,10 @@ def muon_arguments(cell: Cell) -> dict[str, Any]:
 
 
 def _together(*parts: Optimizer) -> Optimizer:
-    """An optimizer that takes the steps of these, and shares their groups and states."""
+    """Combines optimizers, sharing their groups and states."""
     import torch
 
     class Together(torch.optim.Optimizer):
-        """Takes the step of each of its parts."""
-
         def __init__(self) -> None:
             super().__init__([group for part in parts for group in part.param_groups], {})
             for part in parts:
@@ -119,12 +119,11 @@ def _together(*parts: Optimizer) -> Optimizer:
 
 
 def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
-    """What the optimizer keeps of the whole model between steps.
+    """Returns bytes the optimizer keeps for the whole model between steps.
 
     AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv
-    1910.02054, section 3.1, for fp32). Muon keeps one of the blocks' matrices. AdamW8bit keeps two
-    of one byte an element, with a scale for every 256 (arXiv 2110.02861, section 2.1), and the
-    tables that the bytes choose from.
+    1910.02054, section 3.1, for fp32), Muon one for block matrices. AdamW8bit keeps two of one byte
+    per element, a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
     """
     if cell.optimizer == "muon":
         workload = make_workload(cell.workload)
@@ -144,8 +143,8 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
 
 
 def _is_hidden_matrix(name: str, size: int, workload: Workload) -> bool:
-    """Whether a parameter is a matrix of a block: its vectors have at most the width of the widest
-    layer, four times the hidden size."""
+    """Returns whether a parameter is a block matrix: vectors have at most four times the hidden
+    size."""
     return bool(workload.block_path) and (
         name.startswith(f"{workload.block_path}.") and size > 4 * workload.hidden_size
     )

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: its part of the model, and the micro-batches in flight."""
+"""Memory of a pipeline rank: its part of the model and micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 Action = tuple[Literal["forward", "backward"], int, int]
-"""What is done, number of the stage among the rank's own, number of the micro-batch."""
+"""Kind of action, stage index within the rank, micro-batch number."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs the stages: what it keeps or copies beside what autograd needs."""
+    """The pipeline runtime: what it keeps or copies in addition to autograd."""
 
     schedule: Schedule
     tensor_ranks: int = 1
     """Ranks over which each layer of a stage is split."""
     shards: int = 0
-    """Ranks over which FSDP2 shards the stage's parameters, 0: it does not. Those of a block are
-    gathered for its forward and freed behind it, gathered again for its backward, from several
-    ranks while the block behind it is at work, and there until its next forward; those outside of
-    blocks stay. Gradients are whole until the last micro-batch is done."""
+    """Ranks over which FSDP2 shards the stage's parameters; 0: none.
+
+    A block's parameters are gathered for forward and freed after it. They are gathered again for
+    backward, with several ranks while the following block computes, and kept until the next
+    forward. Parameters outside blocks stay. Gradients are whole until the last micro-batch ends.
+    """
     copies_inputs: bool = False
-    """Whether each stage trains on a copy of a copy of what it received, sends at once, and keeps
-    the last stage's results until others take their place, as DeepSpeed does."""
+    """Whether, as in DeepSpeed, each stage trains on a copy of a copy of its input, sends at once,
+    and keeps the last stage's results until replaced."""
 
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
-        """Whether what a stage has sent stays in memory until the step is over.
+        """Returns whether a sent tensor stays in memory until the step ends.
 
-        torch waits for all messages of a step at its end, and until then their tensors are there.
-        1F1B waits for each before the next; it forgets to drop the last but one of the forwards
-        that it runs `ahead` of the first backward (PyTorch 2.13, pipelining/schedules.py).
+        torch keeps them until it waits for all messages at the end of a step. 1F1B waits for each
+        before the next, but fails to drop the last but one of the `ahead` forwards before the first
+        backward (PyTorch 2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -59,29 +61,29 @@ class Engine:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank of a pipeline does: its stages, and the micro-batches that go through them."""
+    """A pipeline rank's work: its stages and their micro-batches."""
 
     engine: Engine
     rank: int
     ranks: int
     own: tuple[int, ...]
-    """Numbers of the rank's stages."""
+    """Indices of the rank's stages."""
     micro_batches: int
     samples: int
-    """Of one micro-batch."""
+    """Samples of one micro-batch."""
     tokens: int
 
     @property
     def count(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages over all ranks."""
         return self.ranks * len(self.own)
 
 
 def actions(part: Part) -> Iterator[Action]:
-    """The rank's forwards and backwards in torch's order.
+    """Yields the rank's forwards and backwards in torch's order.
 
-    An interleaved 1F1B (arXiv 2104.04473, section 2.2) takes the micro-batches in rounds, as many
-    in each as there are ranks, through one stage after the other.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of as many micro-batches as ranks
+    through one stage after the other.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -98,7 +100,7 @@ def actions(part: Part) -> Iterator[Action]:
 
 
 def _micro_batches_of_round(part: Part) -> int:
-    """Micro-batches that a rank takes through one of its stages before it turns to the next."""
+    """Returns how many micro-batches run through one stage before the rank switches to the next."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
     if len(part.own) == 1:
@@ -107,7 +109,7 @@ def _micro_batches_of_round(part: Part) -> int:
 
 
 def _ahead(part: Part) -> int:
-    """Forwards that a rank runs before the one that its first backward follows."""
+    """Returns the number of forwards before the one that the first backward follows."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
     each_hop = 2 if len(part.own) > 1 else 1
@@ -122,12 +124,11 @@ def held_beside_gradients(
     own: Sequence[tuple[int, ...]],
     engine: Engine,
 ) -> float | None:
-    """The most bytes that a rank of a pipeline holds in a step beside what it keeps between steps
-    and the gradients that its optimizer takes (`States.transient`), in fp32: activations of all
-    micro-batches in flight, at the moment when it holds most of them and of gradients together.
+    """Returns a pipeline rank's peak fp32 bytes in a step, excluding retained states and the
+    optimizer's gradients (`States.transient`).
 
-    `own`: of each rank the numbers of its stages. None where the model does not say how it is
-    split, or not all of it is trained.
+    This is the peak of activations in flight and gradients together. `own`: stage indices of each
+    rank. None if the model does not define its split, or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None
@@ -146,12 +147,11 @@ def held_beside_gradients(
 
 @functools.cache
 def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
-    """The most bytes that a rank holds in a step beside what it keeps between steps, in fp32:
-    activations of the micro-batches in flight, gradients as they come, gathered parameters, and
-    what its engine keeps.
+    """Returns a rank's peak fp32 bytes in a step, excluding what it keeps between steps.
 
-    Counted on tensors without memory. The last stage computes the loss of a micro-batch at the end
-    of its forward, and torch keeps a stage's result until its backward.
+    Includes activations in flight, gradients, gathered parameters and engine buffers, counted on
+    tensors without memory. The last stage computes a micro-batch's loss at the end of its forward.
+    torch keeps a stage's result until its backward.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():
@@ -170,7 +170,7 @@ def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
 
 
 class _Run:
-    """A step of a rank, on tensors without memory."""
+    """A rank's step on tensors without memory."""
 
     def __init__(self, workload: Workload, part: Part, stages: Sequence[Stage], held: Held) -> None:
         self.workload, self.part, self.stages = workload, part, stages
@@ -185,10 +185,10 @@ class _Run:
         self.results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.sent: list[Tensor] = []
         self.kept: list[Tensor] = []
-        """The last stage's latest results, where the engine keeps them."""
+        """Latest results of the last stage, if the engine keeps them."""
 
     def begin(self) -> None:
-        """Makes what is there from the step before."""
+        """Allocates what remains from the previous step."""
         if self.part.engine.copies_inputs and self.stages[-1].last:
             part = self.part
             elements = round(logits_bytes(self.workload, part.samples, part.tokens)) // 4
@@ -238,7 +238,7 @@ class _Run:
 
 
 def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Adds what FSDP2 gathers: see `Engine.shards`. `ahead`: before it is needed in backward."""
+    """Adds FSDP2's gathers (see `Engine.shards`). `ahead`: gather early in backward."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}

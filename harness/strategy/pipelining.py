@@ -1,5 +1,4 @@
-"""This rank's part of a pipeline: its stages of the model, their schedule, and the parameters tied
-across stages."""
+"""A rank's part of a pipeline: its stages, their schedule, and tied parameters."""
 
 from __future__ import annotations
 
@@ -41,11 +40,10 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Pipe:
-    """This rank's stages under one of torch's schedules; every micro-batch's loss is divided by
-    their number.
+    """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
 
-    `wrap` puts a data-parallel wrapper around a stage. Names are taken before it: a wrapper may
-    change or hide them.
+    `wrap` puts a data-parallel wrapper around a stage. Parameter names are taken first, because a
+    wrapper may change or hide them.
     """
 
     def __init__(
@@ -67,14 +65,13 @@ class Pipe:
             dict.fromkeys(p for stage in self.torch_stages for p in stage.submod.parameters())
         )
         kind = SCHEDULES[schedule]
-        # torch 2.10 refuses fewer micro-batches than stages, which GPipe can run.
+        # torch 2.10 rejects fewer micro-batches than stages, which GPipe can run.
         least = stages[0].count if schedule == "gpipe" else 1
         self.schedule = kind(
             self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
             n_microbatches=max(self.parts, least),
-            loss_fn=lambda logits, labels: self.loss(
-                logits, labels
-            ),  # late: the harness may wrap `loss` to time it
+            # Looked up late: the harness may wrap `loss` to time it.
+            loss_fn=lambda logits, labels: self.loss(logits, labels),
             scale_grads=False,
         )
         self.schedule._n_microbatches = self.parts
@@ -83,16 +80,16 @@ class Pipe:
         return self.job.workload.loss(logits, labels) / self.parts
 
     def forward_backward(self, batch: Batch) -> Tensor | None:
-        """All micro-batches through the schedule; the mean loss on the rank that has the last
-        stage, else None."""
+        """Runs all micro-batches through the schedule; returns the mean loss on the last stage's
+        rank, else None."""
         inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else None
 
     def receive_buffers(self) -> Iterator[Retained]:
-        """The tensors in which torch receives hidden states and their gradients, one of each for
-        every micro-batch."""
+        """Yields torch's receive buffers for hidden states and gradients, one each per
+        micro-batch."""
         for stage in self.torch_stages:
             for name, received in (
                 ("hidden states", stage.args_recv_info),
@@ -104,11 +101,9 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Gives both copies of a parameter that is tied across two ranks the sum of their
-        gradients.
+        """Sums the gradients of parameters tied across two ranks, so that their copies stay equal.
 
-        Each copy would train on its own without. Two ranks exchange instead of joining a group made
-        for them: a + b and b + a are the same bits, so the copies stay equal.
+        Ranks exchange gradients without a new group: a + b and b + a are bitwise equal.
         """
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
@@ -126,14 +121,14 @@ class Pipe:
 
 
 def _local(tensor: Any) -> Tensor:
-    """The storage of a DTensor on this rank, or the tensor itself."""
+    """Returns a DTensor's local storage, or the tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
-    """A rank with both the first and the last of several stages holds a tied parameter once:
-    autograd sums its gradients."""
+    """Shares tied parameters on a rank with both end stages, so that autograd sums their
+    gradients."""
     first, last = stages[0], stages[-1]
     if len(stages) > 1 and first.first and last.last:
         for name, owner in first.split.tied.items():
@@ -148,7 +143,7 @@ def train_step(
     average_over: dist.ProcessGroup | None = None,
     restore: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> TrainStep:
-    """Shows the pipe to the harness; returns one schedule, the mean of gradients over a group, tied
+    """Registers the pipe; returns a step: schedule, gradient averaging over a group, tied
     gradients, update."""
     compute: list[tuple[object, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
@@ -156,9 +151,8 @@ def train_step(
             (stage, name)
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
         ]
-    states: Optimizer = getattr(
-        optimizer, "optim", optimizer
-    )  # ZeroRedundancyOptimizer's are those of the one that it wraps
+    # ZeroRedundancyOptimizer's states are in the optimizer it wraps.
+    states: Optimizer = getattr(optimizer, "optim", optimizer)
     job.register(
         nn.ParameterList(pipe.parameters),
         states,

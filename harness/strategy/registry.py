@@ -1,4 +1,4 @@
-"""Which strategies there are, and whether a cell can run here."""
+"""Discovery of strategies, and validation of cells."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "parallelism_bench.strategies"
 GRAPH_WARMUP = 3
-"""Steps: one that runs as usual, one that is recorded, one that is replayed."""
+"""Warm-up steps: one normal, one recorded, one replayed."""
 HOME = "harness.strategies"
-"""The package in which each file is one strategy."""
+"""Package with one strategy per file."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -50,9 +50,10 @@ def _load(module_name: str, name: str) -> type[Strategy]:
 
 @functools.cache
 def strategies() -> dict[str, type[Strategy]]:
-    """All strategies by name: files of harness/strategies/, then other packages' entry points.
+    """Returns all strategies by name: files of harness/strategies/, then other packages' entry
+    points.
 
-    Both are found, not imported by name: a strategy may import this package, never the reverse.
+    Discovered rather than imported, because strategies import this package, never the reverse.
     """
     home = importlib.import_module(HOME)
     names = sorted(
@@ -71,7 +72,8 @@ def strategies() -> dict[str, type[Strategy]]:
 
 
 def make_strategy(cell: Cell) -> Strategy:
-    """The cell's strategy with its options; raises UsageError for an unknown name or option."""
+    """Returns the cell's strategy with its options; raises UsageError for an unknown name or
+    option."""
     known = strategies()
     if cell.strategy not in known:
         raise UsageError(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
@@ -98,8 +100,7 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """The cell with the present defaults of the options that it leaves out: they are part of what
-    it measures.
+    """Returns the cell with current defaults for omitted options, as they affect the measurement.
 
     Raises UsageError.
     """
@@ -108,25 +109,25 @@ def with_defaults(cell: Cell) -> Cell:
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns the function that makes the command line of the strategy's own launcher for a scratch
-    folder; it returns None if the cell's launcher starts the ranks."""
+    """Returns a function from scratch folder to the strategy's launch command; None from it means
+    the cell's launcher."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else lambda scratch: None
 
 
 def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
-    """Whether BatchNorm sees only a part of the global batch, which is another training."""
+    """Returns whether BatchNorm sees only part of the global batch, which changes training."""
     parts = layout.data * cell.micro_batches
     return workload.batch_norm and not strategy.capabilities.synchronizes_batch_norm and parts > 1
 
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
-    """What the strategy or the workload runs on the cell's device in place of the real thing."""
+    """Returns what the strategy or workload uses as a substitute on the cell's device."""
     return strategy.stand_in(cell) or workload.stand_in(cell)
 
 
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused where the ranks cannot be spread evenly over the cell's nodes."""
+    """Raises Refused if the ranks cannot be spread evenly over the cell's nodes."""
     if cell.devices % cell.nodes:
         raise Refused(
             f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
@@ -150,13 +151,12 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
 
 
 def required_packages() -> list[str]:
-    """Packages that some strategy needs beside torch, each once."""
+    """Returns unique packages that strategies need beyond torch."""
     return list(dict.fromkeys(name for cls in strategies().values() for name in cls.requires))
 
 
 def _require(package: str, install: str = "") -> None:
-    """Raises Unavailable for a package that is missing, with what installs it, or why set-up could
-    not."""
+    """Raises Unavailable for a missing package, with its install command or set-up failure."""
     if is_installed(package):
         return
     failure = unbuilt(package)
@@ -167,9 +167,10 @@ def _require(package: str, install: str = "") -> None:
 
 
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
-    """The strategy and its layout, if the cell can run; raises UsageError, Refused or Unavailable.
+    """Returns the strategy and layout if the cell can run; raises UsageError, Refused or
+    Unavailable.
 
-    `here`: on this host; otherwise its packages are not looked for.
+    `here`: also check this host's packages.
     """
     strategy = make_strategy(cell)
     if here:
@@ -221,10 +222,10 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 
 
 def _admit_cuda_graphs(cell: Cell) -> None:
-    """Raises Refused where blocks cannot be replayed as CUDA graphs.
+    """Raises Refused if blocks cannot be replayed as CUDA graphs.
 
-    A graph writes its results and gradients to the same memory each time: a further micro-batch, or
-    a block that runs again in backward, would overwrite what the step still needs.
+    A graph always writes results and gradients to the same memory. Another micro-batch or
+    recomputation would overwrite data the step still needs.
     """
     if cell.device != "cuda":
         raise Refused("CUDA graphs are of GPUs; use compile block on CPUs")
@@ -240,8 +241,7 @@ def _admit_cuda_graphs(cell: Cell) -> None:
 
 
 def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
-    """Raises Refused where the blocks cannot be compiled one by one, Unavailable where there is no
-    compiler."""
+    """Raises Refused if blocks cannot be compiled separately, Unavailable without a compiler."""
     if cell.compile not in strategy.capabilities.compiles:
         able = [
             name for name, cls in strategies().items() if cell.compile in cls.capabilities.compiles

@@ -1,4 +1,4 @@
-"""What a pipeline's schedules accept; without torch, so that a plan is checked at once."""
+"""Constraints of pipeline schedules; does not import torch, so plans are checked quickly."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ Schedule = Literal[
     "dualpipev",
 ]
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules in which a rank has one stage on the way down a V and one on the way up: the first rank
-has both ends."""
+"""Schedules in which a rank has one stage on each arm of a V; the first rank has both ends."""
 FORWARDS_FIRST = ("gpipe", "looped_bfs")
 """Schedules in which a rank runs all forwards before its first backward."""
 WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
-"""Schedules that compute gradients of weights in passes of their own."""
+"""Schedules that compute weight gradients in separate passes."""
 
 
 def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:
-    """Numbers of the blocks that this stage holds."""
+    """Returns the block numbers of a stage."""
     return range(blocks * stage // stages, blocks * (stage + 1) // stages)
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raises Refused for a number of micro-batches that torch's schedule does not accept on this
-    many ranks."""
+    """Raises Refused if torch's schedule does not accept this many micro-batches on these ranks."""
     if schedule == "1f1b" and micro_batches < ranks:
         raise Refused(
             f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"

@@ -1,4 +1,4 @@
-"""The mesh of devices that sharding strategies cut a model over."""
+"""Device meshes of sharding strategies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_hybrid(cell: Cell) -> None:
-    """Raises Refused where there are too few devices to both shard and replicate."""
+    """Raises Refused if there are too few devices to both shard and replicate."""
     if cell.devices < 4 or cell.devices % 2:
         raise Refused(
             "hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ..."
@@ -22,7 +22,7 @@ def check_hybrid(cell: Cell) -> None:
 
 
 def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
-    """(shards), or for hybrid sharding (2 replicas, shards)."""
+    """Returns a mesh of (shards), or for hybrid sharding (2 replicas, shards)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     devices, kind = job.cell.devices, job.device.type

@@ -1,4 +1,4 @@
-"""Consecutive blocks of a workload's own model: the unit of pipeline, tensor and 3D parallelism."""
+"""Consecutive blocks of a workload's model: the unit of pipeline, tensor and 3D parallelism."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count` of the job's model: its share of the blocks; the first also embeds,
-    the last gives logits.
+    """Stage `index` of `count`: its blocks, plus the embedding in the first and the head in the
+    last.
 
-    What other stages own is replaced by parameterless placeholders, so that the parameters of
-    `model` keep the whole model's names. A parameter that is tied across stages has its own storage
-    on each, see harness/strategy/pipelining.py.
+    Parameterless placeholders replace other stages' modules, which preserves the whole model's
+    parameter names. Tied parameters have separate storage on each stage, see
+    harness/strategy/pipelining.py.
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -60,8 +60,7 @@ class Stage(nn.Module):
         ]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Token ids on the first stage, hidden states elsewhere; logits from the last stage, else
-        hidden states."""
+        """Maps token ids (first stage) or hidden states to logits (last stage) or hidden states."""
         with self.autocast():
             if self.first:
                 hidden = self.split.embed(self.model, hidden)
@@ -73,8 +72,8 @@ class Stage(nn.Module):
 def split_tensors(
     stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Splits the stage's weights over a tensor-parallel mesh, in place; returns how whole tensors
-    are restored, by name."""
+    """Splits the stage's weights over a tensor-parallel mesh, in place; returns functions that
+    restore whole tensors, by name."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())

@@ -1,5 +1,4 @@
-"""The training step that most strategies share: forward, backward, optimizer, over
-micro-batches."""
+"""The common training step: forward, backward, optimizer, over micro-batches."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ def standard_step(
     scaler: GradScaler | None = None,
     clear: Callable[[], object] | None = None,
 ) -> TrainStep:
-    """One optimizer step: every micro-batch forward and backward, then the update.
+    """Returns one optimizer step: forward and backward of every micro-batch, then the update.
 
-    The loss of each micro-batch is divided by their number, so that equal parts give the whole
-    batch's mean gradient. fp16 gets dynamic loss scaling (torch.amp.GradScaler), other precisions
-    none. `no_sync` is entered for all micro-batches but the last; `before_update` runs between the
-    last backward and the optimizer, `around_update` is entered around the optimizer's step.
-    `scaler` takes the place of the one made here, `clear` that of the optimizer's `zero_grad`.
+    Losses are divided by the number of micro-batches, so equal parts give the batch's mean
+    gradient. fp16 uses dynamic loss scaling (torch.amp.GradScaler). `no_sync` wraps all
+    micro-batches but the last. `before_update` runs after the last backward; `around_update` wraps
+    the optimizer's step. `scaler` replaces the default loss scaler, `clear` the optimizer's
+    `zero_grad`.
     """
     import torch
 
@@ -66,10 +65,10 @@ def standard_step(
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Dynamic loss scaling in an fp16 cell, none in any other.
+    """Returns dynamic loss scaling in fp16 cells; disabled otherwise.
 
-    It starts at 4096: torch's 65536 overflows now and then in the first steps, and the step that is
-    then skipped is another training than the reference's.
+    It starts at 4096: torch's 65536 sometimes overflows in the first steps, and skipped steps
+    diverge from the reference.
     """
     from torch.amp.grad_scaler import GradScaler
 
@@ -77,8 +76,8 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def sharded_loss_scaler(job: Job) -> GradScaler:
-    """The same where each rank sees infinities in its own shard of the gradients only: it makes all
-    ranks skip the same steps."""
+    """Returns a loss scaler that makes all ranks skip the same steps, although each sees infinities
+    only in its gradient shard."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fp16 = job.cell.precision == "fp16"
@@ -86,6 +85,6 @@ def sharded_loss_scaler(job: Job) -> GradScaler:
 
 
 def own_precision(job: Job) -> Job:
-    """The job without autocast and loss scaling: for strategies that bring about the cell's
-    precision themselves."""
+    """Returns the job without autocast and loss scaling, for strategies that handle precision
+    themselves."""
     return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))
