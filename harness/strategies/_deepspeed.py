@@ -103,9 +103,9 @@ def compiled_parts() -> set[str]:
 def settle(device: str, local_processes: int) -> None:
     """Sets DeepSpeed up in a rank, whichever device it saw when the fork server imported it.
 
-    Sets two variables that DeepSpeed's launcher would set. Marks compiled ops as compatible,
-    because probing others starts compilers. Leaves out the CPU accelerator's shared-memory
-    collectives, meant for inference: they permanently leave 66 MiB per rank in /dev/shm.
+    Sets two variables of DeepSpeed's launcher. Compiled ops are marked compatible, because probing
+    others starts compilers. The CPU accelerator's shared-memory collectives, meant for inference,
+    are left out: they permanently leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -143,10 +143,10 @@ def _switch_to(accelerator: Any) -> None:
 def keep_dtype(device: str) -> None:
     """Keeps fp32 parameters in fp32 when offloaded to disk, as DeepSpeed intends.
 
-    DeepSpeed writes `dtype or fp16 if fp16 is supported else bf16`, which Python parses as `(dtype
-    or fp16) if ... else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory
-    and others return in bf16, which layers reject. The CPU therefore claims fp16 support;
-    `check_zero` handles actual fp16 cells.
+    DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
+    else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
+    in bf16, which layers reject. The CPU therefore claims fp16 support; `check_zero` handles fp16
+    cells.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

@@ -111,11 +111,10 @@ def zero_traffic(
     """Returns bytes a rank must send per step. The paper (arXiv 1910.02054, section 7) has 2P, 2P
     and 3P elements for stages 1, 2 and 3.
 
-    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients, of which a rank keeps its part, and
-    gathers the updated parameters. Stage 3 gathers for forward and backward, except parameters
-    reused soon (`_reused`), and gathers persistent parameters after the update. Stages 2 and 3 keep
-    no whole gradients, so they reduce after each micro-batch. None for stage 3 with recomputation:
-    which parameters it gathers again depends on prefetching.
+    Stages 1 and 2 send 3P: DeepSpeed all-reduces gradients and gathers the updated parameters.
+    Stage 3 gathers for forward and backward, except parameters reused soon (`_reused`); persistent
+    ones after the update. Stages 2 and 3 keep no whole gradients, so they reduce after each
+    micro-batch. None for stage 3 with recomputation, whose gathers depend on prefetching.
     """
     width, ranks, parts = (
         (4 if cell.precision == "fp32" else 2),

@@ -50,9 +50,9 @@ def exchange(
     """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
     their experts or back.
 
-    `rows`: bytes of the hidden states of all samples that a rank sees in a step, sent once to each
-    expert of a token. With uniform routing, `1 / expert` of them stay on the rank. `numbers`:
-    include token counts, 8 bytes per expert and micro-batch.
+    `rows`: bytes of hidden states of all samples a rank sees in a step, sent once to each expert of
+    a token. With uniform routing, `1 / expert` of them stay on the rank. `numbers`: include token
+    counts, 8 bytes per expert and micro-batch.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -107,13 +107,12 @@ def tensor_traffic(
 ) -> float | None:
     """Returns bytes without data parallelism.
 
-    Hidden states are all-reduced forward after the embedding and each layer split by row, and
-    backward for each split by column. That includes the head, whose logits are gathered.
+    Hidden states are all-reduced forward after the embedding and each layer split by row, backward
+    for each split by column, including the head, whose logits are gathered.
 
-    Experts split like an MLP sum outputs forward, and gradients of inputs and token weights
-    backward. If each rank holds whole experts, it sends its share of tokens by `exchange`; outputs
-    and gradients of inputs and weights are gathered. A recomputed block repeats its forward
-    collectives except the last.
+    Experts split like an MLP reduce outputs forward, and gradients of inputs and token weights
+    backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
+    outputs and gradients. A recomputed block repeats its forward collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

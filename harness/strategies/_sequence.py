@@ -117,8 +117,8 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
     Every rank has equally many tokens. Attention returns gradients to the ranks of keys and values,
-    so each rank has the gradient of the sum of all ranks' losses by its parameter copy. Their mean
-    is the gradient of the mean over all tokens.
+    so each rank has the gradient of all losses' sum by its parameter copy. Their mean is the
+    gradient of the mean over all tokens.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -141,9 +141,9 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 
 
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
-    """Registers this attention in transformers under this name, and uses it in all layers.
+    """Registers this attention in transformers, and uses it in all layers.
 
-    transformers makes no mask for an unknown attention. That is right here: it would treat this
+    transformers makes no mask for an unknown attention. That is right: its mask would treat this
     rank's tokens as a whole sample. The attention of whole samples is causal by itself.
     """
     from transformers import AttentionInterface
@@ -188,11 +188,11 @@ def exchanged_for_heads(
     """Returns bytes a rank must send per step for DeepSpeed-Ulysses' all-to-alls (arXiv 2309.14509,
     section 3.2), averaged over ranks.
 
-    None unless all tensors are fp32. Each block has four all-to-alls forward (queries, keys,
-    values, outputs) and four for their gradients; recomputation repeats the forward ones. A rank
-    keeps its own share. With h elements per token in queries and outputs, and as many in keys and
-    values, this is the paper's 4Nh/P. `gathers_positions`: the library also gathers token
-    positions, 8 bytes each, for every computed block.
+    None unless all tensors are fp32. A block has four all-to-alls forward (queries, keys, values,
+    outputs) and four backward; recomputation repeats the forward ones. With h elements per token in
+    queries and outputs, and as many in keys and values, this is the paper's 4Nh/P.
+    `gathers_positions`: the library also gathers token positions, 8 bytes each, for every computed
+    block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:

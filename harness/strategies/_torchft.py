@@ -25,14 +25,12 @@ def manager_of(job: Job) -> Manager:
     """Returns this rank's manager, which requires one replica per device of the cell.
 
     Losing a replica changes the training, so an uncommitted period is an error.
-
-    Replicas agree on a quorum while they wait, not during a forward (`use_async_quorum=False`).
-    torchft's DiLoCo needs agreement only at the end of a period, and its constructor raises
-    ValueError for an asynchronous manager.
+    `use_async_quorum=False`: DiLoCo's constructor raises ValueError for a manager that agrees in
+    the background.
 
     Everything listens only on the address of the job's interface. torchft's manager would listen on
-    all interfaces, whatever its host. Its checkpoint HTTP server would too; it is left out, because
-    no replica joins later.
+    all interfaces, whatever its host. So would its checkpoint HTTP server, which is left out,
+    because no replica joins later.
     """
     address = _address(job.interface)
     store = open_store(address)

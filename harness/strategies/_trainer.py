@@ -27,9 +27,9 @@ Inputs = dict[str, Tensor]
 class Stepped:
     """A script with its own training loop, in a thread that is paused before each step.
 
-    Each step passes the batch to the script, which requests it by `next_batch`, and returns the
-    loss. A step lasts from one request to the next, so it includes all of the loop's work. The
-    script also builds the model: glibc keeps memory freed by a thread for that thread.
+    A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
+    loop's work. The script also builds the model: glibc keeps memory freed by a thread for that
+    thread.
     """
 
     trainer: SteppedTrainer
@@ -222,9 +222,9 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
-    Causal models shift labels, but these are already shifted, so they are also passed as
-    `shift_labels`, all of which count. If transformers does not recognize the loss by class name
-    (GPT-2's, for one), Trainer would count the first unshifted label, which nothing predicts.
+    Labels are already shifted, so causal models also get them as `shift_labels`, all of which
+    count. If transformers does not recognize the loss by class name (GPT-2's, for one), Trainer
+    would count the first unshifted label, which nothing predicts.
     """
     shifted = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     return {str(model.main_input_name): part.inputs, "labels": part.labels, **shifted}

@@ -21,16 +21,14 @@ TOLERANCES = {
 
 
 class Amp(Strategy):
-    """Apex-style AMP under DDP: autocast (O1), half model with fp32 master weights (O2), pure half
-    (O3).
+    """Apex-style AMP under DDP: autocast (O1), half with fp32 master weights (O2), pure half (O3).
 
-    Half is the cell's precision, fp16 or bf16; fp16 uses dynamic loss scaling in O1 and O2. As in
+    Half is the cell's precision, fp16 or bf16; fp16 scales the loss dynamically in O1 and O2. As in
     apex, O2 keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights
-    start from the unrounded fp32 weights and rotary frequencies stay fp32, so levels differ only in
-    how they train. Deviations from fp32: O1, rounding in autocast operators; O2, also norms and
-    residuals in half; O3, also lost updates (in bf16, a norm weight of 1.0 never moves by steps of
-    1e-3). Pure fp16 with AdamW diverges: a squared gradient below 6e-8 becomes zero, so the step is
-    divided by epsilon alone.
+    start unrounded and rotary frequencies stay fp32, so levels differ only in how they train.
+    Deviations from fp32: O1, rounding in autocast operators; O2, also norms and residuals; O3, also
+    lost updates (in bf16, a norm weight of 1.0 never moves by steps of 1e-3). Pure fp16 with AdamW
+    diverges: a squared gradient below 6e-8 becomes zero, leaving epsilon as the divisor.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"

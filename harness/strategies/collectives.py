@@ -37,11 +37,10 @@ LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
 
 
 class Collectives(Strategy):
-    """Hand-written torch.distributed collectives that average gradients, or parameters after local
-    steps, one tensor at a time.
+    """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum). AdamW is not: it divides by the root of the squared gradient. Ranks that
+    (SGD with momentum). AdamW's is not: it divides by the root of the squared gradient. Ranks that
     never average end at 0.8 to 1.2 of the update.
     """
 

@@ -17,15 +17,13 @@ from harness.strategy import (
 
 
 class DataParallel(Strategy):
-    """torch.nn.DataParallel: replicate, scatter, parallel apply, gather, and update on the first
-    device, in one process.
+    """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
     Without GPUs, torch's DataParallel only calls the model. The same five steps then run on one CPU
     thread per device.
 
-    Autocast is entered inside each replica. Around the call, replica threads would inherit only
-    whether it is enabled (torch/nn/parallel/parallel_apply.py); their dtype would default to fp16
-    on GPUs, even in bf16 cells.
+    Autocast is entered inside each replica. Replica threads inherit only whether it is enabled
+    (torch/nn/parallel/parallel_apply.py); on GPUs their dtype would be fp16, even in bf16 cells.
     """
 
     capabilities = Capabilities(process_group=False)

@@ -25,8 +25,7 @@ from harness.strategy.step import standard_step
 
 
 class Ddp(Strategy):
-    """DistributedDataParallel: whole model on each rank, gradients all-reduced in buckets during
-    backward.
+    """DistributedDataParallel: whole model on each rank, gradients all-reduced during backward.
 
     On CPUs, PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
     """

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class DdpElastic(Strategy):
-    """DDP that loses its last rank once, is restarted by torchrun's elastic agent and resumes from
-    its snapshot.
+    """DDP that loses a rank once; torchrun's elastic agent restarts it from its snapshot.
 
     The result must match that of a run without the crash.
     """

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class DeepspeedPipeline(Strategy):
-    """DeepSpeed's PipelineModule: one stage per rank, 1F1B; micro-batches are its gradient
-    accumulation.
+    """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
 
     Parameters tied between the first and last stage use TiedLayerSpec, which sums their gradients.
     """
@@ -103,11 +102,11 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of 1F1B's micro-batches in flight, including the engine's copies of
-        received tensors, see `held_beside_gradients`.
+        """Returns bytes of 1F1B's micro-batches in flight and the engine's input copies, see
+        `held_beside_gradients`.
 
-        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage than
-        torch's allocator (llama-128x4, two ranks). The formula agrees with the allocator, see
+        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage
+        (llama-128x4, two ranks). The formula agrees with torch's allocator, see
         docs/studies/recompute-memory.md.
         """
         from harness.strategy.formulas import a_stage_each

@@ -18,13 +18,12 @@ from harness.workloads.counts import ModelFacts
 
 
 class DiLoCo(Strategy):
-    """DiLoCo (torchft): ranks train alone for a period, then an outer optimizer steps along their
-    mean displacement.
+    """DiLoCo (torchft): local training with periodic steps of an outer optimizer.
 
     arXiv 2311.08105: the outer gradient is a rank's starting point minus its current parameters;
-    the outer optimizer is SGD with Nesterov momentum. With outer_learning_rate=1 and
-    outer_momentum=0, this is parameter averaging. Each rank is a replica with a manager and a
-    store; they find each other through a lighthouse in rank 0.
+    the outer optimizer is SGD with Nesterov momentum. outer_learning_rate=1 and outer_momentum=0
+    average the parameters. Each rank is a replica with a manager and a store; they find each other
+    through a lighthouse in rank 0.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)

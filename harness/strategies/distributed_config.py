@@ -16,11 +16,9 @@ from harness.workloads import Workload, make_workload
 
 
 class DistributedConfigParallel(MeshStrategy):
-    """transformers' native FSDP2, tensor and expert parallelism, by the model's own plans
-    (`from_pretrained` with a `DistributedConfig`).
+    """transformers' native FSDP2, tensor and expert parallelism (`DistributedConfig`).
 
-    Expert parallelism drops no token, and an expert's gradient is the mean over all samples,
-    however many ranks hold it.
+    Expert parallelism drops no token, and an expert's gradient is the mean over all samples.
     """
 
     expert: int = Field(default=1, ge=1)

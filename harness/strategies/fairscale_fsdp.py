@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 class FairscaleFsdp(Strategy):
-    """fairscale's FullyShardedDataParallel: a block's parameters are gathered as one flat tensor
-    when it runs."""
+    """fairscale's FullyShardedDataParallel: each block gathered as one flat tensor when it runs."""
 
     requires = ("fairscale",)
     capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))

@@ -17,11 +17,10 @@ from harness.strategy.step import sharded_loss_scaler, standard_step
 
 
 class FairscaleOss(Strategy):
-    """fairscale's OSS + ShardedDataParallel ("simple", zero_dp_1): a rank gets the gradients of its
-    parameters and updates them.
+    """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
     Gradients must be cleared through the model, not the optimizer: see `clear` in _fairscale.py. In
-    fp16 all ranks must skip the same steps. torch's sharded loss scaler handles both devices;
+    fp16 all ranks must skip the same steps. torch's sharded loss scaler works on both devices;
     fairscale's ShardedGradScaler is disabled without CUDA.
     """
 

@@ -30,8 +30,7 @@ from harness.workloads import Workload, make_workload
 
 
 class Fsdp1(Strategy):
-    """FullyShardedDataParallel (FSDP1): a wrapped module's parameters are gathered as one flat
-    tensor when it runs."""
+    """FullyShardedDataParallel (FSDP1): each module gathered as one flat tensor when it runs."""
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
     """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each

@@ -29,8 +29,7 @@ from harness.workloads.counts import ModelFacts
 
 
 class Horovod(Strategy):
-    """Horovod's DistributedOptimizer: gradients are averaged by a ring all-reduce, fused into one
-    buffer, during backward."""
+    """Horovod's DistributedOptimizer: fused gradients, averaged by ring all-reduce in backward."""
 
     requires = ("horovod",)
     install = "make setup builds it from its source release (needs g++ and make)"
@@ -97,8 +96,8 @@ class HorovodCosts(CostModel[Horovod]):
         """Returns a full copy on every rank plus the fusion buffer; Adasum also keeps each update's
         starting point.
 
-        The buffer is allocated at its threshold size when two gradients are first fused. On a CPU
-        it reserves address space at once, but uses memory only as gradients fill it.
+        The buffer is allocated at its threshold size when two gradients are first fused. A CPU uses
+        its memory only as gradients fill it.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0

@@ -26,8 +26,7 @@ from harness.workloads import Workload, make_workload
 
 
 class ParallelismConfigMesh(MeshStrategy):
-    """Accelerate with a `ParallelismConfig`: FSDP2 over all ranks or within replicas, or tensor
-    parallelism of a model that transformers loads in parts.
+    """Accelerate with a `ParallelismConfig`: FSDP2, within replicas or not, or tensor parallelism.
 
     Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; its own
     preparation then runs over gloo.

@@ -13,14 +13,13 @@ from harness.workloads.counts import ModelFacts
 
 
 class ParameterServer(Strategy):
-    """A parameter server over torch.distributed.rpc: one worker per device, and one server with the
-    optimizer, in host memory.
+    """A parameter server over torch.distributed.rpc, with its optimizer in host memory.
 
-    The server computes in its training step; its RPC threads only wait. In asynchronous mode it
-    updates once per worker and step (see `server_optimizer`), and no worker gets more than a step
-    ahead of the slowest. Staleness remains: a worker's parameters lack up to (N-1)/N of a step's
-    gradients, so its losses lag. Parameters with gradients from only one worker, such as a rare
-    token's embedding, move by 1/N of an AdamW step.
+    There is one worker per device. The server computes in its training step; its RPC threads only
+    wait. In asynchronous mode it updates once per worker and step (see `server_optimizer`), and no
+    worker gets more than a step ahead of the slowest. Staleness remains: a worker's parameters lack
+    up to (N-1)/N of a step's gradients, so its losses lag. Parameters with gradients from only one
+    worker, such as a rare token's embedding, move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(

@@ -24,8 +24,7 @@ from harness.workloads import Workload, make_workload
 
 
 class Pipeline(Strategy):
-    """Pipeline parallelism (torch.distributed.pipelining): layers split over ranks, micro-batches
-    keep them busy."""
+    """Pipeline parallelism (torch.distributed.pipelining): one or more stages per rank."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 

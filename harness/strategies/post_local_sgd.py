@@ -30,12 +30,11 @@ LOCAL = Tolerance(
 
 
 class PostLocalSgd(Strategy):
-    """Post-local SGD: gradients averaged until a start step, then local updates and periodic
-    parameter averaging.
+    """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    Training is identical until the start step. Afterwards each rank follows its own gradients
-    between averages, and AdamW's moments are never averaged. torch would still average gradients
-    within a node; this is disabled, or one node would take no local steps.
+    Each rank then follows its own gradients between averages, and AdamW's moments are never
+    averaged. torch would still average gradients within a node; this is disabled, or a single node
+    would take no local steps.
     """
 
     capabilities = Capabilities(

@@ -20,8 +20,7 @@ from harness.strategy import (
 
 
 class SyncBatchNorm(Strategy):
-    """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, so training matches a single
-    process.
+    """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, as in a single process.
 
     torch's SyncBatchNorm takes GPU modules only. On CPU a differentiable all-reduce exchanges the
     same statistics.

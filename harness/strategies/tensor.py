@@ -102,10 +102,10 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         """Returns bytes of hidden-state all-reduces: forward for each layer split by row, backward
         for each split by column.
 
-        Megatron-LM (arXiv 1909.08053, section 3) needs four per block, because layers with the same
-        input can sum gradients before reducing. torch's styles reduce each layer separately: seven
-        for Llama (two by row; query, key, value, gate and up by column). A recomputed block repeats
-        its forward all-reduces except the last, whose result no gradient needs.
+        Megatron-LM (arXiv 1909.08053, section 3) needs four per block, summing gradients of layers
+        with the same input first. torch reduces each layer separately: seven for Llama (two by row;
+        query, key, value, gate and up by column). A recomputed block repeats its forward
+        all-reduces except the last, whose result no gradient needs.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class TiledLinear(Deepspeed):
-    """DeepSpeed ZeRO-3 whose largest linear layers are cut into tiles (TiledLinear), gathered one
-    after the other.
+    """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 needs memory for the partitions plus a whole layer, its gradient and both their buffers.
-    With tiling only one tile must fit. Every `torch.nn.Linear` of the largest size is replaced.
+    ZeRO-3 alone needs memory for a whole layer, its gradient and both their buffers. With tiling
+    only one tile must fit. Every `torch.nn.Linear` of the largest size is replaced.
     """
 
     stage: Literal[3] = 3

@@ -13,12 +13,11 @@ from harness.strategy import Capabilities, Cell, Job, TrainStep, Workload
 class TransformersTrainer(AccelerateEngine):
     """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    Trainer's defaults differ from a plain script: it shuffles, clips the gradient norm at 1.0,
-    decays the learning rate, exempts norms and biases from weight decay, and lets DDP look for
-    unused parameters. All this is disabled (see `arguments` and `named_inputs` in _trainer.py), and
-    its sample order is checked at every step. The loss is the model's own, on Trainer's default
-    path. Nothing is logged, saved or evaluated. Trainer still computes the gradient norm and checks
-    the loss for NaN in every step, so its overhead is measured.
+    By default Trainer shuffles, clips the gradient norm at 1.0, decays the learning rate, exempts
+    norms and biases from weight decay, and lets DDP look for unused parameters. All this is
+    disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is checked at
+    every step. The loss is the model's own. Nothing is logged, saved or evaluated. Trainer still
+    computes the gradient norm and checks the loss for NaN in every step: that overhead is measured.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class UlyssesZero(Deepspeed):
-    """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks, whether or not they share
-    samples.
+    """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks.
 
     Attention exchanges tokens for heads (arXiv 2309.14509); states are sharded over the
     data-parallel and sequence-parallel ranks together.

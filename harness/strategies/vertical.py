@@ -19,7 +19,7 @@ from harness.strategy.formulas import a_stage_each, pipeline_states
 
 
 class Vertical(Strategy):
-    """Naive vertical model parallelism: layers split over ranks, of which only one computes at a
+    """Naive vertical model parallelism: layers split over ranks, one of which computes at a
     time."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
