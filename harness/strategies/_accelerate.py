@@ -24,10 +24,10 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """Builds an Accelerator for FSDP2 with these settings, DeepSpeed with this config, or DDP.
+    """Builds an Accelerator for these FSDP2 settings, this DeepSpeed config, or DDP.
 
-    `launched`: `accelerate launch` has already passed the settings as environment variables.
-    `parallelism`: the mesh, if multi-dimensional.
+    `launched`: `accelerate launch` has passed them by environment variables. `parallelism`: a
+    multi-dimensional mesh.
     """
     import torch
     from accelerate import Accelerator
@@ -72,8 +72,7 @@ def make_accelerator(
 
 
 def pretend_gpus() -> None:
-    """Makes Accelerate believe it is on GPUs, without which it ignores FSDP and rejects a
-    ParallelismConfig."""
+    """Makes Accelerate believe it is on GPUs, as it requires for FSDP and ParallelismConfig."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -112,7 +111,6 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
 def train_step(
     job: Job, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 ) -> TrainStep:
-    """Returns a step of the training loop in Accelerate's documentation."""
     import torch
 
     plain, parts = own_precision(job), job.cell.micro_batches

@@ -1,5 +1,4 @@
-"""Accelerate's configuration for a cell: the config file of `accelerate launch`, and FSDP2
-settings."""
+"""Accelerate's configuration for a cell."""
 
 from __future__ import annotations
 
@@ -58,12 +57,11 @@ _IN_FILE = {
 def launch_config(
     cell: Cell, *, fsdp: dict[str, object] | None = None, deepspeed_file: str | None = None
 ) -> dict[str, object]:
-    """Returns the config file's content: plain DDP, FSDP with these settings, or DeepSpeed with
-    this config file.
+    """Returns the config file's content: plain DDP, FSDP, or DeepSpeed with its own config file.
 
     The type is MULTI_GPU even on CPUs: without an MPI host file, MULTI_CPU would start one process.
-    The script must then pass `Accelerator(cpu=True)`. Port 0 selects a free one. DeepSpeed's own
-    file sets the precision.
+    The script must then pass `Accelerator(cpu=True)`. Port 0 selects a free one. DeepSpeed's file
+    sets the precision.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -120,10 +118,10 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Returns Accelerate's script for one engine, with its config file.
+    """Returns Accelerate's script and config file for one engine; None for fp16 on CPUs, which
+    would run as fp32.
 
-    None for fp16 on CPUs, which Accelerate runs as fp32. `about_deepspeed`: template values not in
-    the config (cpu_adam, undo_first_step).
+    `about_deepspeed`: template values not in the config (cpu_adam, undo_first_step).
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
@@ -174,16 +172,14 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
-    """Returns DeepSpeed's environment variables: its device, and devices per host, which it cannot
+    """Returns DeepSpeed's environment variables: device type, and devices per host, which it cannot
     count on CPUs."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
-    """Returns source text of DistributedDataParallelKwargs for DDP's options.
-
-    Accelerate needs its own hook type; a hook's name has no effect.
-    """
+    """Returns DistributedDataParallelKwargs as source text; hooks need Accelerate's type, not their
+    name."""
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = str(options.get("comm_hook", "none"))
     if hook == "powersgd":

@@ -1,4 +1,4 @@
-"""Engines that Accelerate wraps around a model, shared by its strategies."""
+"""Engines shared by strategies that use Accelerate."""
 
 from __future__ import annotations
 
@@ -82,12 +82,10 @@ class AccelerateEngine(Strategy):
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
-        """Returns Accelerate's FSDP2 settings, if FSDP2 is the engine."""
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
 
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
-        """Returns DeepSpeed's config for the cell, with all three batch sizes, if DeepSpeed is the
-        engine."""
+        """Returns DeepSpeed's config with all three batch sizes; None for other engines."""
         if not self.zero:
             return None
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
@@ -101,8 +99,7 @@ class AccelerateEngine(Strategy):
 def recompute_by_transformers(
     model: nn.Module, blocks: Sequence[nn.Module], recompute: str
 ) -> None:
-    """Enables transformers' activation checkpointing, which passes these arguments to torch's
-    checkpoint."""
+    """Enables transformers' activation checkpointing."""
     whole: Any = model
     whole.activation_checkpointing_enable(checkpoint_arguments(recompute))
 

@@ -1,5 +1,4 @@
-"""Modules that DataParallel's replicas run: in torch's threads on GPUs, in this module's threads
-without."""
+"""What DataParallel's replicas run: in torch's threads on GPUs, in this module's otherwise."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
 
 
 def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns a function from the whole batch to its logits, one replica and CPU thread per
-    part."""
+    """Returns a function from batch to logits, with one replica and CPU thread per part."""
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]
     parameters: list[list[Any]] = [list(replica.parameters()) for replica in replicas]
     everything = [[*replica.parameters(), *replica.buffers()] for replica in replicas]

@@ -20,7 +20,7 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 
 @functools.cache
 def prebuilt() -> dict[str, Any]:
-    """Reads build information from DeepSpeed's installation without importing it: `installed_ops`,
+    """Reads DeepSpeed's build information without importing it: `installed_ops`,
     `accelerator_name`, ..."""
     spec = importlib.util.find_spec("deepspeed")
     file = (
@@ -43,7 +43,7 @@ def fp16_on_cpu() -> bool:
 
 
 def in_memory(folder: str) -> bool:
-    """Returns whether a folder, or its nearest existing parent, is on an in-memory file system."""
+    """Returns whether a folder, or its nearest existing parent, is on tmpfs or ramfs."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         if Path("/proc/mounts").exists()
@@ -56,7 +56,7 @@ def in_memory(folder: str) -> bool:
 
 
 DISKS = "PARALLELISM_BENCH_DISKS"
-"""Environment variable naming folders to which states may be offloaded, separated by colons."""
+"""Environment variable of folders for offloaded states, separated by colons."""
 
 
 def require_disk(folder: str) -> None:
@@ -83,7 +83,7 @@ def check_prebuilt(*parts: str) -> None:
 
 
 def missing(part: str) -> str:
-    """Returns how to install a missing compiled op; empty if it is installed."""
+    """Returns how to install a missing compiled op; empty if installed."""
     if part in compiled_parts():
         return ""
     if failure := unbuilt("deepspeed"):
@@ -93,10 +93,7 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Returns names of the compiled ops.
-
-    They run on the host, so ops built for CPUs also work next to GPUs.
-    """
+    """Returns the compiled ops. They run on the host, so CPU builds also serve next to GPUs."""
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
@@ -119,7 +116,7 @@ def settle(device: str, local_processes: int) -> None:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         _switch_to(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
-    # These two prevent recompiling or rejecting ops built for another accelerator or CUDA.
+    # Otherwise ops built for another accelerator or CUDA are recompiled or rejected.
     git_version_info.accelerator_name = device
     cuda = ".".join((torch.version.cuda or "0.0").split(".")[:2])
     git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: what it retains, where it waits, and fixes applied when it is built."""
+"""DeepSpeed's engine: retained tensors, waits, and fixes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def emptied_folder(job: Job, chosen: str) -> Path:
 
 
 def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
-    """Returns torch's optimizer, or DeepSpeed's CPU AdamW if states are offloaded.
+    """Returns torch's optimizer, or DeepSpeed's equivalent CPU AdamW for offloaded states.
 
-    The two are equivalent (decoupled decay, eps added to the corrected root).
+    Both decouple the decay and add eps to the corrected root.
     """
     if not offloaded or job.cell.optimizer == "sgd":
         return job.optimizer(model.parameters())
@@ -70,8 +70,7 @@ def engine_step(
     model: Callable[[Tensor], Tensor | HasLogits] | None = None,
     divisor: int = 1,
 ) -> TrainStep:
-    """Returns a step of DeepSpeed's own loop; the engine divides by the micro-batches and updates
-    after the last.
+    """Returns a step of DeepSpeed's loop, in which the engine handles gradient accumulation.
 
     `model`: calls the engine; by default the engine itself. `divisor`: divides the loss before
     backward.
@@ -121,8 +120,7 @@ def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
 
 
 def engine_waits(engine: DeepSpeedEngine) -> list[Wait]:
-    """Returns waits for TrainState: DeepSpeed's update around the optimizer's own, and disk reads
-    and writes."""
+    """Returns waits for TrainState: DeepSpeed's update, and disk reads and writes."""
     zero = engine.optimizer
     named: list[Wait] = [(zero, "step", "optimizer")]
     swapper = next(
@@ -205,10 +203,7 @@ def _stage_3(engine: DeepSpeedEngine, zero: ZeROOptimizer) -> Iterator[Retained]
 
 
 def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's whole parameters by name, or their fp32 masters if there are any.
-
-    Call on all ranks together.
-    """
+    """Yields whole parameters by name, or their fp32 masters if any; call on all ranks together."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -11,11 +11,10 @@ from harness.strategy import Cell, Export, make_workload, model_facts
 
 
 def ulysses_export(options: ZeroOptions, cell: Cell, to: str, divisor: int) -> Export | None:
-    """Returns DeepSpeed's script with each sample's tokens on several ranks; the plain ZeRO script
-    if there is one.
+    """Returns DeepSpeed's script with samples split over ranks, or the ZeRO script for one rank;
+    None for Accelerate.
 
-    None for Accelerate. `divisor`: divides the loss before backward: the ranks that share a sample,
-    or 1.
+    `divisor`: divides the loss before backward.
     """
     plain, layout = zero_export(options, cell, to), options.layout(cell.devices)
     if to == "accelerate" or plain is None or layout.sequence == 1:

@@ -13,12 +13,12 @@ from harness.strategy import Cell, Layout, ModelFacts, States, all_reduced, pass
 
 
 def zero_states(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-    """Returns the states of the fullest rank, including copies that DeepSpeed 0.19.8 adds to ZeRO's
-    (arXiv 1910.02054, section 3.1).
+    """Returns the fullest rank's states, with copies that DeepSpeed 0.19.8 adds to ZeRO's (arXiv
+    1910.02054, section 3.1).
 
-    Stages 1 to 3 keep an fp32 master of the rank's partition even for fp32 parameters. Stage 3 also
-    keeps the partition's gradients and, between steps, reduction buckets. States offloaded from a
-    GPU are not on the device.
+    Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 also keeps the
+    partition's gradients and reduction buckets between steps. States offloaded from a GPU are not
+    on the device.
     """
     width = 4 if cell.precision == "fp32" else 2
     moments = cell.moments
@@ -93,10 +93,10 @@ def _states_3(options: ZeroOptions, cell: Cell, layout: Layout, facts: ModelFact
 
 
 def zero_moves(options: ZeroOptions, facts: ModelFacts) -> float:
-    """Returns bytes per step to and from disk.
+    """Returns bytes per step to and from disk: masters and two moments in and out, gradients out,
+    parameters in twice and out once.
 
-    Masters and two moments move in and out, gradients out; parameters in twice and out once. Host
-    memory is about ten times as fast, so its bytes count a tenth.
+    Host memory is about ten times as fast, so its bytes count a tenth.
     """
     share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
     return (
@@ -136,9 +136,8 @@ def zero_traffic(
 def zero_messages(options: ZeroOptions, cell: Cell, facts: ModelFacts) -> float:
     """Returns collectives per step, each of one bucket.
 
-    Buckets reduce gradients, gather updated parameters (stages 1 and 2), or gather parameters for
-    forward and backward (stage 3). DeepSpeed sets their sizes by `reduce_bucket_size`,
-    `allgather_bucket_size` and `stage3_prefetch_bucket_size`.
+    DeepSpeed sets bucket sizes by `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2)
+    and `stage3_prefetch_bucket_size` (forward and backward).
     """
     if options.stage == 0:
         return 1.0
@@ -150,8 +149,8 @@ def zero_messages(options: ZeroOptions, cell: Cell, facts: ModelFacts) -> float:
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
-    """Returns elements of the last parameters that stage 3 keeps from forward to backward, being
-    within the reuse distance.
+    """Returns elements of the last parameters, which stage 3 keeps for backward within the reuse
+    distance.
 
     Parameters up to the threshold are persistent and never gathered.
     """

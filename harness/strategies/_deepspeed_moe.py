@@ -24,7 +24,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """One expert of those that transformers stores in 3D parameters."""
+    """One of the experts that transformers stores in 3D parameters."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]):
         """`gate_up`: (2 x intermediate, hidden); `down`: (hidden, intermediate)."""
@@ -42,13 +42,13 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """DeepSpeed's layer with the interface of a transformers mixture.
 
-    DeepSpeed's default trains differently: it drops tokens beyond an expert's capacity, and samples
-    a token's second expert by router score. Both are disabled.
+    Two DeepSpeed defaults that change training are disabled: dropping tokens beyond an expert's
+    capacity, and sampling a token's second expert by router score.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
-        """`mixture`: transformers' own, whose weights are copied. `ranks`: number of ranks that
-        divide the experts. `first`: index of this rank's first expert."""
+        """`mixture`: source of the weights. `ranks`: ranks that divide the experts. `first`: index
+        of this rank's first expert."""
         super().__init__()
         experts: Any = mixture.get_submodule("experts")
         router = mixture.get_submodule("gate").get_parameter("weight")
@@ -94,8 +94,8 @@ def replace_mixtures(
 ) -> dict[str, Mixture]:
     """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
 
-    DeepSpeed divides experts among neighboring ranks. This rank's experts are thus known before
-    `deepspeed.initialize` makes the process group (see `check_groups`).
+    Neighboring ranks divide the experts, so this rank's are known before DeepSpeed makes its
+    process group (see `check_groups`).
     """
     first = rank % ranks * (workload.experts // ranks)
     made = {}
@@ -128,10 +128,8 @@ def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
 def whole_parameters(
     engine: DeepSpeedEngine, mixtures: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the workload's whole parameters by name, with experts gathered from all ranks.
-
-    Call on all ranks together.
-    """
+    """Yields whole parameters by name, with experts gathered from all ranks; call on all ranks
+    together."""
     parameters = dict(full_parameters(engine))
     inside = tuple(f"{path}." for path in mixtures)
     yield from ((name, p) for name, p in parameters.items() if not name.startswith(inside))

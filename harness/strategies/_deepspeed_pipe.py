@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine: its compute methods and retained buffers."""
+"""Compute methods and buffers of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
-    The engine looks its instructions up in its class, but the harness times them by wrapping the
-    instance's methods. Instructions are therefore changed to look methods up by name.
+    The engine looks methods up in its class; this makes it use the instance's, which the harness
+    wraps to time them.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}

@@ -1,4 +1,4 @@
-"""Formulas of what DeepSpeed's pipeline engine retains."""
+"""Formulas of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: 
     """Returns bytes of the engine's buffers in stage `stage` of `count`, between steps.
 
     Each boundary adds a buffer for one micro-batch's hidden states, or their gradients. The first
-    stage keeps its latest inputs, the last its latest results and labels, with token ids of 8 bytes
-    each (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`).
-    `hidden`: bytes of the hidden states of all of a rank's samples.
+    stage keeps its latest token ids, the last its latest results and labels; ids have 8 bytes.
+    Source: DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`.
+    `hidden`: bytes of hidden states of all of a rank's samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

@@ -15,10 +15,8 @@ Place = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
 SWAP_ELEMENTS = 2**20
-"""Elements of the optimizer that are read, updated and written at a time.
-
-DeepSpeed's default of 1e9 would buffer all of them in memory.
-"""
+"""Elements of the optimizer swapped at a time; DeepSpeed's default of 1e9 would buffer all of them
+in memory."""
 SWAP_BUFFERS = 5
 """Number of buffers through which parameters are swapped."""
 ALIGNED_BYTES = 1024
@@ -58,16 +56,15 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """Bytes of the buffers for optimizer state: four of the largest sub-group; 0 if it stays in
-        memory."""
+        """Bytes of the optimizer's swap buffers: four of the largest sub-group; 0 if not on
+        disk."""
         if self.optimizer != "nvme":
             return 0
         return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
 
     @property
     def parameter_buffer_bytes(self) -> int:
-        """Bytes of the swap buffers for parameters and a sub-group's updates; 0 if parameters stay
-        in memory.
+        """Bytes of swap buffers for parameters and a sub-group's updates; 0 if not on disk.
 
         They are sized for whole parameters, although a rank writes only its parts.
         """
@@ -78,7 +75,7 @@ class Swapping:
         return self.width * (buffers + updated)
 
     def _largest_group(self) -> Sequence[int]:
-        """Returns elements of the whole parameters in the first largest sub-group."""
+        """Returns parameter sizes in the first largest sub-group."""
         groups = self.groups
         largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
         before = sum(len(group) for group in groups[:largest])
@@ -86,8 +83,7 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Returns elements of a rank's largest part of a parameter; a generous bound if sizes are
-    unknown."""
+    """Returns elements of a rank's largest part; a generous bound if sizes are unknown."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -112,8 +108,7 @@ def require_locked(swapping: Swapping) -> None:
 
 
 def lockable_bytes() -> float:
-    """Returns the bytes a process may lock in memory; unlimited with CAP_IPC_LOCK, which root
-    has."""
+    """Returns the bytes a process may lock; unlimited with CAP_IPC_LOCK, which root has."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     capabilities = next(

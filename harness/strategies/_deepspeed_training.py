@@ -1,4 +1,4 @@
-"""ZeRO training with DeepSpeed: build the engine, register it with the harness, run it."""
+"""ZeRO training with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ZeroTraining(ZeroOptions):
         return engines.engine_step(job, engine)
 
     def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
-        """Registers an engine with the harness, including one built by another library."""
+        """Registers an engine, which another library may have built, with the harness."""
         job.register(
             engine.module,
             engine.basic_optimizer,
@@ -62,5 +62,5 @@ class ZeroTraining(ZeroOptions):
         )
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole parameters by name, or their fp32 masters if there are any."""
+        """Yields whole parameters by name, or their fp32 masters if any."""
         return engines.full_parameters(engine)

@@ -29,20 +29,15 @@ from harness.strategies._deepspeed_swap import (
 from harness.strategy import Capabilities, Cell, CostModel, Layout, Strategy, Workload, model_facts
 
 LARGEST_BUCKET = 25 * 2**20 // 4
-"""Elements of DDP's 25 MiB bucket.
-
-DeepSpeed's default of 5e8 elements allocates 2 GB for any model.
-"""
+"""Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS = 1000
-"""Size limit in elements of parameters kept whole: norms and biases.
+"""Elements up to which parameters stay whole: norms and biases.
 
 DeepSpeed's default of 1e5 would keep nearly all of a model of hidden size 256 whole.
 """
 LOSS_SCALE_POWER = 12
-"""Power of two of the initial loss scale, 2^12 as in harness.strategy.step.LOSS_SCALE.
-
-DeepSpeed's default of 2^16 overflows in the first steps, which are then skipped.
-"""
+"""Exponent of the initial loss scale, as in harness.strategy.step.LOSS_SCALE; DeepSpeed's 2^16
+overflows and skips the first steps."""
 
 
 def _compiled_parts() -> dict[str, str]:
@@ -61,16 +56,15 @@ class ZeroOptions(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: Place = "none"
-    """Where optimizer state and the update live: the device, the host (stages 1 to 3), or a folder
-    (stage 3)."""
+    """Where optimizer state and update live: device, host (stages 1 to 3), or folder (stage 3)."""
     offload_parameters: Place = "none"
     """Where partitioned parameters wait for their layer (stage 3)."""
     folder: str = ""
-    """Folder for `nvme` offload on an allowed disk (see `require_disk`), where
-    `parallelism-bench-offload` is kept until the next trial; empty for the trial's own folder."""
+    """Folder for `nvme` on an allowed disk (see `require_disk`), whose `parallelism-bench-offload`
+    is kept until the next trial; empty for the trial's own."""
     bucket_elements: int | None = Field(default=None, gt=0)
-    """Elements that are reduced, prefetched and held live at a time; by default an eighth of the
-    model, at most 25 MiB."""
+    """Elements reduced, prefetched and held live at a time; by default an eighth of the model, at
+    most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
     """Largest size in elements of parameters that stage 3 keeps whole on every rank."""
 
@@ -98,14 +92,13 @@ class ZeroOptions(Strategy):
         )
 
     def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
-        """Returns the inputs that determine a rank's disk buffers."""
         places = self.offload_optimizer, self.offload_parameters
         return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
 
     def bucket(self, sizes: Sequence[int]) -> int:
-        """Returns elements that are reduced, prefetched and held live at a time.
+        """Returns elements reduced, prefetched and held live at a time.
 
-        Defaults to an eighth of the model, capped at DDP's bucket: small relative to the states.
+        Defaults to an eighth of the model, at most DDP's bucket: small relative to the states.
         `sizes`: elements of each trained parameter.
         """
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
@@ -113,10 +106,10 @@ class ZeroOptions(Strategy):
     def config(
         self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
     ) -> dict[str, object]:
-        """Returns the content of DeepSpeed's JSON config for the cell.
+        """Returns DeepSpeed's JSON config for the cell.
 
-        `sizes`: elements of each trained parameter (ModelFacts.sizes), which set bucket and swap
-        buffer sizes. `folder`: location of states offloaded to `nvme`.
+        `sizes`: elements of each trained parameter, which set bucket and buffer sizes. `folder`:
+        location of states offloaded to `nvme`.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -157,9 +150,8 @@ class ZeroOptions(Strategy):
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
-    `gradient_clipping` is written as 0: if omitted, DeepSpeed clips the gradient norm at 1.0. All
-    three batch sizes are given, or libraries on top would derive one from a process count that they
-    may not see.
+    Without an explicit `gradient_clipping` of 0, DeepSpeed clips at 1.0. All three batch sizes are
+    given, or libraries on top would derive one from a process count they may not see.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
@@ -233,7 +225,7 @@ def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
 
 
 def _require_swapped(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
-    """Raises Refused if every tensor is so small that DeepSpeed would keep it in memory."""
+    """Raises Refused if all tensors are too small for DeepSpeed to swap."""
     sizes = model_facts(workload, cell.sequence_length).sizes
     width = 4 if cell.precision == "fp32" else 2
     largest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""transformers' `DistributedConfig`: a model's own parallel plans, and loading by them."""
+"""Model-defined parallel plans and loading, by transformers' `DistributedConfig`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
-"""Style of a parameter that every rank holds whole and whose gradients are summed over ranks."""
+"""Style of a whole parameter whose gradients are summed over ranks."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ def _check_experts(workload: Workload, sizes: Sizes) -> None:
 
 
 def load(job: Job, sizes: Sizes) -> nn.Module:
-    """Saves the job's model and loads it in parts on every rank, because transformers splits models
-    only while loading.
+    """Saves the job's model and loads it in parts, because transformers splits models only while
+    loading.
 
-    Raises RuntimeError if transformers' mesh would use other devices than the cell: it always picks
-    the accelerator it sees.
+    Raises RuntimeError if its mesh would not use the cell's device type: transformers picks any
+    accelerator it sees.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Formulas of memory and traffic under transformers' `DistributedConfig`."""
+"""Formulas of transformers' `DistributedConfig`."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def sharded_traffic(
     reductions: int | None = None,
 ) -> float | None:
     """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges
-    with experts, forward and backward.
+    with experts.
 
     FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default as
-    often. Final norm and head stay gathered until backward. Experts are sharded among the ranks
-    that hold the same ones.
+    often. Final norm and head stay gathered until backward. Experts are sharded among ranks that
+    hold the same ones.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -93,8 +93,7 @@ def sharded_traffic(
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> float:
-    """Returns bytes of a layer's exchanges with experts per step, forward and backward, plus any
-    recomputation."""
+    """Returns bytes of a layer's exchanges with experts per step, with any recomputation."""
     forward = exchange(cell, workload, sizes, hidden) + exchange(
         cell, workload, sizes, hidden, numbers=False
     )
@@ -107,8 +106,8 @@ def tensor_traffic(
 ) -> float | None:
     """Returns bytes without data parallelism.
 
-    Hidden states are all-reduced forward after the embedding and each layer split by row, backward
-    for each split by column, including the head, whose logits are gathered.
+    Hidden states are all-reduced forward after the embedding and each layer split by row, and
+    backward for each split by column. The head is one of these; its logits are gathered.
 
     Experts split like an MLP reduce outputs forward, and gradients of inputs and token weights
     backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather

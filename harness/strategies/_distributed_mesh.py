@@ -1,4 +1,4 @@
-"""Base of strategies on a mesh of replicas x shards x tensor."""
+"""Base of strategies on a replicas x shards x tensor mesh."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from harness.workloads import Workload, make_workload
 
 
 class MeshStrategy(Strategy):
-    """A strategy that splits a model by its transformers plans.
-
-    Ranks that are neither tensor parallel nor replicas shard the rest by FSDP2.
-    """
+    """A strategy that splits a model by its transformers plans, and by FSDP2 on the remaining
+    ranks."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     tensor: int = Field(default=1, ge=1)
-    """Ranks over which weights are split by the model's own plan (`tp_plan="auto"`)."""
+    """Ranks that split weights by the model's own plan (`tp_plan="auto"`)."""
     replicas: int = Field(default=1, ge=1)
     """Replicas that each shard the model independently (HSDP)."""
 

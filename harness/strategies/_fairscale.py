@@ -31,10 +31,9 @@ def pinned_gradients(model: FullyShardedDataParallel) -> Iterator[Retained]:
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees all others.
 
-    OSS's own `zero_grad` sets all to None, as torch's default since 2.0. That detaches them from
-    ShardedDataParallel's buckets, so from the second step each rank updates with its local
-    gradients. The inner optimizer's `zero_grad` clears only this rank's parameters, so the others'
-    gradients accumulate.
+    OSS's `zero_grad` sets all to None, torch's default since 2.0. That detaches them from
+    ShardedDataParallel's buckets, and from the second step ranks update with local gradients. The
+    inner optimizer's clears only this rank's parameters, so other gradients accumulate.
     """
     model.zero_grad(set_to_none=True)
 
@@ -75,10 +74,7 @@ def check_recompute(cell: Cell) -> None:
 
 
 def recompute_by_fairscale(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Recomputes the blocks during backward by fairscale's checkpoint_wrapper.
-
-    It replaces their forward and keeps names unchanged.
-    """
+    """Recomputes the blocks by fairscale's checkpoint_wrapper, which replaces their forward."""
     from fairscale.nn.checkpoint import checkpoint_wrapper
 
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Configuration of torch's FSDP: what to gather, and when."""
+"""Configuration of torch's FSDP."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MIXED = Tolerance(
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """Returns FSDP1's wrap policy: by block, or by modules with at least an eighth of the
-    parameters if blocks are unnamed."""
+    """Returns FSDP1's wrap policy: by block, or if unnamed, modules with an eighth of the
+    parameters or more."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if blocks := job.workload.blocks_of(model):
@@ -38,7 +38,6 @@ def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
 
 
 def backward_prefetch(when: str) -> BackwardPrefetch | None:
-    """Returns FSDP1's value for `pre`, `post` or `none`."""
     from torch.distributed.fsdp import BackwardPrefetch
 
     return None if when == "none" else BackwardPrefetch[f"BACKWARD_{when.upper()}"]
@@ -51,8 +50,8 @@ def summoned_parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, 
 
 
 def check_options(cell: Cell, hybrid: bool, mixed_precision: bool, offload: bool) -> None:
-    """Raises Refused if FSDP2 would not train in the cell's precision, or has too few devices for
-    hybrid sharding."""
+    """Raises Refused if FSDP2 would train in another precision, or lacks devices for hybrid
+    sharding."""
     if hybrid:
         check_hybrid(cell)
     if mixed_precision and cell.precision != "bf16":
@@ -75,8 +74,7 @@ class Policies(TypedDict):
 
 
 def policies(job: Job, mixed_precision: bool, offload: bool) -> Policies:
-    """Returns policies: parameters in bf16 and reductions in fp32, or unchanged; shards on the
-    device or host."""
+    """Returns bf16 gathers and fp32 reductions, or neither; shards on the device or host."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -114,9 +112,9 @@ def sharded_messages(
 ) -> float:
     """Returns collectives per step.
 
-    Each micro-batch gathers every unit once, and freed blocks again for backward. Gradients of each
-    unit are scattered, and under hybrid sharding also all-reduced, after the last micro-batch;
-    without `no_sync` after each.
+    Each micro-batch gathers every unit, and freed blocks again. Each unit's gradients are
+    scattered, and for hybrid sharding all-reduced, after the last micro-batch or, without
+    `no_sync`, after each.
     """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))

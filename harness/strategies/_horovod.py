@@ -1,4 +1,4 @@
-"""Horovod's build options, launch, rendezvous and model wrapping."""
+"""Horovod's build, launch, rendezvous and wrapping."""
 
 from __future__ import annotations
 
@@ -30,19 +30,16 @@ if TYPE_CHECKING:
 
 HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 GRADIENTS_FUSED = 4
-"""Approximate number of gradients that are ready in one cycle of 1 ms.
+"""Approximate number of gradients ready in one cycle of 1 ms.
 
-A backward pass of tens of milliseconds makes some tens of gradients, and negotiation lengthens a
-cycle.
+A backward pass makes some tens of gradients in tens of milliseconds; negotiation lengthens a cycle.
 """
 
 
 @functools.cache
 def built(part: bytes) -> bool:
-    """Returns whether Horovod's extension contains this class name.
-
-    Horovod's own `mpi_built` loads torch, which takes seconds.
-    """
+    """Returns whether Horovod's extension contains this class; its own `mpi_built` loads torch for
+    seconds."""
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
     return any(
@@ -87,10 +84,8 @@ def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None
 
 
 def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
-    """Returns the allowed deviation.
-
-    Adasum works in log2(ranks) pairwise steps, each adding differences that the reference averages.
-    """
+    """Returns the deviation: Adasum's log2(ranks) steps add differences that the reference
+    averages."""
     reasons = [HALF] if fp16 else []
     if adasum and cell.devices > 1:
         steps = math.log2(cell.devices)
@@ -127,9 +122,8 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Returns Open MPI's command line: oversubscribed, unbound cores, no ssh required, files in the
     trial's folder.
 
-    A rank's two threads share its cores, so the one waiting for MPI must yield to the one
-    computing. All ranks stay on this node; Open MPI would otherwise use the whole SLURM allocation,
-    whose other nodes run nothing of this trial.
+    A rank's two threads share its cores, so the one waiting for MPI must yield. All ranks stay on
+    this node; Open MPI would otherwise use every node of a SLURM allocation.
     """
     settings = {
         "orte_tmpdir_base": str(scratch),
@@ -226,10 +220,8 @@ def rendezvous(job: Job) -> Iterator[None]:
 
 
 def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
-    """Starts Horovod's rendezvous server in a thread, on a free port of this address only.
-
-    horovod.runner's own server listens on all interfaces.
-    """
+    """Starts Horovod's rendezvous server in a thread, on a free port of this address; Horovod's own
+    listens on all interfaces."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
@@ -255,12 +247,11 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 
 
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
-    """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate, after wrapping.
+    """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    Uses state_dict because `broadcast_optimizer_state` has two bugs. For a new optimizer it takes a
-    real step with zero gradients, which decays weights and counts as a step. For plain SGD, which
-    has no state, it omits the learning rate. Wrapping creates a new optimizer without the old
-    state, so broadcasting must come after.
+    `broadcast_optimizer_state` has two bugs. For a new optimizer it takes a real step with zero
+    gradients, which decays weights and is counted. For plain SGD, which has no state, it omits the
+    learning rate. Call after wrapping, which discards the optimizer's state.
     """
     import horovod.torch as hvd
 

@@ -1,5 +1,4 @@
-"""The outer optimizer of local-step training: SGD with Nesterov momentum along the ranks' mean
-displacement."""
+"""DiLoCo's outer optimizer."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
 
 
 def outer_tolerance(learning_rate: float, momentum: float, periods: int) -> Tolerance:
-    """Returns the allowed deviation due to the outer optimizer and local steps over these
-    periods."""
     return Tolerance(
         0.3,
         0.75 + abs(outer_gain(learning_rate, momentum, periods) - 1),

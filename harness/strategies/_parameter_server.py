@@ -1,7 +1,4 @@
-"""Worker and server steps of a parameter server, and the RPC calls between them.
-
-Received gradients are queued here, on the server, for its training step.
-"""
+"""Worker and server steps of a parameter server, and the RPC calls between them."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def next_push() -> Push:
 
 
 def next_confirmation() -> int:
-    """Waits until a worker confirms its reply; runs in the server's training step."""
+    """Waits for a worker's confirmation; runs in the server's training step."""
     return _HEARD.get()
 
 
@@ -101,8 +98,7 @@ def confirmations(workers: int) -> None:
 
 
 def waits() -> list[Wait]:
-    """Returns the waits between worker and server for TrainState, because torch.distributed cannot
-    see RPC threads."""
+    """Returns waits for TrainState: torch.distributed does not see RPC threads."""
     from torch.distributed import rpc
 
     here = sys.modules[__name__]
@@ -159,8 +155,7 @@ def work(job: Job, model: nn.Module) -> TrainStep:
         model.zero_grad()
         confirmed = rpc.rpc_async(server, confirm, (job.rank,))
         if batch.step == job.cell.total_steps - 1:
-            # Do not exit before the last message is sent. The server may have received it and
-            # exited before it could answer.
+            # Send the last message before exiting; the server may exit without answering it.
             with contextlib.suppress(RuntimeError):
                 confirmed.wait()
         return total

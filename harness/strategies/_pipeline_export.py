@@ -12,8 +12,8 @@ from harness.workloads.family import Split
 def pipeline_export(cell: Cell, to: str, schedule: Schedule, per_rank: int) -> Export | None:
     """Returns a script whose stages are transformers' model without other stages' layers.
 
-    `per_rank`: stages of a rank. A parameter tied across the ends has copies on the first and last
-    rank, whose gradients are summed; one copy if both ends are on one rank.
+    Parameters tied across ranks have two copies, whose gradients are summed. `per_rank`: stages of
+    a rank.
     """
     split = make_workload(cell.workload).split
     if to not in ("torchrun", "slurm") or split is None:

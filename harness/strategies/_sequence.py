@@ -1,5 +1,4 @@
-"""Shared parts of strategies that split each sample's tokens over ranks: groups, tokens and
-exchanges."""
+"""Shared code of strategies that split samples' tokens over ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def check_heads(workload: Workload, ranks: int) -> None:
 def check_config(workload: Workload) -> None:
     """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not support.
 
-    It needs the config's key and value head count, and joins heads as Llama's attention does.
+    It needs the config's key and value head count, and Llama-style joining of heads.
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
@@ -109,7 +108,7 @@ class Part:
 def at_positions(
     model: Callable[..., Tensor | HasLogits], positions: Tensor
 ) -> Callable[[Tensor], Tensor | HasLogits]:
-    """Returns the model with fixed position ids; by default it would count from 0 in each part."""
+    """Fixes the model's position ids, which would count from 0 in each part."""
     return functools.partial(model, position_ids=positions)
 
 
@@ -168,9 +167,9 @@ def even_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Applies torch's causal attention, with key and value heads repeated to match the queries.
+    """Applies torch's causal attention, with key and value heads repeated to match queries.
 
-    An Attention without dropout, as torch's ring attention requires.
+    torch's ring attention can replace this call, and supports no dropout or grouped heads.
     """
     from torch.nn import functional
 
@@ -206,7 +205,7 @@ def exchanged_for_heads(
 
 
 def averaged(layout: Layout, facts: ModelFacts) -> float:
-    """Returns bytes a rank must send per step to average all gradients over all ranks."""
+    """Returns bytes a rank must send per step to average gradients over all ranks."""
     return all_reduced(layout.replicas, facts.trained_bytes)
 
 

@@ -19,8 +19,8 @@ class Stateful(Protocol):
 
 
 class Snapshots:
-    """A file of all parts and every rank's losses, written by rank 0 to the trial's folder, which
-    survives a restart."""
+    """A file of all parts and all ranks' losses, written by rank 0 to the trial's folder, which
+    survives restarts."""
 
     steps = 0
     """Number of steps completed in the loaded snapshot."""

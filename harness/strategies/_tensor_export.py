@@ -21,10 +21,8 @@ def tensor_export(cell: Cell, to: str, sequence_parallel: bool) -> Export | None
 
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
-    """Returns source text of torch's plan.
-
-    Raises Refused for a family whose modules the suite replaces before splitting.
-    """
+    """Returns torch's plan as source text; raises Refused if the suite replaces modules before
+    splitting."""
     if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
             f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
@@ -53,5 +51,5 @@ def written_style(style: ParallelStyle) -> str:
 
 
 def _written(value: object) -> str:
-    """Formats a tuple of one placement as the placement itself, as torch's styles expect."""
+    """Formats a tuple of one placement as the placement, as torch's styles expect."""
     return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)

@@ -1,4 +1,4 @@
-"""The data axis of 3D parallelism: a wrapper around each stage, or a sharded optimizer."""
+"""The data axis of 3D parallelism."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    They persist from the first forward, which runs without gradients before torch 2.12. torch's own
-    hook would build DTensors that never pass gradients on.
+    Before torch 2.12 the first forward runs without gradients; DTensors built by torch's own hook
+    would never pass any on.
     """
     with torch.enable_grad():
         _reconstruct_dtensor(stage, inputs)

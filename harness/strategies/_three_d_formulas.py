@@ -1,4 +1,4 @@
-"""Formulas of memory on the data axis of 3D parallelism."""
+"""Formulas of 3D parallelism's data axis."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def join_tiles(
 
 
 def _count(layer: TiledLinear) -> int:
-    """Returns the parameter count of a tiled layer: one weight per tile, and a bias in each row's
-    last column."""
+    """Returns the number of parameters: one weight per tile, and a bias in each row's last
+    column."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 

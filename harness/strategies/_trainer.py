@@ -55,7 +55,7 @@ class Stepped:
         return self._answer()
 
     def next_batch(self, loss: Tensor | None) -> Batch:
-        """Passes the finished step's loss and waits for the next batch; called by the script."""
+        """Passes on the finished step's loss and waits for the next batch; called by the script."""
         self._answers.put(loss)
         return self._batches.get()
 
@@ -81,8 +81,8 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers, which reveal the loader's order; they are replaced by the
-    harness's samples after loading.
+    Its data set is sample numbers, which reveal the loader's order and are then replaced by the
+    harness's samples.
     """
 
     def __init__(
@@ -210,11 +210,10 @@ def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recomp
 
 
 def counts_labels(workload: Workload) -> bool:
-    """Returns whether the model divides its loss by Trainer's label count over micro-batches and
-    ranks.
+    """Returns whether the model divides its loss by Trainer's label count.
 
-    Others may ignore it. Trainer then multiplies their mean by the rank count and skips dividing by
-    micro-batches. It is therefore told that they do not accept the count.
+    Others may ignore the count. Trainer then multiplies their mean by the rank count and does not
+    divide by micro-batches, so it is told that they do not accept it.
     """
     return workload.kind == "causal"
 

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate around DDP, DeepSpeed or FSDP2, by its Python API or a config file."""
+"""Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Accelerate(AccelerateEngine):
     """
 
     config_file: bool = False
-    """Start the ranks by `accelerate launch`, from a config.yaml written for the cell, instead of
-    using the Python API."""
+    """Start the ranks by `accelerate launch`, from a config.yaml, instead of using the Python
+    API."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
@@ -46,7 +46,6 @@ class Accelerate(AccelerateEngine):
         return OwnLauncher("accelerate launch", command)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Exports a config file equivalent to the Python API calls."""
         if to != "accelerate":
             return None
         fsdp, deepspeed = self.fsdp2_settings(cell), self.deepspeed_config(cell)

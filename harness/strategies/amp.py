@@ -1,4 +1,4 @@
-"""Apex-style automatic mixed precision under DDP, opt levels O0 to O3, using torch.amp."""
+"""Apex-style automatic mixed precision on torch.amp."""
 
 from __future__ import annotations
 

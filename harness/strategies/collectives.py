@@ -1,4 +1,4 @@
-"""Data parallelism by torch.distributed collectives, one tensor at a time."""
+"""Data parallelism by hand-written collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention by torch's context_parallel."""
+"""Ring attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ContextParallel(Strategy):
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values reach the other ranks: all gathered at once, or passed around a ring."""
+    """How keys and values reach the other ranks: gathered at once, or around a ring."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(sequence=devices)
@@ -66,7 +66,7 @@ class ContextParallel(Strategy):
         mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
         model = job.model()
         _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
-        # Sharded in place with each batch, so that it holds the positions of the rank's tokens.
+        # Sharded in place with each batch, to hold the positions of the rank's tokens.
         positions = torch.empty(0, dtype=torch.long, device=job.device)
         step = _sequence.averaging_step(job, model, positions)
         whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel: one process drives a replica of the model on each device."""
+"""torch.nn.DataParallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: each rank holds the whole model; gradients are averaged in buckets."""
+"""DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Ddp(Strategy):
     )
 
     bucket_cap_mb: float | None = None
-    """Size of every gradient bucket in MiB. None is torch's default: 1 for the first and 25 for the
-    others, which differs from 25."""
+    """Size of every gradient bucket in MiB. None is torch's default: 1 for the first, 25 for the
+    others."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False
@@ -98,10 +98,8 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes for all-reducing the gradients and broadcasting rank 0's buffers.
-
-        None for PowerSGD.
-        """
+        """Returns bytes of gradient all-reduces and the broadcast of rank 0's buffers; None for
+        PowerSGD."""
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
             return None

@@ -1,4 +1,4 @@
-"""DDP under torchrun's elastic agent: after a crash, all ranks restart from the last snapshot."""
+"""DDP with an elastic restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: stages 0 to 3, with states on the device, in host memory or on disk."""
+"""DeepSpeed ZeRO."""
 
 from __future__ import annotations
 

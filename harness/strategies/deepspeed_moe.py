@@ -1,4 +1,4 @@
-"""DeepSpeed's `MoE` layer: expert parallelism, with data parallelism for everything else."""
+"""Expert parallelism by DeepSpeed's `MoE` layer."""
 
 from __future__ import annotations
 
@@ -103,6 +103,5 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
         return zero_states(Deepspeed(stage=0), cell, layout, own)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts each block's all-to-alls to and from experts, forward and backward, and two
-        gradient reductions: experts and the rest."""
+        """Counts all-to-alls to and from experts in each block, and two gradient reductions."""
         return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches

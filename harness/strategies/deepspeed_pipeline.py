@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline module: one stage per rank, 1F1B schedule."""
+"""DeepSpeed's pipeline module."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DeepspeedPipeline(Strategy):
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns a rank's stage states and engine buffers, see `engine_buffers`."""
+        """Returns a stage's states and engine buffers, see `engine_buffers`."""
         from harness.strategies._deepspeed_pipe_formulas import engine_buffers
         from harness.strategy.formulas import a_stage_each, pipeline_states
         from harness.workloads import make_workload

@@ -1,4 +1,4 @@
-"""DiLoCo by torchft: ranks train alone; an outer optimizer steps along their mean displacement."""
+"""DiLoCo by torchft."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DiLoCo(Strategy):
         outer = outer_optimizer(model, self.outer_learning_rate, self.outer_momentum)
         manager = manager_of(job)
         diloco = TorchftDiLoCo(manager, [model], inner, outer, sync_every=self.period)
-        diloco.__enter__()  # its hooks on the inner optimizer stay until the trial ends
+        diloco.__enter__()  # hooks the inner optimizer until the trial ends
         began = diloco._fragments[0].original_parameters
         job.register(
             model,
@@ -84,10 +84,9 @@ class DiLoCo(Strategy):
 
 class DiLoCoCosts(CostModel[DiLoCo]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns inner optimizer states, the period's starting point (in host memory) and outer
-        momentum.
+        """Returns inner states, the period's starting point (in host memory) and outer momentum.
 
-        The outer step temporarily adds the outer gradients and a copy of the parameters.
+        The outer step temporarily adds outer gradients and a copy of the parameters.
         """
         inner = model_states(cell, facts)
         momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0

@@ -1,4 +1,4 @@
-"""transformers' native parallelism: a model loaded in parts by its `DistributedConfig`."""
+"""transformers' native parallelism."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DistributedConfigParallel(MeshStrategy):
     """
 
     expert: int = Field(default=1, ge=1)
-    """Ranks among which the experts of each layer are divided, a multiple of `tensor`; tokens are
-    sent to their experts and back."""
+    """Ranks that divide the experts of each layer and exchange their tokens; a multiple of
+    `tensor`."""
 
     def sizes(self, devices: int) -> mesh.Sizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
@@ -53,8 +53,7 @@ class DistributedConfigParallel(MeshStrategy):
 
 class DistributedConfigParallelCosts(MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns traffic by `sharded_traffic` or `tensor_traffic`; None if both axes are used, and
-        in bf16."""
+        """Returns `sharded_traffic` or `tensor_traffic`; None in bf16 and for both axes at once."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return formulas.sharded_traffic(cell, layout, workload, sizes, facts)
@@ -63,8 +62,7 @@ class DistributedConfigParallelCosts(MeshStrategyCosts):
         return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts FSDP2's collectives and, forward and backward, exchanges of tokens and their
-        counts with experts.
+        """Counts FSDP2's collectives, and exchanges of tokens and their counts with experts.
 
         None with tensor parallelism.
         """

@@ -1,5 +1,4 @@
-"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3): one flat tensor per module, sharded
-over the ranks."""
+"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3)."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ class FairscaleFsdp(Strategy):
     capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
 
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters between forward and backward (zero_dp_3); otherwise keep
-    them (zero_dp_2)."""
+    """Free gathered parameters between forward and backward (zero_dp_3) or keep them
+    (zero_dp_2)."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     no_sync: bool = True
-    """Reduce gradients only after the last micro-batch; until then each rank holds them whole."""
+    """Reduce gradients only after the last micro-batch; until then ranks hold them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         _fairscale.check_flat(cell, workload)
@@ -59,7 +58,7 @@ class FairscaleFsdp(Strategy):
         import torch
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-        # Offloaded shards are cut from a model in host memory.
+        # Offloaded shards come from a model in host memory.
         home = torch.device("cpu") if self.cpu_offload else job.device
         shard = functools.partial(
             FullyShardedDataParallel,

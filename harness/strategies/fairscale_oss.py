@@ -1,4 +1,4 @@
-"""fairscale's OSS and ShardedDataParallel (zero_dp_1): optimizer sharded by whole parameters."""
+"""fairscale's OSS and ShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class FairscaleOss(Strategy):
     capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
-    """Elements of the bucket, kept between steps, that gradients for one rank are reduced in; 0:
-    one gradient at a time."""
+    """Elements of the persistent bucket that reduces gradients for one rank; 0: no bucket."""
     reduce_fp16: bool = False
     """Send gradients in fp16; requires reduce_buffer_size=0."""
     broadcast_fp16: bool = False

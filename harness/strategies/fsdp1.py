@@ -1,5 +1,4 @@
-"""FullyShardedDataParallel (FSDP1): flat parameters, gradients and optimizer state sharded over the
-ranks."""
+"""FullyShardedDataParallel (FSDP1)."""
 
 from __future__ import annotations
 
@@ -33,18 +32,17 @@ class Fsdp1(Strategy):
     """FullyShardedDataParallel (FSDP1): each module gathered as one flat tensor when it runs."""
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """Parameters freed after forward (ZeRO-3), kept until backward (ZeRO-2), or sharded within each
-    of 2 replicas."""
+    """Free parameters after forward (ZeRO-3), keep them until backward (ZeRO-2), or shard within
+    each of 2 replicas."""
     auto_wrap: bool = True
-    """Wrap each block, or modules by size if the workload names no blocks; otherwise the whole
+    """Wrap each block, or modules by size if there are no named blocks; otherwise the whole
     model."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
-    """Gather the next module before or after the current one's gradients are computed, or when
-    needed."""
+    """Gather the next module before or after the current one's backward, or when needed."""
     cpu_offload: bool = False
     """Keep shards in host memory while no module uses them."""
     use_orig_params: bool = True
-    """Give the optimizer the model's original parameters instead of the flat ones."""
+    """Give the optimizer the model's original parameters, not flat ones."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:

@@ -1,5 +1,4 @@
-"""FSDP2 (`fully_shard`): every parameter is a DTensor, sharded over the ranks along its first
-dimension."""
+"""FSDP2 (`fully_shard`), which shards each parameter as a DTensor along its first dimension."""
 
 from __future__ import annotations
 
@@ -25,18 +24,17 @@ class Fsdp2(Strategy):
     )
 
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters between forward and backward (ZeRO-3); otherwise keep them
-    (ZeRO-2)."""
+    """Free gathered parameters between forward and backward (ZeRO-3) or keep them (ZeRO-2)."""
     hybrid: bool = False
     """Shard within each of 2 replicas and all-reduce between them."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
-    """Name the block to gather while another computes, instead of leaving the order to FSDP."""
+    """Prefetch the neighboring block while one computes, instead of leaving the order to FSDP."""
     mixed_precision: bool = False
     """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast (bf16 only)."""
     no_sync: bool = True
-    """Reduce gradients only after the last micro-batch; until then each rank holds them whole."""
+    """Reduce gradients only after the last micro-batch; until then ranks hold them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         _fsdp.check_options(cell, self.hybrid, self.mixed_precision, self.cpu_offload)
@@ -93,11 +91,10 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return dataclasses.replace(shard, transient=4.0 * facts.parameters)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters:
-        ZeRO-3's 3P, minus the root's second gather.
+        """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters.
 
-        Embedding and head stay gathered until backward. Without `no_sync` each micro-batch scatters
-        its gradients. Hybrid sharding also all-reduces each shard's gradients between replicas.
+        This is ZeRO-3's 3P minus the root's second gather. Without `no_sync` each micro-batch
+        scatters its gradients. Hybrid sharding adds all-reduces between replicas.
         """
         shards, parts = self._shards(cell), cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:

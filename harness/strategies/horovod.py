@@ -1,4 +1,4 @@
-"""Horovod: whole model on each rank, gradients averaged by ring all-reduce during backward."""
+"""Horovod."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ class Horovod(Strategy):
     )
 
     controller: Literal["gloo", "mpi"] = "gloo"
-    """What coordinates the ranks and carries tensors: Gloo's ring, or MPI_Allreduce under mpirun.
-    """
+    """Communication backend: Gloo's ring, or MPI_Allreduce under mpirun."""
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, where the number of
-    bytes sent is unknown."""
+    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, sending unknown
+    bytes."""
     op: Literal["average", "adasum"] = "average"
-    """How gradients are combined; Adasum combines the ranks' updates and needs MPI."""
+    """How gradients are combined; Adasum combines updates and needs MPI."""
     compression: Literal["none", "fp16"] = "none"
     """Compression of gradients during communication."""
     fusion_threshold_mib: float = Field(default=128.0, ge=0)
@@ -104,20 +103,16 @@ class HorovodCosts(CostModel[Horovod]):
         return dataclasses.replace(model_states(cell, facts), library=kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes for all-reducing every gradient.
-
-        None for Adasum, which combines pairs of ranks at growing distances.
-        """
+        """Returns bytes of gradient all-reduces; None for Adasum, which combines pairs of ranks."""
         if self.strategy.op == "adasum":
             return None
         half = 2 if self.strategy.compression == "fp16" else 1
         return all_reduced(layout.data, facts.trained_bytes / half)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts readiness negotiations and all-reduces.
+        """Counts negotiations and all-reduces.
 
-        Gloo ranks negotiate once a cycle, for a few gradients at a time. Those are fused, or sent
-        individually if fusion is off.
+        Gloo ranks negotiate a few gradients per cycle, then fuse them unless fusion is off.
         """
         one_by_one, over_mpi = (
             not self.strategy.fusion_threshold_mib,

@@ -1,5 +1,4 @@
-"""Hugging Face Accelerate's own mesh: sharded, replicated or tensor parallel by its
-`ParallelismConfig`."""
+"""Hugging Face Accelerate's `ParallelismConfig`."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class ParallelismConfigMesh(MeshStrategy):
 
 class ParallelismConfigMeshCosts(MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the traffic of transformers' native mesh, but with one gradient reduction, after
-        the last micro-batch."""
+        """Returns the traffic of transformers' mesh with a single gradient reduction."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
             return formulas.tensor_traffic(cell, layout, workload, sizes, facts)

@@ -1,4 +1,4 @@
-"""A parameter server over RPC: workers send gradients and receive updated parameters."""
+"""A parameter server over RPC."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class ParameterServer(Strategy):
     """Update once a step with the average of all gradients, or with each worker's as they arrive.
     """
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of TensorPipe; auto: shared memory within a node, where the number of bytes sent is
-    unknown."""
+    """Transport of TensorPipe; auto: shared memory within a node, sending unknown bytes."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
@@ -69,10 +68,8 @@ class ParameterServer(Strategy):
 
 class ParameterServerCosts(CostModel[ParameterServer]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns the server's states, including the gradients of all workers within a step.
-
-        A worker keeps only parameters.
-        """
+        """Returns the server's states with all workers' gradients; a worker keeps only
+        parameters."""
         return dataclasses.replace(
             model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
         )

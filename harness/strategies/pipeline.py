@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers split over ranks, fed with micro-batches."""
+"""Pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Pipeline(Strategy):
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients
-    separately, in otherwise idle slots; looped_bfs runs all micro-batches of a stage at once."""
+    separately, in idle slots; looped_bfs runs all micro-batches of a stage at once."""
     stages_per_rank: int = Field(default=2, ge=1)
-    """Virtual stages of a rank under an interleaved schedule and looped_bfs; zbv and dualpipev
-    always have 2 (the two arms of the V), gpipe and 1f1b 1."""
+    """Virtual stages of a rank under an interleaved schedule and looped_bfs; always 2 for zbv and
+    dualpipev (the arms of the V), 1 for gpipe and 1f1b."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -60,7 +60,6 @@ class Pipeline(Strategy):
         return 2 if self.schedule in V_SHAPED else self.stages_per_rank
 
     def _stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Returns the indices of a rank's stages."""
         count = ranks * self._per_rank
         if self.schedule in V_SHAPED:
             return rank, count - 1 - rank
@@ -85,16 +84,15 @@ class Pipeline(Strategy):
 
 class PipelineCosts(CostModel[Pipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the states of the rank with most parameters, and every rank's receive buffers for
-        all micro-batches."""
+        """Returns states and receive buffers of the rank with most parameters."""
         ranks = layout.pipeline
         return pipeline_states(
             cell, layout, facts, [self.strategy._stages_of(r, ranks) for r in range(ranks)]
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of the micro-batches in flight, see `held_beside_gradients`; None if weight
-        gradients are computed separately."""
+        """Returns bytes of micro-batches in flight, see `held_beside_gradients`; None if weight
+        gradients are separate."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
@@ -103,10 +101,9 @@ class PipelineCosts(CostModel[Pipeline]):
         return held_beside_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes, averaged over ranks: hidden states and their gradients across boundaries,
-        and tied gradients between the ends.
+        """Returns bytes of hidden states, their gradients and tied gradients, averaged over ranks.
 
-        The first and last rank have only one neighbor. One boundary of a V is within a rank.
+        The end ranks have one neighbor. One boundary of a V is within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

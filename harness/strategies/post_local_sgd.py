@@ -1,4 +1,4 @@
-"""Post-local SGD: DDP for the first steps, then local steps with periodic parameter averaging."""
+"""Post-local SGD."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PostLocalSgd(Strategy):
     """
 
     capabilities = Capabilities(
-        # fp16 loss scaling would skip a step, and thus its average, on one rank only.
+        # fp16 loss scaling would skip a step and its average on one rank only.
         precisions=("fp32", "bf16"),
     )
 

@@ -1,4 +1,4 @@
-"""One process on one device: the reference for parity checks and scaling efficiency."""
+"""The reference for parity checks and scaling efficiency."""
 
 from __future__ import annotations
 

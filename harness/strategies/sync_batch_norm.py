@@ -1,4 +1,4 @@
-"""DDP with synchronized batch norm: statistics over the samples of all ranks."""
+"""DDP with synchronized batch norm."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts DDP's messages and one per BatchNorm forward and backward.
 
-        Each convolution with its BatchNorm has three parameters; the last layer has two.
+        A convolution and its BatchNorm have three parameters, the last layer two.
         """
         return 1.0 + 2 * (len(facts.sizes) - 2) // 3

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each weight of attention and MLP split over the ranks."""
+"""Tensor parallelism."""
 
 from __future__ import annotations
 
@@ -68,15 +68,14 @@ class TensorParallel(Strategy):
         )
         optimizer = job.optimizer(stage.parameters())
         job.register(stage.model, optimizer, restore=restore)
-        # With the sequence split, hidden states need their own positions, which the stage knows.
-        # Otherwise the model's own forward works.
+        # A split sequence needs explicit positions, which the stage knows.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
 
 
 class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns an equal part of attention and MLP, and with sequence parallelism of embedding
-        and head; the rest is whole."""
+        """Returns the rank's part of attention and MLP, with sequence parallelism also of embedding
+        and head."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -88,10 +87,10 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return model_states(cell, own) if own else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the rank's share of each layer's activations.
+        """Returns activations of the rank's part of each layer.
 
-        With sequence parallelism this includes its tokens outside attention and MLP (arXiv
-        2205.05198, section 4.2.2).
+        Sequence parallelism also splits tokens outside attention and MLP (arXiv 2205.05198, section
+        4.2.2).
         """
         if workload.split is None:
             return None
@@ -116,9 +115,10 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts, per block, an all-reduce for each split layer (see `traffic`).
+        """Counts an all-reduce per split layer and block (see `traffic`).
 
-        With sequence parallelism: four gathers, four scatters, and each norm's gradients.
+        With sequence parallelism: four gathers and four scatters per block, and each norm's
+        gradients.
         """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:

@@ -1,4 +1,4 @@
-"""3D parallelism: data x pipeline x tensor on one mesh."""
+"""3D parallelism."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class ThreeD(Strategy):
     pipeline: int = Field(default=2, ge=1)
     """Stages into which the layers are split."""
     data_axis: Literal["fsdp2", "all_reduce", "zero1", "ddp"] = "fsdp2"
-    """fully_shard; all-reduce of gradients after the schedule, without or with
-    ZeroRedundancyOptimizer; or DDP."""
+    """fully_shard; gradient all-reduce without or with ZeRO-1 (ZeroRedundancyOptimizer); or DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
 
@@ -93,18 +92,16 @@ class ThreeDCosts(CostModel[ThreeD]):
         return {"fsdp2": 3, "zero1": 1}.get(self.strategy.data_axis, 0)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the states of a rank's part of its stage, sharded on the data axis (see
-        `axis_states`), and its receive buffers."""
+        """Returns states of the rank's part, sharded on the data axis (see `axis_states`), and
+        receive buffers."""
         from harness.strategies._three_d_formulas import axis_states
 
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
         return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of the micro-batches in flight, see `held_beside_gradients`.
-
-        With FSDP2 this includes gathered parameters and unscattered gradients.
-        """
+        """Returns bytes of micro-batches in flight, with FSDP2's gathers, see
+        `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0

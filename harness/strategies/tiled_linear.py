@@ -1,5 +1,4 @@
-"""Memory-centric tiling: DeepSpeed's TiledLinear cuts a large layer into tiles, gathered one at a
-time."""
+"""Memory-centric tiling by DeepSpeed's TiledLinear."""
 
 from __future__ import annotations
 

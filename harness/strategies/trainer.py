@@ -1,4 +1,4 @@
-"""transformers' Trainer: its own training loop around DDP, DeepSpeed's ZeRO or FSDP2."""
+"""transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from harness.strategy import Capabilities, Cell, Job, TrainStep, Workload
 class TransformersTrainer(AccelerateEngine):
     """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    By default Trainer shuffles, clips the gradient norm at 1.0, decays the learning rate, exempts
-    norms and biases from weight decay, and lets DDP look for unused parameters. All this is
-    disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is checked at
-    every step. The loss is the model's own. Nothing is logged, saved or evaluated. Trainer still
-    computes the gradient norm and checks the loss for NaN in every step: that overhead is measured.
+    By default Trainer shuffles, clips the gradient norm at 1.0 and decays the learning rate. It
+    also exempts norms and biases from weight decay, and lets DDP look for unused parameters. All
+    this is disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is
+    checked at every step. The loss is the model's own. Nothing is logged, saved or evaluated.
+    Trainer still computes the gradient norm and checks the loss for NaN in every step: that
+    overhead is measured.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

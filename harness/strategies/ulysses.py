@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses by hand: ranks exchange parts of the sequence for attention heads."""
+"""DeepSpeed-Ulysses with `DistributedAttention`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Ulysses(Strategy):
     """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
 
-    Inside attention a rank has some heads of all tokens; outside it has all heads of its own tokens
-    (arXiv 2309.14509). Every rank keeps the whole model, and gradients are averaged after backward.
+    Inside attention a rank has some heads of all tokens; outside, all heads of its tokens (arXiv
+    2309.14509). Every rank keeps the whole model and averages gradients after backward.
     """
 
     requires = ("deepspeed",)
@@ -58,7 +58,7 @@ class Ulysses(Strategy):
         def local(
             query: Tensor, key: Tensor, value: Tensor, module: nn.Module, options: dict[str, Any]
         ) -> Tensor:
-            """Attends to all tokens with some heads: (samples, tokens, heads, head width) each."""
+            """(samples, tokens, heads, head width) each, with all tokens and some heads."""
             heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return whole(module, *heads_first, None, **options)[0]
 
@@ -82,11 +82,10 @@ class UlyssesCosts(CostModel[Ulysses]):
         return model_states(cell, facts)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes for all-to-alls of queries, keys, values, outputs and their gradients, and
-        the gradient all-reduce."""
+        """Returns bytes of the all-to-alls around attention, forward and backward, and gradient
+        all-reduces."""
         exchanged = _sequence.exchanged_for_heads(cell, layout)
         return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts all-to-alls and one all-reduce per gradient."""
         return _sequence.exchanges(cell, layout) + len(facts.sizes)

@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses for transformers' models (UlyssesSPAttentionHF), with ZeRO."""
+"""DeepSpeed-Ulysses with ZeRO."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class UlyssesZeroCosts(DeepspeedCosts):
         return "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of ZeRO, attention's all-to-alls and their gradients, and an all-gather of
-        token positions per block."""
+        """Returns bytes of ZeRO, all-to-alls around attention, and an all-gather of token positions
+        per block."""
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged

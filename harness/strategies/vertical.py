@@ -1,4 +1,4 @@
-"""Naive vertical model parallelism: layers split over ranks, which compute one after the other."""
+"""Naive vertical model parallelism."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from harness.strategy.formulas import a_stage_each, pipeline_states
 
 
 class Vertical(Strategy):
-    """Naive vertical model parallelism: layers split over ranks, one of which computes at a
-    time."""
+    """Naive vertical model parallelism: layers split over ranks, which compute one at a time."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
@@ -49,7 +48,7 @@ class Vertical(Strategy):
 
 class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns a rank's stage states and its receive buffers for the whole batch."""
+        """Returns a stage's states and its receive buffers for the whole batch."""
         return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:

@@ -1,5 +1,4 @@
-"""DDP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank updates and broadcasts part of the
-parameters."""
+"""DDP with torch's ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class ZeroRedundancy(Strategy):
     """
 
     parameters_as_bucket_view: bool = False
-    """Store a rank's parameters in one tensor, so that a single broadcast sends them all."""
+    """Store a rank's parameters in one tensor, so that a single broadcast sends them."""
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
@@ -69,15 +68,14 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns bytes of DDP's gradient all-reduce and each rank's broadcast of updated
-        parameters.
+        """Returns bytes of DDP's all-reduce and the broadcasts of updated parameters.
 
-        ZeRO-1 as published would scatter the gradients instead.
+        ZeRO-1 as published would scatter gradients instead.
         """
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and one broadcast per parameter; all broadcasts start before the
-        first is awaited."""
+        """Counts DDP's messages and one broadcast per parameter, all started before the first
+        wait."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
