@@ -22,8 +22,8 @@ def fsdp2_settings(
 ) -> dict[str, object]:
     """Returns Accelerate's FSDP2 settings, with one unit per block.
 
-    Block names are given because Accelerate would also wrap modules that transformers calls
-    indivisible. In BERT's embeddings it then shards the word embedding twice, which fails.
+    Without block names, Accelerate also wraps modules that transformers calls indivisible, and
+    fails by sharding BERT's word embedding twice.
     """
     classes = block_classes(workload)
     return {
@@ -159,7 +159,7 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
     """Returns FSDP2 through Accelerate if that trains the same; otherwise None.
 
     In half precision Accelerate computes everything in half. It offloads on GPUs only and requires
-    token embeddings, which image models lack. It has no prefetch and no hybrid sharding.
+    token embeddings, unlike image models. It has no prefetch or hybrid sharding.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"

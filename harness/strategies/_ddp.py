@@ -59,10 +59,9 @@ def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """Returns the minimum bucket size in MiB under this hook; 0: any size.
 
-    PowerSGD reduces each bucket several times, from callbacks in another thread. With several
-    buckets these reductions have no common order across ranks. gloo pairs them as they arrive, and
-    the ranks abort ("Received data size doesn't match", 3 of 3 trials). So on CPUs one bucket must
-    hold all gradients.
+    PowerSGD reduces each bucket several times, from callbacks in another thread, in no common order
+    across ranks. With several buckets gloo pairs the wrong ones and aborts ("Received data size
+    doesn't match", 3 of 3 trials). So on CPUs one bucket must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

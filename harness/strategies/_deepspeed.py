@@ -63,7 +63,7 @@ def require_disk(folder: str) -> None:
     """Raises Refused for a folder outside the temporary folder, the suite's cache and
     $PARALLELISM_BENCH_DISKS.
 
-    A matrix may come from somebody else; it must not choose where files are written and removed.
+    A matrix may come from somebody else, and must not choose where files are written and removed.
     """
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
@@ -75,8 +75,8 @@ def require_disk(folder: str) -> None:
 
 
 def check_prebuilt(*parts: str) -> None:
-    """Raises Unavailable if a compiled op is missing: DeepSpeed would spend minutes of a trial
-    compiling it."""
+    """Raises Unavailable if a compiled op is missing, which DeepSpeed would compile for minutes in
+    the trial."""
     for part in parts:
         if lacks := missing(part):
             raise Unavailable(lacks)

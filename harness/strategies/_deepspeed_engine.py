@@ -53,11 +53,11 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes the optimizer step with zero gradients that DeepSpeed takes without ZeRO when weights
-    are half.
+    """Undoes the optimizer step with zero gradients that DeepSpeed takes on half weights without
+    ZeRO.
 
-    It decays the weights and counts in all later bias corrections: the loss is off by 8e-3 at the
-    second step.
+    It decays the weights and counts in all bias corrections: the loss is off by 8e-3 at the second
+    step.
     """
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()

@@ -94,7 +94,7 @@ def replace_mixtures(
 ) -> dict[str, Mixture]:
     """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
 
-    Neighboring ranks divide the experts, so this rank's are known before DeepSpeed makes its
+    Neighbouring ranks divide the experts, so this rank's are known before DeepSpeed makes its
     process group (see `check_groups`).
     """
     first = rank % ranks * (workload.experts // ranks)

@@ -50,9 +50,9 @@ def exchange(
     """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
     their experts or back.
 
-    `rows`: bytes of hidden states of all samples a rank sees in a step, sent once to each expert of
-    a token. With uniform routing, `1 / expert` of them stay on the rank. `numbers`: include token
-    counts, 8 bytes per expert and micro-batch.
+    `rows`: bytes of hidden states of all samples a rank sees in a step, sent to each expert of a
+    token. With uniform routing, `1 / expert` stay on the rank. `numbers`: include token counts, 8
+    bytes per expert and micro-batch.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0

@@ -98,8 +98,8 @@ def missing(controller: str, device: str) -> str:
     """Returns what Horovod lacks for a controller and device type, with the install command; empty
     if complete.
 
-    A CPU-only build cannot handle CUDA tensors: its background thread throws "Horovod has not been
-    compiled with CUDA" (horovod/common/ops/cuda_util.cc) and shuts down.
+    On CUDA tensors a CPU-only build throws "Horovod has not been compiled with CUDA"
+    (horovod/common/ops/cuda_util.cc) and shuts down.
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -276,8 +276,8 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers what torch's profiler cannot see: Horovod's own threads send, and `synchronize`
-    waits."""
+    """Registers what torch's profiler cannot see: sends by Horovod's threads, and waits in
+    `synchronize`."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

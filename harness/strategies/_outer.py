@@ -21,9 +21,9 @@ def outer_optimizer(model: nn.Module, learning_rate: float, momentum: float) -> 
 
 
 def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
-    """Returns the outer optimizer's distance over these periods, relative to the ranks' own.
+    """Returns the outer optimizer's distance over these periods, relative to the ranks'.
 
-    Assumes equal displacement in each period, and torch's form of Nesterov momentum.
+    Assumes equal displacement in each period, and torch's Nesterov momentum.
     """
     buffer, way = 0.0, 0.0
     for _ in range(periods):

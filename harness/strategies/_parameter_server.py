@@ -116,8 +116,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
     """Returns the cell's optimizer, scaled for this many updates per step.
 
-    So that N updates match one reference update, each uses 1/N of the learning rate and the N-th
-    root of each moment's decay factor.
+    To match one reference update, each of N uses 1/N of the learning rate and the N-th root of each
+    moment's decay factor.
     """
     optimizer = job.optimizer(trained(model))
     for group in optimizer.param_groups:

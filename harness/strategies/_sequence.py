@@ -40,7 +40,7 @@ head width).
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of this many neighboring ranks that share samples; None: one
+    """Returns data-parallel groups of this many neighbouring ranks that share samples; None: one
     group of all.
 
     Raises Refused if the devices do not divide.

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    Every rank has all heads, so they do not limit the ranks (arXiv 2310.01889). Each rank gets one
-    chunk from the front and one from the back of the sequence, which balances the causal mask's
-    work. Gradients are averaged by hand.
+    Every rank has all heads, so they do not limit the ranks (arXiv 2310.01889). To balance the
+    causal mask's work, each rank gets a chunk from the front and one from the back. Gradients are
+    averaged by hand.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"

@@ -19,11 +19,11 @@ from harness.strategy import (
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs, torch's DataParallel only calls the model. The same five steps then run on one CPU
-    thread per device.
+    Without GPUs, it would only call the model; the same five steps run on one CPU thread per
+    device.
 
     Autocast is entered inside each replica. Replica threads inherit only whether it is enabled
-    (torch/nn/parallel/parallel_apply.py); on GPUs their dtype would be fp16, even in bf16 cells.
+    (torch/nn/parallel/parallel_apply.py); on GPUs they would use fp16 even in bf16 cells.
     """
 
     capabilities = Capabilities(process_group=False)

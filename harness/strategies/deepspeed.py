@@ -17,10 +17,10 @@ class Deepspeed(ZeroTraining):
     """DeepSpeed ZeRO stages 0 to 3: shard nothing, the optimizer, gradients too, parameters too.
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
-    masters initialized from the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded
-    states use DeepSpeed's CPU Adam, which matches torch's AdamW up to rounding. Stages 1 to 3 keep
-    fp32 masters of the rank's partition even for fp32 parameters. Stage 3 could share them, but
-    compares a device with its name, which never matches.
+    masters of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use
+    DeepSpeed's CPU Adam, which matches torch's AdamW up to rounding. Stages 1 to 3 keep fp32 master
+    partitions even for fp32 parameters. Stage 3 could share them, but compares a device with its
+    name, which never matches.
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:

@@ -28,9 +28,9 @@ from harness.workloads import Workload, make_workload
 class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
-    It takes over the weights of the model's own layer and trains the same: no token is dropped, no
-    expert drawn at random (see _deepspeed_moe.py). Each rank pads its rows for every expert to the
-    count of its ranks' busiest expert. Traffic thus depends on the routing and has no formula.
+    It takes over the model's weights and trains the same: no token is dropped, no expert drawn at
+    random. Each rank pads its rows for every expert to its busiest one's, so traffic depends on the
+    routing and has no formula.
     """
 
     requires = ("deepspeed",)

@@ -30,7 +30,7 @@ class Fsdp2(Strategy):
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
-    """Prefetch the neighboring block while one computes, instead of leaving the order to FSDP."""
+    """Prefetch the neighbouring block while one computes, instead of leaving the order to FSDP."""
     mixed_precision: bool = False
     """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast (bf16 only)."""
     no_sync: bool = True

@@ -103,7 +103,7 @@ class PipelineCosts(CostModel[Pipeline]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of hidden states, their gradients and tied gradients, averaged over ranks.
 
-        The end ranks have one neighbor. One boundary of a V is within a rank.
+        The end ranks have one neighbour. One boundary of a V is within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

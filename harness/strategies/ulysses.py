@@ -27,7 +27,7 @@ class Ulysses(Strategy):
     requires = ("deepspeed",)
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighboring ranks that share each sample's tokens; None: all. The groups are data parallel.
+    """Neighbouring ranks that share each sample's tokens; None: all. The groups are data parallel.
     """
 
     def layout(self, devices: int) -> Layout:

@@ -30,7 +30,7 @@ class UlyssesZero(Deepspeed):
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighboring ranks that share each sample's tokens; None: all. The groups are data parallel.
+    """Neighbouring ranks that share each sample's tokens; None: all. The groups are data parallel.
     """
 
     def layout(self, devices: int) -> Layout:

@@ -1,8 +1,4 @@
-"""The strategy interface: a frozen set of options with one method, `setup(job) -> TrainStep`.
-
-Exports everything a strategy needs, inside harness/strategies or in another package, without
-importing torch.
-"""
+"""The strategy interface, without importing torch: everything a strategy needs."""
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable

@@ -1,5 +1,4 @@
-"""The strategy interface: a frozen set of options with one required method, `setup(job) ->
-TrainStep`."""
+"""The strategy interface: frozen options with one required method, `setup(job) -> TrainStep`."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ class Export:
     """Strategy-specific parts of a standalone script (see harness/export)."""
 
     template: str
-    """Training script in the folder `templates` next to the strategy's file; extends
+    """Training script in `templates` next to the strategy's file; extends
     harness/export/templates/train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Template values in addition to the cell, model and options."""
+    """Template values besides the cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files next to the script, by name."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -39,10 +38,10 @@ class Export:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities and requirements of a strategy, whatever its options."""
+    """What a strategy can do and requires, whatever its options."""
 
     preload: tuple[str, ...] = ()
-    """Modules that every rank imports, so the fork server imports them once."""
+    """Modules of every rank, imported once by the fork server."""
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     """Supported values of the cell's precision axis."""
     process_group: bool = True
@@ -52,24 +51,23 @@ class Capabilities:
     max_restarts: int = 0
     """Maximum number of elastic restarts per trial."""
     compiles: tuple[str, ...] = ()
-    """Values of the cell's compile axis with which training stays the same."""
+    """Values of the compile axis with which training stays the same."""
     extra_optimizers: tuple[str, ...] = ()
     """Supported optimizers beyond AdamW and SGD, see harness/strategy/optimizers.py."""
     fixed_steps: bool = False
-    """Whether the number of steps must be known in advance; trials then take exactly the cell's
-    number."""
+    """Whether trials must take exactly the cell's number of steps."""
     max_devices: int | None = None
     """Largest supported number of devices; None for any."""
     min_devices: int = 1
     """Smallest meaningful number of devices."""
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Function that returns the library's compiled parts by name, for `bench doctor`: `built`, or
-    the command that builds them."""
+    """Returns the library's compiled parts for `bench doctor`: name -> `built` or the build
+    command."""
 
 
 @dataclass(frozen=True)
 class OwnLauncher:
-    """A strategy-specific launcher, which starts ranks on one node only."""
+    """A strategy-specific launcher, for one node only."""
 
     name: str
     command: Callable[[Cell, Path], list[str]]
@@ -107,25 +105,20 @@ class Strategy(BaseModel, ABC):
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Returns the name of the library that wraps plain DDP in this cell; None if training
-        differs from DDP.
-
-        Such cells are compared side by side.
-        """
+        """Returns the library that wraps plain DDP in this cell, for side-by-side comparison; None
+        if training differs."""
         return None
 
     @property
     def cycle(self) -> int:
-        """Steps after which the work repeats; more than 1 if, for instance, only some steps
-        communicate."""
+        """Steps after which the work repeats; more than 1 if, say, only some steps communicate."""
         return 1
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why the harness cannot rewind training to an earlier step; empty if it can.
+        """Why the harness cannot rewind training to an earlier step; empty if it can.
 
-        The harness rewinds what the strategy registers: parameters, buffers, states and the
-        optimizers' counters.
+        It rewinds what the strategy registers: parameters, buffers, states and optimizer counters.
         """
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
@@ -143,7 +136,7 @@ class Strategy(BaseModel, ABC):
         """Returns how to run the cell standalone under the launcher `to` (see harness/export); None
         if unsupported.
 
-        Raises Refused, with a reason, if something else prevents it.
+        Raises Refused if the launcher is not the reason.
         """
         return None
 

@@ -1,8 +1,4 @@
-"""Cost formulas of a step: states, activations, bytes sent, messages.
-
-Formulas serve predictions and are shown next to measurements. This class is the default, with few
-formulas.
-"""
+"""Cost formulas of a step, shown next to measurements and used for predictions."""
 
 from __future__ import annotations
 
@@ -48,14 +44,13 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs whole blocks; torch's checkpoint stops at the last tensor that
-        backward needs."""
+        """Whether recomputation runs whole blocks; torch's stops at the last tensor that backward
+        needs."""
         return False
 
     @property
     def uses_shared_memory(self) -> bool:
-        """Whether ranks of a node exchange tensors in shared memory or one process, instead of over
-        TCP as gloo does."""
+        """Whether ranks of a node exchange tensors in memory rather than over TCP."""
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
@@ -67,8 +62,8 @@ class CostModel(Generic[StrategyT_co]):
         """Returns peak fp32 bytes of a micro-batch's forward, loss and backward in a rank, without
         states and gradients.
 
-        Counted once per model, see harness/workloads/activations.py. None: no formula, for instance
-        if model parts per rank are unknown.
+        See harness/workloads/activations.py. None: no formula, for instance if model parts per rank
+        are unknown.
         """
         if layout.tensor > 1 or layout.pipeline > 1:
             return None
@@ -77,10 +72,8 @@ class CostModel(Generic[StrategyT_co]):
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Returns activation bytes of a rank's share of tokens and layers.
-
-        `sequence_parallel`: see harness/workloads/activations.py.
-        """
+        """Returns activation bytes of a rank's tokens and layers (see
+        harness/workloads/activations.py)."""
         from harness.workloads.activations import activation_bytes
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
@@ -89,16 +82,16 @@ class CostModel(Generic[StrategyT_co]):
         return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes a rank must send per step in its library's collectives, averaged over
+        """Returns bytes a rank must send per step for its library's collectives, averaged over
         ranks; None: no formula.
 
-        As in harness/measure/collectives.py, an all-reduce of S bytes over N ranks is 2(N-1)/N S, a
-        reduce-scatter or all-gather (N-1)/N S. Overrides document deviations from papers.
+        An all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or all-gather (N-1)/N
+        S, as in harness/measure/collectives.py.
         """
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns sequential collectives and transfers that a rank waits for per step, averaged
+        """Returns sequential collectives and transfers per step that a rank waits for, averaged
         over a cycle; None: no formula.
 
         Those overlapping backward count `BESIDE_BACKWARD` each.
@@ -106,10 +99,8 @@ class CostModel(Generic[StrategyT_co]):
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
-        """Returns FLOPs that recomputation adds to a step, over all ranks.
-
-        Counted once per model, see harness/workloads/activations.py.
-        """
+        """Returns FLOPs of recomputation per step, over all ranks (see
+        harness/workloads/activations.py)."""
         if cell.recompute == "none":
             return 0.0
         from harness.workloads.activations import recomputed_flops
@@ -120,6 +111,6 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns approximate bytes moved per step to and from disk, or through one process in host
+        """Returns approximate bytes per step to and from disk, or through one process in host
         memory, over all ranks."""
         return 0.0

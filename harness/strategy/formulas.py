@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""Weight of a message that overlaps backward.
-
-Measured on CPU cores: 0.4 to 0.8 ms each, versus 1.4 if waited for.
-"""
+"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, versus 1.4."""
 
 KEPT_RESULTS = 2
-"""Number of result buffers in DeepSpeed's last pipeline stage, and minimum of input buffers in its
-first (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
+"""Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first
+(DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
     """Returns parameters and optimizer state (`optimizer_bytes`) in equal shards; zero_grad frees
-    the sharded gradients.
+    gradients.
 
     Layer buffers are whole on every rank.
     """
@@ -42,10 +39,10 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """Returns the facts of a rank that holds part of the model; None if some parameters are frozen,
-    as their names are unknown.
+    """Returns the facts of a rank's part of the model; None if some parameters are frozen, as their
+    names are unknown.
 
-    `share`: fraction of each parameter that it holds, by name.
+    `share`: fraction held of each parameter, by name.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -71,17 +68,14 @@ def facts_of_stages(
     count: int,
     tensor_ranks: int = 1,
 ) -> ModelFacts | None:
-    """Returns the facts of a pipeline rank with the stages `own` of `count`, block layers split
-    over `tensor_ranks`.
-
-    None if the model does not define its split.
-    """
+    """Returns the facts of a rank with the stages `own` of `count`; None if the model defines no
+    split."""
     split = workload.split
     if split is None:
         return None
     numbers = {block for stage in own for block in blocks_of_stage(workload.blocks, stage, count)}
     last = count - 1 in own
-    # The last stage has its own copy of a parameter tied to the first's.
+    # The last stage has its own copy of a tied parameter.
     tied = set(split.tied.values())
 
     def held(name: str) -> float:
@@ -96,13 +90,13 @@ def facts_of_stages(
 
 
 def received_bytes(stage: int, count: int, hidden: float) -> float:
-    """Returns bytes of a stage's receive buffers in torch: hidden states and gradients of all
+    """Returns bytes of a stage's receive buffers: hidden states and gradients of all
     micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
 def a_stage_each(layout: Layout) -> list[tuple[int, ...]]:
-    """Returns each rank's stage indices, with one stage per rank."""
+    """Returns one stage index per rank."""
     return [(stage,) for stage in range(layout.pipeline)]
 
 
@@ -114,9 +108,9 @@ def pipeline_states(
     keeps: Callable[[Cell, ModelFacts], States] = model_states,
     buffers: Callable[[int, int, float], float] = received_bytes,
 ) -> States | None:
-    """Returns the states of the fullest pipeline rank, including receive buffers.
+    """Returns the states of the fullest pipeline rank, with buffers.
 
-    `own`: stage indices of each rank. `keeps`: returns the states of a rank with these model facts.
+    `own`: stage indices of each rank. `keeps`: returns a rank's states from its model facts.
     `buffers`: returns a stage's buffer bytes from its index, the stage count, and the bytes of
     hidden states of all of a rank's samples.
     """
@@ -157,8 +151,8 @@ def passed_once(ranks: int, size: float) -> float:
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns bytes of hidden states between two blocks, for all of a rank's samples in a step;
-    None if the dtype may change."""
+    """Returns bytes of hidden states between blocks for a rank's samples in a step; None if the
+    dtype may change."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -173,8 +167,8 @@ def logits_bytes(workload: Workload, samples: int, tokens: int) -> float:
 
 
 def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
-    """Returns the fullest rank's states if the optimizer is sharded by whole parameters, largest
-    first, like ZeroRedundancyOptimizer."""
+    """Returns the fullest rank's states if optimizer state is sharded as by
+    ZeroRedundancyOptimizer."""
     share = fullest_share(sorted(facts.sizes, reverse=True), ranks) / sum(facts.sizes)
     return dataclasses.replace(states, optimizer=states.optimizer * share)
 

@@ -1,4 +1,4 @@
-"""What the harness passes to a strategy, and what a strategy registers with it."""
+"""What the harness and a strategy pass each other."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from harness.strategy.optimizers import optimizer_class, optimizer_of
 from harness.workloads.recompute import recompute_blocks
 
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
-"""Mode of torch.compile by value of a cell's compile axis.
+"""torch.compile modes by value of the compile axis.
 
-`block_cudagraphs` is untested on GPUs. It requires block weights at fixed addresses and no
-collectives inside a block. FSDP2 gathers weights anew; tensor parallelism communicates within the
-block.
+`block_cudagraphs`, untested on GPUs, requires block weights at fixed addresses and no collectives
+inside a block. FSDP2 gathers weights anew; tensor parallelism communicates within the block.
 """
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
 """(model, its blocks, `selective` or `full`): modifies the blocks in place."""
 Wire = Literal["gloo", "ring"]
 Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
-"""Object or module, function name, and step component that its time belongs to."""
+"""Object or module, function name, and step component of its time."""
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
 
@@ -56,37 +55,32 @@ class TrainState:
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Parameter name -> function from the strategy's whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
-    """(object, method name) pairs of this rank's computation, timed in a separate pass for the
-    pipeline bubble."""
+    """(object, method name) pairs of computation, timed in a separate pass for the pipeline
+    bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Function that yields whole tensors by name, if walking the model does not.
-
-    Called on all ranks together.
-    """
+    """Yields whole tensors by name, if walking the model does not; called on all ranks together."""
     states: Callable[[], Iterable[Retained]] | None = None
-    """Function that returns everything this rank keeps between steps, if walking model and
-    optimizers misses or misnames it."""
+    """Returns everything this rank keeps between steps, if walking model and optimizers misses or
+    misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Function that returns library buffers by name, in addition to model and optimizers."""
+    """Returns library buffers by name, in addition to model and optimizers."""
     offload_folder: Path | None = None
-    """Disk folder that holds states; its reads and writes are then recorded."""
+    """Disk folder that holds states, whose reads and writes are then recorded."""
     waits: Sequence[Wait] = ()
-    """Functions in which a rank waits unseen by torch's profiler.
+    """Functions in which a rank waits unseen by torch's profiler, wrapped in a separate pass.
 
-    Time without concurrent computation belongs to their component. Wrapped in a separate pass.
+    Their time counts for the component if nothing computes meanwhile.
     """
     collectives: Sequence[Sender] = ()
     """Functions that send their first argument among all ranks without torch.distributed."""
     wire: Wire = "gloo"
     """Algorithm that moves the bytes: torch's gloo backend's, or rings."""
     routers: Mapping[int, Router] | None = None
-    """Mixture-of-experts routers by block number, if they replace the workload's modules."""
+    """Mixture-of-experts routers by block number, if not the workload's modules."""
     over_tcp: bool = True
-    """Whether CPU ranks communicate only over TCP, where bytes can be counted; otherwise they are
-    unknown."""
+    """Whether CPU ranks communicate only over TCP; otherwise sent bytes are unknown."""
     counters: Sequence[tuple[object, str]] = ()
-    """(object, attribute name) pairs of step counters outside the optimizers that affect a step's
-    work."""
+    """(object, attribute name) pairs of step counters outside the optimizers that affect a step."""
 
 
 class Shown(TypedDict, total=False):
@@ -108,8 +102,7 @@ class Shown(TypedDict, total=False):
 
 @dataclass
 class Job:
-    """What the harness passes to a strategy: factories made from the cell, and this rank's
-    position."""
+    """What the harness passes to a strategy: factories for the cell, and this rank's position."""
 
     cell: Cell
     workload: Workload
@@ -117,13 +110,12 @@ class Job:
     device: torch.device
     rank: int
     scratch: Path
-    """Folder of this trial, shared by the ranks of a node and kept across an elastic restart."""
+    """Trial folder, shared by the ranks of a node and kept across an elastic restart."""
     restart_count: int = 0
     interface: str | None = None
-    """Network interface that reaches all ranks, for libraries that choose one themselves; None
-    leaves it to them."""
+    """Network interface that reaches all ranks; None: libraries choose."""
     node: str = ""
-    """Name of this rank's node; empty if the cell has only one."""
+    """Name of this rank's node; empty if there is only one."""
     local_processes: int = 1
     """Number of ranks on this node."""
     threads: int = 1
@@ -131,8 +123,7 @@ class Job:
     weights_device: torch.device | None = None
     """Device that draws initial weights; None: `device`.
 
-    In GPU cells it is a GPU even if the model is in host memory: the CPU generator would draw
-    different weights from the reference's.
+    Always a GPU in GPU cells: the CPU generator would draw different weights from the reference's.
     """
     train_state: TrainState | None = None
     recomputes: bool = False
@@ -148,7 +139,7 @@ class Job:
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
         """Builds the workload's model with seeded weights, on this rank's device, in training mode.
 
-        `recompute`: enables recomputation, for libraries with their own implementation.
+        `recompute`: enables recomputation, if a library has its own.
         """
         model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
         if self.cell.recompute != "none":
@@ -162,7 +153,7 @@ class Job:
         return model
 
     def require_model(self) -> None:
-        """Raises RuntimeError if the cell requires recomputation or compilation and `model` was not
+        """Raises RuntimeError if the cell needs `model` to recompute or compile, and it was not
         called."""
         cell = self.cell
         for made, done, axis, value in (
@@ -176,8 +167,8 @@ class Job:
                 )
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Returns the cell's optimizer as (class, keyword arguments), for libraries that create the
-        instance."""
+        """Returns the cell's optimizer as (class, keyword arguments), for libraries that build
+        it."""
         return optimizer_class(self.cell)
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
@@ -186,12 +177,11 @@ class Job:
         return factory(parameters, **kwargs)
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
-        """Builds the cell's optimizer of a model's parameters, including optimizers that depend on
+        """Builds the cell's optimizer of a model, including optimizers that depend on parameter
         names."""
         return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
-        """Returns the torch dtype of the cell's precision."""
         import torch
 
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[

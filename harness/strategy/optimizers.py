@@ -40,8 +40,8 @@ CODES = 256
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the cell's optimizer as (class, keyword arguments); for Muon, that of parameters
-    other than hidden matrices."""
+    """Returns the cell's optimizer as (class, keyword arguments); for Muon, the one for
+    non-matrices."""
     import torch
 
     if cell.optimizer == "sgd":
@@ -68,9 +68,9 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
     """Builds the cell's optimizer of a model's trained parameters.
 
-    Muon updates block matrices, AdamW everything else: embeddings, the head, vectors
-    (https://kellerjordan.github.io/posts/muon/). Its steps are scaled to AdamW's, so that one
-    learning rate serves both (Moonlight, arXiv 2502.16982, section 2.2).
+    Muon updates block matrices, AdamW the rest: embeddings, head, vectors
+    (https://kellerjordan.github.io/posts/muon/). Muon's steps are scaled to AdamW's, so both share
+    a learning rate (Moonlight, arXiv 2502.16982, section 2.2).
     """
     import torch
 
@@ -92,7 +92,6 @@ def packages_of(cell: Cell) -> list[str]:
 
 
 def muon_arguments(cell: Cell) -> dict[str, Any]:
-    """Returns keyword arguments of torch.optim.Muon."""
     return {
         "lr": cell.learning_rate,
         "weight_decay": cell.weight_decay,
@@ -121,9 +120,9 @@ def _together(*parts: Optimizer) -> Optimizer:
 def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
     """Returns bytes the optimizer keeps for the whole model between steps.
 
-    AdamW keeps two moments of a trained parameter's size, SGD with momentum one (ZeRO, arXiv
-    1910.02054, section 3.1, for fp32), Muon one for block matrices. AdamW8bit keeps two of one byte
-    per element, a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
+    AdamW keeps two moments of a parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054,
+    section 3.1, for fp32), Muon one for block matrices. AdamW8bit keeps two of one byte per
+    element, a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
     """
     if cell.optimizer == "muon":
         workload = make_workload(cell.workload)

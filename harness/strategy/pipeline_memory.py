@@ -1,4 +1,4 @@
-"""Memory of a pipeline rank: its part of the model and micro-batches in flight."""
+"""Memory of a pipeline rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Action = tuple[Literal["forward", "backward"], int, int]
 
 @dataclass(frozen=True)
 class Engine:
-    """The pipeline runtime: what it keeps or copies in addition to autograd."""
+    """The pipeline runtime's memory beyond autograd's."""
 
     schedule: Schedule
     tensor_ranks: int = 1
@@ -39,20 +39,20 @@ class Engine:
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0: none.
 
-    A block's parameters are gathered for forward and freed after it. They are gathered again for
-    backward, with several ranks while the following block computes, and kept until the next
-    forward. Parameters outside blocks stay. Gradients are whole until the last micro-batch ends.
+    A block's parameters are gathered for forward and freed after it. Backward gathers them again,
+    with several ranks while the following block computes, and keeps them until the next forward.
+    Parameters outside blocks stay. Gradients are whole until the last micro-batch ends.
     """
     copies_inputs: bool = False
-    """Whether, as in DeepSpeed, each stage trains on a copy of a copy of its input, sends at once,
-    and keeps the last stage's results until replaced."""
+    """Whether stages copy their inputs twice, send at once, and keep the last results until
+    replaced, as in DeepSpeed."""
 
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
         """Returns whether a sent tensor stays in memory until the step ends.
 
-        torch keeps them until it waits for all messages at the end of a step. 1F1B waits for each
-        before the next, but fails to drop the last but one of the `ahead` forwards before the first
-        backward (PyTorch 2.13, pipelining/schedules.py).
+        torch waits for all messages, and frees them, at the end of a step. 1F1B waits for each
+        before the next. It fails to drop the last but one of the `ahead` forwards (PyTorch 2.13,
+        pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -82,8 +82,8 @@ class Part:
 def actions(part: Part) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of as many micro-batches as ranks
-    through one stage after the other.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of as many micro-batches as ranks,
+    stage by stage.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -100,7 +100,7 @@ def actions(part: Part) -> Iterator[Action]:
 
 
 def _micro_batches_of_round(part: Part) -> int:
-    """Returns how many micro-batches run through one stage before the rank switches to the next."""
+    """Returns how many micro-batches run before the rank switches stages."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
     if len(part.own) == 1:
@@ -124,11 +124,10 @@ def held_beside_gradients(
     own: Sequence[tuple[int, ...]],
     engine: Engine,
 ) -> float | None:
-    """Returns a pipeline rank's peak fp32 bytes in a step, excluding retained states and the
-    optimizer's gradients (`States.transient`).
+    """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
+    states and the optimizer's gradients (`States.transient`).
 
-    This is the peak of activations in flight and gradients together. `own`: stage indices of each
-    rank. None if the model does not define its split, or is not fully trained.
+    `own`: stage indices of each rank. None if the model defines no split, or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None
@@ -147,11 +146,11 @@ def held_beside_gradients(
 
 @functools.cache
 def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
-    """Returns a rank's peak fp32 bytes in a step, excluding what it keeps between steps.
+    """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
-    Includes activations in flight, gradients, gathered parameters and engine buffers, counted on
-    tensors without memory. The last stage computes a micro-batch's loss at the end of its forward.
-    torch keeps a stage's result until its backward.
+    Counts activations, gradients, gathered parameters and engine buffers on tensors without memory.
+    The last stage computes losses at the end of forward. torch keeps a stage's result until its
+    backward.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():

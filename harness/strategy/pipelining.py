@@ -42,8 +42,7 @@ SCHEDULES: dict[str, Any] = {
 class Pipe:
     """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
 
-    `wrap` puts a data-parallel wrapper around a stage. Parameter names are taken first, because a
-    wrapper may change or hide them.
+    `wrap` adds a data-parallel wrapper, which may change or hide names, so they are taken first.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class Pipe:
         return torch.stack(losses).detach().sum() if losses else None
 
     def receive_buffers(self) -> Iterator[Retained]:
-        """Yields torch's receive buffers for hidden states and gradients, one each per
-        micro-batch."""
+        """Yields torch's receive buffers for hidden states and gradients."""
         for stage in self.torch_stages:
             for name, received in (
                 ("hidden states", stage.args_recv_info),
@@ -101,9 +99,9 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Sums the gradients of parameters tied across two ranks, so that their copies stay equal.
+        """Sums the gradients of parameters tied across two ranks, so that copies stay equal.
 
-        Ranks exchange gradients without a new group: a + b and b + a are bitwise equal.
+        No group is needed: a + b and b + a are bitwise equal.
         """
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]

@@ -53,7 +53,7 @@ def strategies() -> dict[str, type[Strategy]]:
     """Returns all strategies by name: files of harness/strategies/, then other packages' entry
     points.
 
-    Discovered rather than imported, because strategies import this package, never the reverse.
+    They are discovered because they import this package, never the reverse.
     """
     home = importlib.import_module(HOME)
     names = sorted(
@@ -100,7 +100,7 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with current defaults for omitted options, as they affect the measurement.
+    """Returns the cell with current defaults of omitted options, which affect the measurement.
 
     Raises UsageError.
     """
@@ -109,8 +109,8 @@ def with_defaults(cell: Cell) -> Cell:
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns a function from scratch folder to the strategy's launch command; None from it means
-    the cell's launcher."""
+    """Returns a function from scratch folder to the launch command, or to None for the cell's
+    launcher."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else lambda scratch: None
 
@@ -122,7 +122,7 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
 
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
-    """Returns what the strategy or workload uses as a substitute on the cell's device."""
+    """Returns the substitute used by strategy or workload on the cell's device."""
     return strategy.stand_in(cell) or workload.stand_in(cell)
 
 
@@ -224,8 +224,8 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 def _admit_cuda_graphs(cell: Cell) -> None:
     """Raises Refused if blocks cannot be replayed as CUDA graphs.
 
-    A graph always writes results and gradients to the same memory. Another micro-batch or
-    recomputation would overwrite data the step still needs.
+    A graph reuses its memory: more micro-batches or recomputation would overwrite data the step
+    still needs.
     """
     if cell.device != "cuda":
         raise Refused("CUDA graphs are of GPUs; use compile block on CPUs")

@@ -1,4 +1,4 @@
-"""Constraints of pipeline schedules; does not import torch, so plans are checked quickly."""
+"""Constraints of pipeline schedules, without importing torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def check_hybrid(cell: Cell) -> None:
 
 
 def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
-    """Returns a mesh of (shards), or for hybrid sharding (2 replicas, shards)."""
+    """Returns a mesh (shards) or, for hybrid sharding, (2 replicas, shards)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     devices, kind = job.cell.devices, job.device.type

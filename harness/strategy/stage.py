@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count`: its blocks, plus the embedding in the first and the head in the
-    last.
+    """Stage `index` of `count`: its blocks, and the embedding if first, the head if last.
 
-    Parameterless placeholders replace other stages' modules, which preserves the whole model's
-    parameter names. Tied parameters have separate storage on each stage, see
-    harness/strategy/pipelining.py.
+    Placeholders replace other stages' modules, which preserves parameter names. Tied parameters
+    have separate storage on each stage, see harness/strategy/pipelining.py.
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -72,8 +70,8 @@ class Stage(nn.Module):
 def split_tensors(
     stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Splits the stage's weights over a tensor-parallel mesh, in place; returns functions that
-    restore whole tensors, by name."""
+    """Splits weights over a tensor-parallel mesh, in place; returns functions that restore them, by
+    name."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())

@@ -34,11 +34,10 @@ def standard_step(
 ) -> TrainStep:
     """Returns one optimizer step: forward and backward of every micro-batch, then the update.
 
-    Losses are divided by the number of micro-batches, so equal parts give the batch's mean
-    gradient. fp16 uses dynamic loss scaling (torch.amp.GradScaler). `no_sync` wraps all
-    micro-batches but the last. `before_update` runs after the last backward; `around_update` wraps
-    the optimizer's step. `scaler` replaces the default loss scaler, `clear` the optimizer's
-    `zero_grad`.
+    Losses are divided by the number of micro-batches. fp16 uses dynamic loss scaling
+    (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
+    after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
+    default, `clear` the optimizer's `zero_grad`.
     """
     import torch
 
@@ -65,10 +64,10 @@ def standard_step(
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling in fp16 cells; disabled otherwise.
+    """Returns dynamic loss scaling in fp16 cells, disabled otherwise.
 
-    It starts at 4096: torch's 65536 sometimes overflows in the first steps, and skipped steps
-    diverge from the reference.
+    It starts at 4096: torch's 65536 may overflow at first, and skipped steps diverge from the
+    reference.
     """
     from torch.amp.grad_scaler import GradScaler
 
@@ -76,8 +75,8 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def sharded_loss_scaler(job: Job) -> GradScaler:
-    """Returns a loss scaler that makes all ranks skip the same steps, although each sees infinities
-    only in its gradient shard."""
+    """Returns a loss scaler that makes all ranks skip the same steps, though each sees only its
+    gradient shard."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fp16 = job.cell.precision == "fp16"
