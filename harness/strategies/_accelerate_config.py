@@ -37,8 +37,7 @@ def fsdp2_settings(
 
 
 def block_classes(workload: Workload) -> list[str]:
-    """Returns the class names of the model's blocks; empty if the workload does not name its
-    blocks."""
+    """Returns the class names of the model's blocks; empty if unknown."""
     import torch
 
     if not workload.block_path:

@@ -219,7 +219,7 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
     }
     for name, parameter in engine.module.named_parameters():
         fp32_parameter = masters.get(parameter, safe_get_full_fp32_param(parameter))
-        # Frozen, in stage 3.
+        # Parameters frozen in stage 3 have no master and must be gathered.
         with GatheredParameters(
             [parameter], enabled=fp32_parameter is None and hasattr(parameter, "ds_id")
         ):

@@ -35,9 +35,7 @@ class Swapping:
     width: int
     """Bytes per parameter element."""
     optimizer: Place
-    """Location of optimizer state."""
     parameters: Place
-    """Location of parameters."""
 
     @property
     def parts(self) -> list[int]:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 GRADIENTS_FUSED = 4
-"""Approximate number of gradients ready in one cycle of 1 ms.
-
-A backward pass makes some tens of gradients in tens of milliseconds; negotiation lengthens a cycle.
-"""
+"""Approximate number of gradients ready in one cycle of 1 ms: backward makes some tens in tens of
+milliseconds."""
 
 
 @functools.cache
@@ -84,7 +82,7 @@ def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None
 
 
 def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
-    """Returns the deviation: Adasum's log2(ranks) steps add differences that the reference
+    """Returns the allowed deviation: Adasum's log2(ranks) steps add differences that the reference
     averages."""
     reasons = [HALF] if fp16 else []
     if adasum and cell.devices > 1:

@@ -92,7 +92,6 @@ def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
 
 
 def confirmations(workers: int) -> None:
-    """Waits until each worker has its reply."""
     for _ in range(workers):
         next_confirmation()
 

@@ -10,8 +10,8 @@ def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
     """Returns the states of a rank that shares this part of the model with `ranks` ranks on the
     data axis.
 
-    FSDP2 shards parameters, gradients and moments equally (ZeRO-3, arXiv 1910.02054, section 5).
-    ZeroRedundancyOptimizer shards moments by whole parameters; DDP adds gradient buckets.
+    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5). ZeroRedundancyOptimizer
+    shards moments by whole parameters; DDP adds gradient buckets.
     """
     if axis == "fsdp2":
         return model_states(cell, part, shards=ranks)
