@@ -94,5 +94,5 @@ class CollectivesCosts(CostModel[Collectives]):
         return all_reduced(layout.data, facts.trained_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns one message per parameter and period."""
+        """Counts one message per parameter and period."""
         return len(facts.sizes) / self.strategy.period

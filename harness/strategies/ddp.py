@@ -108,7 +108,7 @@ class DdpCosts(CostModel[Ddp]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns one message per bucket; None if torch chooses the bucket size."""
+        """Counts one message per bucket; None if torch chooses the bucket size."""
         if self.strategy.bucket_cap_mb is None:
             return None
         buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))

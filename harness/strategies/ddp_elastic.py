@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DdpElastic(Strategy):
-    """DDP that loses a rank once; torchrun's elastic agent restarts it from its snapshot.
+    """DDP that loses a rank once; torchrun's elastic agent restarts all ranks from a snapshot.
 
     The result must match that of a run without the crash.
     """
@@ -43,7 +43,7 @@ class DdpElastic(Strategy):
     )
 
     crash_at_step: int = Field(default=2, ge=0)
-    """Warm-up step at whose start the last rank crashes, before the first restart only."""
+    """Warm-up step at whose start the last rank crashes, in the first attempt only."""
     snapshot_every: int = Field(default=1, ge=1)
     """Steps between snapshots of model, optimizer, loss scale and losses."""
 

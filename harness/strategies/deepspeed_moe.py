@@ -29,8 +29,8 @@ class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
     It takes over the model's weights and trains the same: no token is dropped, no expert drawn at
-    random. Each rank pads its rows for every expert to its busiest one's, so traffic depends on the
-    routing and has no formula.
+    random. Rows for each expert are padded to the busiest one's, so traffic depends on the routing
+    and has no formula.
     """
 
     requires = ("deepspeed",)

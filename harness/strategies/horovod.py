@@ -41,8 +41,8 @@ class Horovod(Strategy):
     controller: Literal["gloo", "mpi"] = "gloo"
     """Communication backend: Gloo's ring, or MPI_Allreduce under mpirun."""
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, sending unknown
-    bytes."""
+    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, where bytes sent are
+    unknown."""
     op: Literal["average", "adasum"] = "average"
     """How gradients are combined; Adasum combines updates and needs MPI."""
     compression: Literal["none", "fp16"] = "none"

@@ -32,7 +32,7 @@ class ParameterServer(Strategy):
     """Update once a step with the average of all gradients, or with each worker's as they arrive.
     """
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of TensorPipe; auto: shared memory within a node, sending unknown bytes."""
+    """Transport of TensorPipe; auto: shared memory within a node, where bytes sent are unknown."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)

@@ -27,7 +27,7 @@ class Export:
     """Training script in `templates` next to the strategy's file; extends
     harness/export/templates/train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Template values besides the cell, model and options."""
+    """Template values in addition to the cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files next to the script, by name."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Capabilities:
     min_devices: int = 1
     """Smallest meaningful number of devices."""
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Returns the library's compiled parts for `bench doctor`: name -> `built` or the build
+    """Function that returns compiled parts for `bench doctor`: name -> `built` or the build
     command."""
 
 
@@ -116,7 +116,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Why the harness cannot rewind training to an earlier step; empty if it can.
+        """Reason why the harness cannot rewind training to an earlier step; empty if it can.
 
         It rewinds what the strategy registers: parameters, buffers, states and optimizer counters.
         """
@@ -136,7 +136,7 @@ class Strategy(BaseModel, ABC):
         """Returns how to run the cell standalone under the launcher `to` (see harness/export); None
         if unsupported.
 
-        Raises Refused if the launcher is not the reason.
+        Raises Refused, with a reason, if anything but the launcher prevents it.
         """
         return None
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, versus 1.4."""
+"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, versus 1.4 if
+awaited."""
 
 KEPT_RESULTS = 2
 """Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first
@@ -146,7 +147,8 @@ def all_reduced(ranks: int, size: float) -> float:
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """Returns bytes for a reduce-scatter, an all-gather or, averaged over ranks, a broadcast."""
+    """Returns bytes each rank must send for a reduce-scatter, an all-gather or, on average, a
+    broadcast."""
     return (ranks - 1) / ranks * size
 
 

@@ -58,12 +58,13 @@ class TrainState:
     """(object, method name) pairs of computation, timed in a separate pass for the pipeline
     bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Yields whole tensors by name, if walking the model does not; called on all ranks together."""
+    """Function that yields whole tensors by name, if walking the model does not; called on all
+    ranks together."""
     states: Callable[[], Iterable[Retained]] | None = None
-    """Returns everything this rank keeps between steps, if walking model and optimizers misses or
-    misnames it."""
+    """Function that returns everything this rank keeps between steps, if walking model and
+    optimizers misses or misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Returns library buffers by name, in addition to model and optimizers."""
+    """Function that returns library buffers by name, in addition to model and optimizers."""
     offload_folder: Path | None = None
     """Disk folder that holds states, whose reads and writes are then recorded."""
     waits: Sequence[Wait] = ()

@@ -31,7 +31,7 @@ Action = tuple[Literal["forward", "backward"], int, int]
 
 @dataclass(frozen=True)
 class Engine:
-    """The pipeline runtime's memory beyond autograd's."""
+    """The pipeline runtime, and what it keeps beyond autograd."""
 
     schedule: Schedule
     tensor_ranks: int = 1
