@@ -1,1 +1,1 @@
-"""What is written down: plans, the schema of the tables, and the store that keeps them."""
+"""Records of what was planned and measured: plans, table schemas, and the store."""

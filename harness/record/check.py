@@ -1,5 +1,4 @@
-"""Whether the files of a results folder are what was written: every one is read, with its
-checksums, and compared with its table's schema and its own name."""
+"""Checks the files of a results folder: checksums, table schemas and file names."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from harness.record.schema import TABLES
 from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
-"""Folder, in a results folder, of files that were taken out of it."""
+"""Name of the folder, within a results folder, for files taken out of it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file that readers leave out, or refuse."""
+    """A file that readers skip or refuse."""
 
     file: Path
-    """Within the results folder."""
+    """Path within the results folder."""
     what: str
     damaged: bool = True
-    """False: it is of a newer version of the suite, which reads it."""
+    """False if a newer version of the suite wrote the file and can read it."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found in a results folder."""
+    """Outcome of checking a results folder."""
 
     files: int
     problems: tuple[Problem, ...]
@@ -50,8 +49,8 @@ def check_folder(store: Store) -> Checked:
 
 
 def quarantine(store: Store, problem: Problem) -> Path:
-    """Moves a file out of the way of readers; returns where it is now. Nothing is deleted, and an
-    earlier file of that name there stays."""
+    """Moves a file out of the readers' way and returns its new path. Nothing is deleted or
+    overwritten."""
     target = store.folder / QUARANTINE / problem.file
     number = 0
     while target.exists():
@@ -63,7 +62,7 @@ def quarantine(store: Store, problem: Problem) -> Path:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The table of each file, and the file: of runs, of single trials and profiles, of copies."""
+    """Yields (table, file) for runs, single trials, profiles and copies."""
     yield from (("runs", file) for file in sorted((folder / "runs").glob("*.parquet")))
     for table in TABLES.keys() - {"runs"}:
         yield from ((table, file) for file in sorted((folder / table).glob("*/*.parquet")))
@@ -71,7 +70,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _check(table: str, file: Path) -> None:
-    """Raises DamagedFile, and NewerSchema."""
+    """Raises DamagedFile or NewerSchema."""
     rows = read_file(table, file)
     for column in TABLES[table].columns():
         if column.since == 1 and not column.nullable and rows.column(column.name).null_count:

@@ -1,4 +1,4 @@
-"""The table `conclusions`: what a run came to, one row for each time that it ended."""
+"""The table `conclusions`: what a run concluded, one row each time it ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from harness.record.table import Int32, Record
 
 @dataclass(frozen=True, kw_only=True)
 class ConclusionRecord(Record):
-    """How well a run knows its throughputs, and what it advises. Since schema version 9; it can be
-    computed anew from the trials."""
+    """Precision of a run's throughputs, and its advice. Since schema version 9; can be recomputed
+    from the trials."""
 
     schema_version: Int32
     """version of this schema"""
@@ -19,17 +19,17 @@ class ConclusionRecord(Record):
     concluded_at: datetime
     """UTC"""
     wall_seconds: float
-    """from the start of the command to its last trial; of a resumed run of the last command"""
+    """from the start of the command to its last trial; for a resumed run, of the last command"""
     trials: Int32
-    """recorded so far"""
+    """number of trials recorded so far"""
     compared_cells: Int32 = 0
-    """verified cells with a core for each rank and a baseline in their setting"""
+    """number of verified cells with a core per rank and a baseline in their setting"""
     half_width_median: float | None = None
-    """of the 95 % intervals of their throughputs over the baseline's, as fractions of these; null
-    without any, as the next"""
+    """median half width of the 95 % intervals of throughput relative to the baseline, as a
+    fraction; null without intervals"""
     half_width_nine_in_ten: float | None = None
-    """nine of ten cells have at most this"""
+    """90th percentile of the same half widths; null without intervals"""
     advised_cell_id: str | None = None
-    """the strategy to use; null where none can be advised"""
+    """the strategy to use; null if none can be advised"""
     advice: str | None = None
-    """that in a sentence"""
+    """the advice as a sentence"""

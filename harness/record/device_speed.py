@@ -1,4 +1,4 @@
-"""Best measured rates of a device, as column `device_speed` of table `runs` keeps them."""
+"""Best measured rates of a device: column `device_speed` of table `runs`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Best measured rates of one device, with nothing else running on it."""
+    """Best measured rates of one otherwise idle device."""
 
     matmul_flops_per_second: dict[str, float]
-    """By precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale for each row; a
-    precision that the device lacks is left out."""
+    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale per row.
+    Precisions that the device lacks are absent."""
     copy_bytes_per_second: float
-    """Bytes read plus bytes written by a copy within the device's memory."""
+    """Bytes read plus bytes written per second by a copy within the device's memory."""
     host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """By host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by kind of host memory, `pinned` or `pageable`; empty on a CPU."""
     device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """By host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by kind of host memory, `pinned` or `pageable`; empty on a CPU."""
     launch_seconds: float = 0.0
     """Time the host takes to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
 
@@ -33,18 +33,18 @@ class SpeedMeasurement:
     """Outcome of measuring a device."""
 
     speed: DeviceSpeed | None
-    """None: it failed."""
+    """None if the measurement failed."""
     reason: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason for the failure; empty without one."""
 
     @property
     def as_json(self) -> str:
-        """Text of the column."""
+        """Returns the text of the column."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str | None) -> SpeedMeasurement | None:
-        """Reads a run's column; None if it is null or was written by another program."""
+        """Reads a run's column; returns None if it is null or another program wrote it."""
         try:
             return _adapter().validate_json(text) if text else None
         except ValueError:
@@ -59,7 +59,7 @@ def _adapter() -> TypeAdapter[SpeedMeasurement]:
 
 
 def matmul_rate(column: str | None, precision: str) -> float | None:
-    """FLOP/s that a run's device reached in a matrix product of this precision; None: unknown."""
+    """Returns the measured FLOP/s of matrix products in this precision; None if unknown."""
     measured = SpeedMeasurement.read(column)
     if measured is None or measured.speed is None:
         return None

@@ -1,8 +1,7 @@
-"""One parquet file of a results folder: writing it whole or not at all, and reading it back only
-where it is undamaged.
+"""Reads and writes single parquet files of a results folder.
 
-Each page of a file carries a checksum (CRC-32, parquet-format's `PageHeader.crc`), which is checked
-whenever the file is read; its footer is checked against the table's schema.
+Writes are atomic. Reads verify the checksum of each page (CRC-32, parquet-format's
+`PageHeader.crc`) and compare the footer with the table's schema.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAGIC = b"PAR1"
 
 
 class DamagedFile(Exception):
-    """A file is not what was written, or not a file of this table; the message says in what way."""
+    """A file was damaged or is not of this table; the message says how."""
 
 
 class NewerSchema(UsageError):
@@ -35,13 +34,14 @@ class NewerSchema(UsageError):
 
 
 def writer_name() -> str:
-    """This process among all that share the folder, on whichever node."""
+    """Returns a name for this process, unique among all processes and nodes that share the
+    folder."""
     return f"{platform.node()}.{os.getpid()}"
 
 
 def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-    """Writes a complete file or none; it is on the disk when this returns. Raises NotRecorded where
-    the system refuses: the disk is full, or can only be read."""
+    """Writes a complete file or none; it is on disk on return. Raises NotRecorded if the system
+    refuses, e.g. the disk is full or read-only."""
     import pyarrow.parquet as pq
 
     temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
@@ -70,7 +70,7 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
 
 
 def is_complete(file: Path) -> bool:
-    """Whether a file begins and ends as parquet does: a first look, which reads 8 bytes."""
+    """Returns whether a file begins and ends like parquet: a quick check that reads 8 bytes."""
     try:
         with open(file, "rb") as content:
             begin = content.read(4)
@@ -81,10 +81,10 @@ def is_complete(file: Path) -> bool:
 
 
 def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
-    """A file's rows, in all columns of today's schema or in these; null where the file's version
-    did not have a column.
+    """Returns a file's rows with all columns of the current schema, or with `columns`. Columns that
+    the file's version lacks are null.
 
-    Raises DamagedFile, and NewerSchema for a file of a later version of the schema.
+    Raises DamagedFile, or NewerSchema for a file of a later schema version.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -106,8 +106,8 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
 
 
 def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.ChunkedArray | pa.Array:
-    """A column in this type; nulls where there is no such column. What has the type stays as it is:
-    to cast imports arrow's functions, and takes longer than to read a file."""
+    """Returns the column in this type, or nulls if it is None. Avoids needless casts: they import
+    arrow's functions, which takes longer than reading a file."""
     import pyarrow as pa
 
     if column is None:
@@ -116,7 +116,7 @@ def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.Chun
 
 
 def _version(file: Path, schema: pa.Schema) -> int | None:
-    """The version of the schema that a file says it has; None for copies of several files."""
+    """Returns the schema version that a file declares; None for copies of several files."""
     text = (schema.metadata or {}).get(VERSION_KEY.encode())
     if text is None:
         return None
@@ -131,8 +131,8 @@ def _version(file: Path, schema: pa.Schema) -> int | None:
 
 
 def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
-    """In what a file's columns are not those of its version; empty: in nothing. Copies of several
-    files have all columns of the version that made them."""
+    """Returns how a file's columns differ from those of its version; empty if they do not. Copies
+    of several files have all columns of the version that made them."""
     known = 1 if version is None else version
     present = dict(zip(schema.names, schema.types, strict=True))
     for column, field in zip(TABLES[table].columns(), arrow_schema(table), strict=True):
@@ -148,7 +148,7 @@ def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """The rows of each file, those that are damaged left out with a DamagedFileWarning."""
+    """Returns the rows of each undamaged file; warns DamagedFileWarning for the others."""
     tables = []
     for file in files:
         try:
@@ -160,13 +160,13 @@ def read_undamaged(
 
 
 def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """The undamaged files' rows together as a pandas frame."""
+    """Returns the rows of the undamaged files as one pandas frame."""
     return frame_of(table, read_undamaged(table, files, columns), columns)
 
 
 def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """The rows of these tables together as a pandas frame, with all columns where there are
-    none."""
+    """Returns the rows of these tables as one pandas frame; without tables, an empty frame with all
+    columns."""
     import pyarrow as pa
 
     rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
@@ -175,10 +175,10 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows by column, as Python's own values; times are in UTC.
+    """Returns the rows as dicts of plain Python values; times are in UTC.
 
-    Imports no pandas, as arrow's `to_pylist` does for times with a zone: that import takes longer
-    than most commands that need single rows.
+    Does not import pandas, which arrow's `to_pylist` does for times with a zone. That import takes
+    longer than most commands that need single rows.
     """
     import pyarrow as pa
 
@@ -195,7 +195,7 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
-    """The table's schema, or that of these columns, in which every value may be null."""
+    """Returns the table's schema, or that of `columns`, with every field nullable."""
     import pyarrow as pa
 
     return pa.schema(

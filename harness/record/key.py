@@ -1,4 +1,4 @@
-"""The identity of a trial's record within a run, and the name of its file."""
+"""Identity of a trial's record within a run, and its file name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recorded facts of the nodes of a cell say together."""
+"""Summaries of the recorded facts of a cell's nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Cores of all nodes together; those that nodes on one machine share count once."""
+    """Returns the number of cores of all nodes; nodes on one machine count shared cores once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 
 def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = None) -> str | None:
-    """What is to be said of nodes that are not machines of their own; None where each is one.
+    """Returns a note on nodes that share a machine; None if each is a machine of its own.
 
-    `emulation`: how their links are made.
+    `emulation`: how the links between them are emulated.
     """
     machines = {node["machine"] for node in nodes}
     if len(machines) == len(nodes):

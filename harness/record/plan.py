@@ -1,5 +1,4 @@
-"""What a run is to do: cells, trials and their order, kept with the run so that it can be gone on
-with."""
+"""The plan of a run: cells, trials and their order, recorded so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
 LEAST_ROUNDS = 2
-"""Planned rounds in which every cell is launched, whatever the time budget, and one whose
-throughput is compared with nothing no more: as many as show how far its launches differ."""
+"""Planned rounds that launch every compared cell, whatever the time budget: the fewest that show
+the spread between trials. Cells that are compared with nothing run once."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """One execution of a matrix: everything that is needed to go on with it elsewhere."""
+    """One execution of a matrix: everything needed to resume it elsewhere."""
 
     run_id: str
     matrix: str
@@ -41,29 +40,29 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: dict[str, Any] | None = None
-    """What a search knew before it began (see harness/run/maxsize.py); its cells are then families,
-    not what is launched.
-    """
+    """Starting knowledge of a search (see harness/run/maxsize.py). The plan's cells are then
+    families, not what is launched."""
     precision: float | None = None
-    """Half width of the interval over the throughput that further rounds are to reach; None:
-    `trials` rounds and no more."""
+    """Half width of the throughput interval, as a fraction, that further rounds must reach; None:
+    no further rounds."""
     time_budget_seconds: float | None = None
-    """When no further round is begun, and no launch is made from `spare_from` on; None: never."""
+    """Time in seconds after which no further round starts, nor any trial from `spare_from` on;
+    None: no limit."""
     by_turns: bool = False
-    """Whether the launches of a round train at once, by turns of a few steps (see
+    """Whether the trials of a round train interleaved, a few steps at a time (see
     harness/launch/interleaved.py)."""
     timed_seconds: float = 0.0
-    """How long the timed steps of a trial take at least, with a control between them (see
-    harness/worker/control.py); 0: as many steps as the cell says, and no control."""
+    """Minimum duration of a trial's timed steps, with a control between them (see
+    harness/worker/control.py); 0: the cell's number of steps, and no control."""
     until_answered: bool = False
-    """Whether cells that may still be the fastest are launched again after the planned rounds."""
+    """Whether cells that may still be the fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
-    """Ids of the cells that are launched once, for parity: their time is no measurement."""
+    """Ids of the cells launched once, for parity; their times are not used."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of the cells whose throughput is compared with nothing: they are timed for as many steps
-    as they say, whatever `timed_seconds` is, and launched once."""
+    """Ids of the cells whose throughput is compared with nothing. They are launched once and run
+    their number of steps, whatever `timed_seconds` is."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Cell id -> launches in each round, of cells that have more than one: baselines."""
+    """Cell id -> trials per round, for cells that have more than one (baselines)."""
 
     @classmethod
     def new(
@@ -75,7 +74,8 @@ class Plan:
         run_id: str = "",
         once: Iterable[str] = (),
     ) -> Plan:
-        """A plan of its own order. `run_id`: without one the run is named by its time."""
+        """Returns a plan with a new random order. Without `run_id`, the run is named after its
+        time."""
         seed = secrets.randbelow(2**31)
         return cls(
             run_id or new_run_id(),
@@ -88,11 +88,11 @@ class Plan:
         )
 
     def schedule(self) -> list[tuple[Cell, int]]:
-        """(cell, trial) in order: rounds over all cells, each shuffled anew, so that drift hits all
-        cells alike.
+        """Returns (cell, trial) in order: rounds over all cells, each shuffled anew, so that drift
+        affects all cells alike.
 
-        The first launch of a cell in a round has the round's number; others of the same round are
-        counted from `trials` on.
+        A cell's first trial in a round has the round's number; its others are numbered from
+        `trials` on.
         """
         further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
         of_round = [
@@ -116,8 +116,8 @@ class Plan:
 
     @property
     def spare_from(self) -> int:
-        """Position of the first planned launch that is left out once the time budget is spent; that
-        of the third round where launches go on until there is an answer."""
+        """Position of the first planned trial that may be dropped once the time budget is spent. It
+        is the third round's first if trials go on until there is an answer."""
         order = self.schedule()
         if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
@@ -125,20 +125,20 @@ class Plan:
         return len(order)
 
     def trials_of(self, cell: Cell) -> int:
-        """Launches of a cell, where there is time for all of them."""
+        """Returns the number of trials of a cell if time allows all of them."""
         if cell.id in self.once or cell.id in self.not_compared:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:
-        """How long its timed steps take at least; 0: as many as the cell says; None: that, and
-        without a control between them."""
+        """Returns the minimum duration of a cell's timed steps. 0: the cell's number of steps;
+        None: the same, without a control between them."""
         if not self.timed_seconds:
             return None
         return 0.0 if cell.id in self.not_compared else self.timed_seconds
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
-        """The order of cells in a round."""
+        """Returns the cells in the order of this round."""
         order = list(cells)
         random.Random(self.order_seed + trial).shuffle(order)
         return order
@@ -167,7 +167,7 @@ class Plan:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Plan:
-        """The plan of a run that is in the store. Raises UsageError where it is none."""
+        """Reads the plan from a row of table `runs`. Raises UsageError if it has none."""
         try:
             return cls._from_row(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -200,19 +200,18 @@ class Plan:
 
 
 def new_run_id() -> str:
-    """Sorts by time."""
+    """Returns a new run id; ids sort by time."""
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
 
 
 def kept_plan(store: Store, run_id: str) -> Plan:
-    """The plan of a run that has begun."""
+    """Returns the plan of a run that has begun."""
     return Plan.from_row(store.run_row(run_id))
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:
-    """The newest run (of this matrix), also where only its report is missing; raises
-    NothingToResume where there is none.
-    """
+    """Returns the newest run (of this matrix), even if only its report is missing. Raises
+    NothingToResume if there is none."""
     for plan in map(Plan.from_row, store.newest_rows()):
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan

@@ -1,4 +1,4 @@
-"""The table `explained`: one row per launch that profiles a cell."""
+"""The table `explained`: one row per profile of a cell."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from datetime import datetime
 from harness.record.table import Int32, Int64, Record, since
 
 SPLIT = ("parameters", "gradients", "optimizer", "activations", "library", "other")
-"""Kinds of tensors that the peak of a step's memory is broken down into."""
+"""Kinds of tensors into which a step's peak memory is broken down."""
 COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
-"""Parts that a step's time is broken down into; they sum to it. `communication` is the exposed one.
-"""
+"""Parts of a step's time; they sum to it. `communication` is the exposed one."""
 GPU_PARTS = ("matmul", "attention", "optimizer", "kernels", "communication", "copy", "idle")
-"""Parts that a step on a GPU is broken down into by what the device does; they sum to it, and each
-wins over those after it. `kernels` are the other ones."""
+"""Parts of a GPU step by device activity; they sum to the step. When several overlap, the first in
+this list counts. `kernels` are all other kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRecord(Record):
-    """A launch of a cell whose ranks were profiled: where its time, bytes and memory went."""
+    """A profiled launch of a cell: where its time, bytes and memory went."""
 
     run_id: str
-    """run that the launch belongs to"""
+    """run that the profile belongs to"""
     cell_id: str
-    """cell that it explains"""
+    """the profiled cell"""
     cell_name: str
-    """the cell in words"""
+    """readable name of the cell"""
     attempt: Int32 = 1
-    """1, more where an interrupted attempt came before"""
+    """1; higher if earlier attempts were interrupted"""
     started_at: datetime
     """UTC"""
     status: str
@@ -36,87 +35,86 @@ class ProfileRecord(Record):
     reason: str = ""
     """what happened; empty when ok"""
     profiled_steps: Int32 | None = None
-    """steps under the profiler of which the median one, by its slowest rank, is broken down"""
+    """number of profiled steps; the median one, by its slowest rank, is broken down"""
     plain_step_seconds: float | None = None
     """median step before the profiler was on, slowest rank"""
     profiled_step_seconds: float | None = None
-    """the step that is broken down, slowest rank"""
+    """duration of the step that is broken down, slowest rank"""
     compute_seconds: tuple[float, ...] = ()
-    """of each rank in that step: forward, backward and what prepares them"""
+    """by rank, in that step: forward, backward and preparation for them"""
     communication_seconds: tuple[float, ...] = ()
-    """exposed: in flight or waited for while nothing computes"""
+    """by rank: exposed communication, i.e. in flight or waited for while nothing computes"""
     optimizer_seconds: tuple[float, ...] = ()
-    """update and clearing of gradients"""
+    """by rank: updating parameters and clearing gradients"""
     data_seconds: tuple[float, ...] = ()
-    """getting the batch"""
+    """by rank: getting the batch"""
     bubble_seconds: tuple[float, ...] = ()
-    """waiting for another stage of a pipeline"""
+    """by rank: waiting for another pipeline stage"""
     offload_seconds: tuple[float, ...] = ()
-    """waiting for states on their way to or from a host or disk"""
+    """by rank: waiting for states moving to or from host or disk"""
     other_seconds: tuple[float, ...] = ()
-    """what remains of the rank's step"""
+    """by rank: the remainder of the step"""
     overlapped_seconds: tuple[float, ...] = ()
-    """communication in flight during the others, not part of the sum; empty: unknown"""
+    """by rank: communication that overlaps the other parts, not part of the sum; empty: unknown"""
     operators_seconds: tuple[float, ...] = ()
-    """part of the step in which an operator or a kernel ran"""
+    """by rank: part of the step in which an operator or a kernel ran"""
     gpu_matmul_seconds: tuple[float, ...] = since(12, ())
-    """of each rank on a GPU in that step: a kernel of matrix products or convolutions runs"""
+    """by GPU rank, in that step: a matrix product or convolution kernel runs"""
     gpu_attention_seconds: tuple[float, ...] = since(12, ())
-    """a fused kernel of attention runs"""
+    """by GPU rank: a fused attention kernel runs"""
     gpu_optimizer_seconds: tuple[float, ...] = since(12, ())
-    """a kernel of the optimizer's step runs"""
+    """by GPU rank: a kernel of the optimizer step runs"""
     gpu_kernels_seconds: tuple[float, ...] = since(12, ())
-    """any other kernel runs that computes"""
+    """by GPU rank: any other compute kernel runs"""
     gpu_communication_seconds: tuple[float, ...] = since(12, ())
-    """a collective's kernel runs, and nothing overlaps it"""
+    """by GPU rank: a collective's kernel runs with nothing overlapping it"""
     gpu_copy_seconds: tuple[float, ...] = since(12, ())
-    """nothing runs but a copy between host and device"""
+    """by GPU rank: only a copy between host and device runs"""
     gpu_idle_seconds: tuple[float, ...] = since(12, ())
-    """nothing runs: the device waits for the host, such as for the next launch"""
+    """by GPU rank: nothing runs; the device waits for the host, e.g. for the next kernel launch"""
     own_seconds: tuple[float, ...] = ()
-    """the step without communication and bubble"""
+    """by rank: the step without communication and bubble"""
     straggler: Int32 | None = None
     """rank whose own time is the longest in every profiled step, by more than 15 % over the median
     of the others'"""
     straggler_excess: float | None = None
-    """share by which it does"""
+    """fraction by which the straggler's own time exceeds that median"""
     collectives: str | None = None
-    """JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per step]
-    """
+    """JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per
+    step]"""
     logical_bytes: tuple[float, ...] = ()
-    """what each rank must send per step for these by theory"""
+    """by rank: bytes per step that these collectives must send in theory"""
     theory_bytes: float | None = None
-    """what the strategy's formula gives for that, mean of the ranks; null: no formula"""
+    """the same by the strategy's formula, mean of the ranks; null: no formula"""
     algorithm_bytes: tuple[float, ...] = ()
-    """what the backend's algorithm sends for them, headers aside"""
+    """by rank: bytes that the backend's algorithm sends for them, without headers"""
     sent_bytes: tuple[float, ...] = ()
-    """payload that each rank sent over TCP per step before the profiler was on"""
+    """by rank: payload sent over TCP per step before the profiler was on"""
     peak_tracked_bytes: tuple[Int64, ...] = ()
-    """tensors of each rank when they are most; the sum of the following"""
+    """by rank: peak of tracked tensors; the sum of the columns below"""
     peak_parameters_bytes: tuple[Int64, ...] = ()
-    """parameters at that moment, gathered ones that a module holds included"""
+    """parameters at the peak, including gathered ones that a module holds"""
     peak_gradients_bytes: tuple[Int64, ...] = ()
-    """gradients"""
+    """gradients at the peak"""
     peak_optimizer_bytes: tuple[Int64, ...] = ()
-    """optimizer state, temporaries of the update included"""
+    """optimizer state at the peak, including temporaries of the update"""
     peak_activations_bytes: tuple[Int64, ...] = ()
-    """made by forward"""
+    """tensors made by forward, at the peak"""
     peak_library_bytes: tuple[Int64, ...] = ()
-    """the library's copies and buffers, and the model's buffers"""
+    """copies and buffers of the library and buffers of the model, at the peak"""
     peak_other_bytes: tuple[Int64, ...] = ()
-    """made by backward and freed in it"""
+    """tensors made and freed within backward, at the peak"""
     unseen_buffers: str | None = None
-    """JSON: bytes by name of the library's buffers that live in C++, fullest rank"""
+    """JSON: bytes by name of the library's C++ buffers, fullest rank"""
     memory_reason: str | None = None
-    """why there is no split of the peak; empty where there is one"""
+    """why the peak is not broken down; empty if it is"""
     private_bytes: tuple[Int64, ...] = ()
-    """peak memory of each rank in that step as trials measure it, above the baseline after imports
-    """
+    """by rank: peak memory in that step as trials measure it, above the baseline after imports"""
     formula_parameter_bytes: float | None = None
-    """what the strategy's formula gives for the fullest rank; null: no formula"""
+    """the strategy's formula for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = None
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_activation_bytes: float | None = None
-    """what forward and backward hold at most in a rank beside model and gradients, in fp32: of a
-    micro-batch, in a pipeline of all that are in flight; null: no formula"""
+    """formula for the most that forward and backward hold in a rank in addition to model and
+    gradients, in fp32, for one micro-batch; in a pipeline, for all in flight; null: no formula"""

@@ -10,7 +10,7 @@ from harness.record.table import Int32, Int64, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Record):
-    """A run: what was asked for, and the host that it ran on."""
+    """A run: its request and its host."""
 
     schema_version: Int32
     """version of this schema"""
@@ -40,31 +40,31 @@ class RunRecord(Record):
     gpu_memory_bytes: Int64 | None = None
     """memory of one GPU"""
     gpu_facts: str | None = since(7, None)
-    """JSON: of each GPU its UUID, bus id, compute capability, NUMA node, cores near it, MIG, ECC,
+    """JSON: for each GPU, its UUID, bus id, compute capability, NUMA node, nearby cores, MIG, ECC,
     persistence, power limits"""
     gpu_topology: str | None = since(7, None)
-    """JSON: how each pair of GPUs is connected: NVLink with version and links, else the PCIe
+    """JSON: connection of each pair of GPUs: NVLink with version and links, else the PCIe
     ancestor"""
     gpus_unused: str | None = since(7, None)
-    """why GPUs that are there are not used; null: they are, or there are none"""
+    """why existing GPUs are not used; null if they are, or if there are none"""
     device_speed: str | None = since(12, None)
-    """JSON: what GPU 0 reached before the first trial: FLOP/s of matrix products by precision,
-    bytes per second of copies, seconds of a kernel launch; or the reason why that was not measured;
-    null without GPU cells"""
+    """JSON: rates of GPU 0 before the first trial: FLOP/s of matrix products by precision, bytes
+    per second of copies, seconds per kernel launch; or why they were not measured; null without GPU
+    cells"""
     numa: str | None = since(7, None)
     """JSON: CPU cores of each NUMA node of the host"""
     driver_version: str | None = since(7, None)
-    """NVIDIA driver"""
+    """version of the NVIDIA driver"""
     driver_cuda_version: str | None = since(7, None)
-    """newest CUDA that this driver runs"""
+    """newest CUDA version that the driver supports"""
     torch_cuda_version: str | None = since(7, None)
-    """CUDA that torch is built for"""
+    """CUDA version that torch is built for"""
     nccl_version: str | None = since(7, None)
-    """NCCL that torch uses"""
+    """NCCL version that torch uses"""
     cudnn_version: str | None = since(7, None)
-    """cuDNN that torch uses"""
+    """cuDNN version that torch uses"""
     git_commit: str | None = None
-    """commit of the suite, with + where the tree was changed"""
+    """commit of the suite, with + if the tree was modified"""
     suite_version: str
     allocation: str | None = since(4, None)
-    """JSON: the SLURM job that the run was started in"""
+    """JSON: the SLURM job that started the run"""

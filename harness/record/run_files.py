@@ -1,5 +1,5 @@
-"""Where the rows of a run are: each trial in a file of its own, or all in a copy, which is there to
-be read faster and can be made anew."""
+"""Locates the rows of a run: one file per trial, or one copy of them all, which reads faster and
+can be rebuilt."""
 
 from __future__ import annotations
 
@@ -17,35 +17,33 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _COPIED = "files"
-"""Key in the metadata of a run's copy: the number of files it was made of, and a digest of their
-names."""
+"""Metadata key of a copy: number of files it was made of, and a digest of their names."""
 _AT_ONCE = 200
-"""Files copied at a time, which bounds the memory that it takes."""
+"""Files copied at a time, which bounds memory use."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of table `trials` or `steps` in a results folder, by run."""
+    """Files of tables `trials` and `steps` in a results folder, by run."""
 
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Where the rows of a run are: in the copy, if that is as new as they are or all that was
-        kept, else each in its own file."""
+        """Returns the files that hold a run's rows: the copy if it is up to date or the only one
+        left, else the single files."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
             return single
         return [copy] if not single or self._has(table, run_id, single) else single
 
     def _has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
-        """Whether the run's copy was made of exactly these files."""
+        """Returns whether the run's copy was made of exactly these files."""
         return _copied(self.copy(table, run_id)) == _names_digest(files)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table: thousands of small files take long to read.
+        """Copies a run's rows into one file per table: thousands of small files are slow to read.
 
-        Adds nothing to what is recorded. A copy that has all of it stays, also one of whose files
-        none was kept.
+        Keeps a copy that is complete or whose single files are gone.
         """
         import pyarrow as pa
 
@@ -63,14 +61,14 @@ class RunFiles:
     def write_copy(
         self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
     ) -> Path:
-        """A copy of these files, whose rows are `parts`."""
+        """Writes the copy of these files, with the rows in `parts`."""
         metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
         schema = nullable(table).with_metadata(metadata)
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Makes single files of a run's copy, of which alone was kept: beside single files of later
-        trials it would not count."""
+        """Splits a run's copy into single files if only the copy is left. Otherwise single files of
+        later trials would supersede it."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():
@@ -90,11 +88,11 @@ class RunFiles:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
 
     def only_copied(self, run_id: str) -> bool:
-        """Whether of a run's trials nothing but the copy was kept."""
+        """Returns whether only the copy of a run's trials is left."""
         return self.copy("trials", run_id).exists() and not self.single("trials", run_id)
 
     def single(self, table: str, run_id: str) -> list[Path]:
-        """The files of the trials that count; none where only the copy was kept."""
+        """Returns the files of the trials that count; empty if only the copy is left."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
         if table == "trials":
             return counted
@@ -103,14 +101,13 @@ class RunFiles:
 
 
 def _names_digest(files: Sequence[Path]) -> str:
-    """Of the names of these files, which are never written anew."""
+    """Returns a digest of the files' names; the files are never rewritten."""
     names = "\n".join(sorted(file.name for file in files))
     return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
 
 
 def _copied(copy: Path) -> str | None:
-    """What a copy says of the files that it was made of; None where there is none, or it is
-    damaged."""
+    """Returns the copy's own record of its source files; None if it is missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Who writes the trials of a run: one process, or one for each share of its cells."""
+"""Locks on the trials of a run: one writer, or one per share of its cells."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from harness.spec.errors import UsageError
 def sole_writer(
     folder: Path, run_id: str, share: tuple[int, int] = (0, 1), patience_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Holds this share of a run in a results folder, which the kernel gives back when the process
-    ends, however it ends. Raises UsageError where another process holds it so long: both would take
-    the same trials, and one record would replace the other.
+    """Locks this share of a run in a results folder. The kernel releases the lock when the process
+    ends, however it ends.
 
-    `share`: as Runner.share. Where the file system has no locks, nothing is held.
+    Raises UsageError if another process still holds it after `patience_seconds`: both would run the
+    same trials, and one record would replace the other. `share`: as Runner.share. Does nothing on
+    file systems without locks.
     """
     number, of = share
     runs, deadline = folder / "runs", time.monotonic() + patience_seconds
@@ -36,20 +37,20 @@ def sole_writer(
                     f"run {run_id!r} in {str(folder)!r} is being run by another process: wait for"
                     " its end, or stop it"
                 ) from None
-            except OSError:  # no locks here, or a folder that cannot be written, which others say
+            except OSError:  # No locks here, or a read-only folder, which is reported elsewhere.
                 continue
         yield
 
 
 def _locked(file: Path, how: int, deadline: float) -> int:
-    """A descriptor of this file with a lock; raises BlockingIOError where another process has one
-    until the deadline (time.monotonic)."""
+    """Returns a descriptor of the locked file; raises BlockingIOError if another process holds the
+    lock until the deadline (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            # Whoever held it before may have removed the file in between.
+            # The previous holder may have removed the file in the meantime.
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 return descriptor
         except BlockingIOError:

@@ -1,5 +1,4 @@
-"""What a search for the largest model, or the longest sequence, records, and the cells that it
-tries."""
+"""Cells and records of a search for the largest model or the longest sequence."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), str
 
 
 def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
-    """The cell after this many steps of a search: `llama-320x1` becomes `llama-320x40`, or its
-    sequences get 40 times `tokens` tokens.
+    """Returns the cell after this many steps of a search: `llama-320x1` becomes `llama-320x40`, or
+    its sequences become 40 times `tokens` long.
 
-    `tokens`: by which the sequence grows in a step; 0: the model does, by a block.
+    `tokens`: growth of the sequence per step; 0: the model grows by a block instead.
     """
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
@@ -26,12 +25,12 @@ def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
 
 
 def family(cell: Cell, tokens: int = 0) -> Cell:
-    """The cell of one step that a probe's cell was made from."""
+    """Returns the one-step cell from which a probe's cell was made."""
     return sized(cell, 1, tokens)
 
 
 def steps_of(cell: Cell, tokens: int = 0) -> int:
-    """How many steps of a search this cell is."""
+    """Returns how many search steps this cell is."""
     return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
 
 

@@ -1,4 +1,4 @@
-"""How a trial, and so a cell, can end: the words of the column `status`."""
+"""Values of the column `status`: how a trial, and so a cell, can end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WORST_FIRST = (
     "skipped",
     "ok",
 )
-"""A cell's status is the worst of its trials'."""
+"""Statuses in order of severity; a cell has the worst status of its trials."""
 NOT_LAUNCHED = ("unavailable", "refused", "skipped")
-"""Without what this host lacks; impossible anywhere; left out because a smaller one of the same run
-had no memory."""
+"""Missing on this host; impossible anywhere; skipped because a smaller cell of the run ran out of
+memory."""
 NO_RESULT = tuple(status for status in WORST_FIRST if status not in (*NOT_LAUNCHED, "ok"))
-"""Launched, and without a figure that may be ranked."""
+"""Launched, but without a figure that can be ranked."""
 NOT_AGAIN = ("out_of_memory", "timeout", "skipped")
-"""What a cell did once it would do again: its other trials are not launched."""
+"""Statuses that would recur: the cell's remaining trials are not launched."""

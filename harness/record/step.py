@@ -17,20 +17,20 @@ class StepRecord(Record):
     attempt: Int32
     rank: Int32
     step: Int32
-    """from 0"""
+    """number of the step, from 0"""
     phase: str
-    """warmup, settling (after the parity check, and at the begin of a turn), timed"""
+    """warmup, settling (after the parity check, and at the start of a time slice), timed"""
     data_seconds: float
     """getting the batch and moving it to the device"""
     step_seconds: float
     """the whole step between two device synchronisations, data included"""
     loss: float | None = None
-    """mean loss of this rank's samples; null where the rank has none"""
+    """mean loss of this rank's samples; null if the rank has none"""
     control_seconds: float | None = since(8, None)
-    """the control that ran after the step: one sample's forward and backward in a process of its
-    own on the rank's cores; null where none did"""
+    """duration of the control after the step: one sample's forward and backward in a separate
+    process on the rank's cores; null without a control"""
     left_over_seconds: float | None = since(8, None)
-    """processor time that the rank's threads used in the pause after the step, for work that the
-    step left behind; part of step_seconds"""
+    """CPU time of the rank's threads in the pause after the step, for work that the step left
+    behind; part of step_seconds"""
     training_step: Int32 | None = since(11, None)
-    """which step of the training it is, from 0: less than step once the state was set back"""
+    """number of the training step, from 0: less than step after a rewind"""

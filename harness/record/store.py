@@ -1,11 +1,11 @@
-"""Reading and writing results: append-only parquet files, each complete or absent.
+"""Reads and writes results: append-only parquet files, written atomically.
 
 results/runs/RUN.parquet                        one row, written before the first trial
 results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
 results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
-results/explained/RUN/CELL-aATTEMPT.parquet     one row, of a launch that explains a cell
-results/conclusions/RUN/N.parquet                one row, of the N-th end of the run
-results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, only to be read faster
+results/explained/RUN/CELL-aATTEMPT.parquet     one row: a profile of a cell
+results/conclusions/RUN/N.parquet               one row: the N-th end of the run
+results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, for faster reading
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class EndedTrial:
-    """The columns of a trial's record that say how it ended."""
+    """Columns of a trial's record that say how it ended."""
 
     cell_id: str
     cell_name: str
@@ -67,8 +67,7 @@ class EndedTrial:
 
 @dataclass(frozen=True)
 class Results:
-    """The tables of one or several runs as pandas frames, columns as in
-    harness/record/schema.py."""
+    """Tables of one or more runs as pandas frames; columns as in harness/record/schema.py."""
 
     runs: pd.DataFrame
     trials: pd.DataFrame
@@ -85,7 +84,7 @@ class Store:
         self._files = RunFiles(self.folder)
 
     def require_writable(self) -> None:
-        """Raises NotWritable where nothing can be written; leaves nothing behind."""
+        """Raises NotWritable if the folder cannot be written to; leaves no file behind."""
         nearest = self.folder
         while not nearest.exists():
             nearest = nearest.parent
@@ -93,8 +92,8 @@ class Store:
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def require_run(self, run_id: str) -> None:
-        """Raises NotRecorded where the file of a run that has begun is gone: without it no reader
-        would see its trials."""
+        """Raises NotRecorded if the file of a run that has begun is gone: readers would miss its
+        trials."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
                 f"run {run_id!r} is not in results folder {str(self.folder)!r} any more: somebody"
@@ -102,13 +101,13 @@ class Store:
             )
 
     def write_run(self, run: RunRecord) -> bool:
-        """False where the run is there already: where several begin the same run, the first one's
+        """Writes the row of a run; returns False if the run is already recorded, as the first
         record counts."""
         path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
         return self._write_new("runs", path, run)
 
     def write_trial(self, trial: TrialRecord, steps: Iterable[StepRecord] = ()) -> Path:
-        """Steps first: the trial's own row makes both count."""
+        """Writes a trial's steps, then its row, which commits both."""
         if self._files.copy("trials", trial.run_id).exists() and not self._files.single(
             "trials", trial.run_id
         ):
@@ -132,8 +131,7 @@ class Store:
         return folder / f"{number}.parquet"
 
     def run_ids(self) -> list[str]:
-        """All runs, oldest first; without those whose file is not complete, and the last of them
-        is undamaged."""
+        """Returns all complete runs, oldest first; the last one is also undamaged."""
         files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
         run_ids = [file.stem for file in files if is_complete(file)]
         while run_ids and not self._rows(run_ids[-1:]):
@@ -141,13 +139,14 @@ class Store:
         return run_ids
 
     def run_row(self, run_id: str) -> dict[str, Any]:
-        """The row of a run in table `runs`, without reading its trials. Raises DamagedRun."""
+        """Returns the row of a run in table `runs` without reading its trials. Raises
+        DamagedRun."""
         for row in self._rows([run_id]):
             return row
         raise DamagedRun(f"the file of run {run_id!r} in {str(self.folder)!r} is damaged")
 
     def newest_rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of all runs in table `runs`, newest first, those left out that are damaged."""
+        """Yields the undamaged rows of table `runs`, newest first."""
         for run_id in reversed(self.run_ids()):
             yield from self._rows([run_id])
 
@@ -156,18 +155,18 @@ class Store:
         return [row for rows in read_undamaged("runs", files) for row in plain_rows(rows)]
 
     def ended_trials(self, run_id: str) -> list[EndedTrial]:
-        """How each trial of a run that has its record ended."""
+        """Returns how each recorded trial of a run ended."""
         columns = tuple(field.name for field in fields(EndedTrial))
         tables = self._tables("trials", run_id, columns)
         return [EndedTrial(**row) for rows in tables for row in plain_rows(rows)]
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
-        """The status of each trial of a run that has its record."""
+        """Returns the status of each recorded trial of a run."""
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """The tables of these runs, or of all. Raises NoRuns without any, UsageError for a run that
-        is not there."""
+        """Returns the tables of these runs, or of all. Raises NoRuns if there are none, UsageError
+        for an unknown run."""
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
@@ -204,8 +203,8 @@ class Store:
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """The rows of these runs, from the copy of each or from single files. Of a damaged copy the
-        single files are read, as far as there are any."""
+        """Returns the rows of these runs, from copies or single files. If a copy is damaged, its
+        single files are read, if any are left."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 
@@ -219,7 +218,7 @@ class Store:
         return read_undamaged(table, files, columns)
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
-        """Table `steps` of one cell of a run, without reading that of the others."""
+        """Returns table `steps` of one cell of a run, reading only that cell's files."""
         single, copy = self._files.single("steps", run_id), self._files.copy("steps", run_id)
         files = (
             [file for file in single if file.stem.startswith(f"{cell_id}-")]
@@ -230,7 +229,7 @@ class Store:
         return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
     def _write_new(self, table: str, path: Path, row: Record) -> bool:
-        """Writes a file of one row; False where another process has written it already."""
+        """Writes a file of one row; returns False if another process has already written it."""
         mine = self._write(table, path.with_name(f".{path.stem}.{writer_name()}.begun"), [row])
         try:
             os.link(mine, path)
@@ -246,8 +245,8 @@ class Store:
 
 
 def require_plain_name(run_id: str) -> str:
-    """The name of a run, which becomes that of files and folders; raises UsageError for one that is
-    no plain name, such as a path that leads elsewhere."""
+    """Returns the run id, which names files and folders. Raises UsageError if it is not a plain
+    name, e.g. a path that leads elsewhere."""
     if not _PLAIN_NAME.fullmatch(run_id):
         raise UsageError(
             f"run name {run_id!r} cannot be the name of a file: use up to 100 letters, digits, '.',"
@@ -257,5 +256,5 @@ def require_plain_name(run_id: str) -> str:
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
-    """Everything recorded in a results folder as pandas frames."""
+    """Returns everything recorded in a results folder as pandas frames."""
     return Store(folder).load(run_ids)

@@ -1,8 +1,8 @@
-"""What a table's class says: its columns, their arrow types, and how its rows are read and written.
+"""Base of the table classes: columns, their arrow types, and reading and writing rows.
 
-A table is a frozen dataclass, a row is an instance of it. Its fields are the columns, in order; a
-field that may be None is a column that may be null (unknown is null, never a guess); the docstring
-under a field is the column's meaning.
+A table is a frozen dataclass and a row is an instance of it. Its fields are the columns, in order.
+A field that may be None is a nullable column (unknown is null, never a guess). The docstring under
+a field is the column's meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
 
 
 def since(version: int, default: T) -> T:
-    """The default of a column that the schema has since this version."""
+    """Returns the default of a column added in this schema version."""
     field: Any = dataclasses.field(default=default, metadata={"since": version})
     return typing.cast("T", field)
 
@@ -44,13 +44,13 @@ class Column:
 
     name: str
     type: str
-    """Such as `int32` or `list<double>`."""
+    """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """What a row has where nothing else is said, and what is read from a file of a version that did
-    not have the column; dataclasses.MISSING where every file has it."""
+    """Value if none is given, or if the file's version lacks the column; dataclasses.MISSING if
+    every file has it."""
     since: int = 1
-    """The first version of the schema that has it."""
+    """Schema version that added the column."""
 
     @property
     def is_list(self) -> bool:
@@ -68,7 +68,7 @@ class Record:
     @classmethod
     @functools.cache
     def columns(cls) -> tuple[Column, ...]:
-        """The table's columns, in order."""
+        """Returns the table's columns, in order."""
         hints = typing.get_type_hints(cls, include_extras=True)
         return tuple(
             Column(
@@ -82,10 +82,10 @@ class Record:
 
     @classmethod
     def from_row(cls: type[Rec], row: Mapping[str, Any]) -> Rec:
-        """A row that was read as a mapping, or as a row of a pandas frame.
+        """Builds a row from a mapping or from a row of a pandas frame.
 
-        What is null there (None, NaN, NaT) or missing is the column's default here. Raises
-        ValueError where a column without a default is null or missing.
+        Nulls (None, NaN, NaT) and missing values become the column's default. Raises ValueError if
+        a column without a default is null or missing.
         """
         import pandas as pd
 
@@ -98,9 +98,9 @@ class Record:
 
     @classmethod
     def from_frame(cls: type[Rec], frame: pd.DataFrame) -> list[Rec]:
-        """The rows of a frame that was read from the table, as `from_row` has each.
+        """Builds rows from a frame of this table, as `from_row` does.
 
-        Column by column: thousands of small frames or series would take ten times as long.
+        Works column by column: thousands of small frames or series would take ten times as long.
         """
         values = [_values(column, frame) for column in cls.columns()]
         names = [column.name for column in cls.columns()]
@@ -108,7 +108,7 @@ class Record:
 
 
 def _column_type(hint: Any) -> tuple[str, bool]:
-    """The arrow type that a field's type stands for, and whether it may be null."""
+    """Returns the arrow type for a field's type, and whether it is nullable."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
         return _column_type(inner)[0], True
@@ -128,8 +128,8 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
 
 
 def _value(column: Column, value: object, known: bool) -> object:
-    """A value as Python's own: pandas makes floats of integers to have a null among them, and
-    arrow makes arrays of lists."""
+    """Converts to Python's own types: pandas turns integers with nulls into floats, and arrow turns
+    lists into arrays."""
     if known:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:
@@ -155,7 +155,7 @@ _CONVERTED: dict[str, Callable[[Any], object]] = {
 
 
 def arrow_schema_of(table: type[Record]) -> pa.Schema:
-    """The table's columns as arrow has them."""
+    """Returns the arrow schema of the table's columns."""
     import pyarrow as pa
 
     arrow = {
@@ -175,14 +175,14 @@ def arrow_schema_of(table: type[Record]) -> pa.Schema:
 
 
 def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
-    """The rows of one table in arrow's columns, without secrets."""
+    """Returns the rows of one table as an arrow table, with secrets redacted."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
 
 
 _OWN_WORDS = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
-"""Columns whose values the suite itself has chosen from, by which rows are found."""
+"""Columns whose values the suite chooses itself and uses to find rows."""
 
 
 def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
@@ -196,7 +196,7 @@ def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def meanings(table: type[Record]) -> dict[str, str]:
-    """What each column means, by its name: the docstring under its field."""
+    """Returns each column's meaning by name: the docstring under its field."""
     by_column: dict[str, str] = {}
     for cls in reversed(table.__mro__):
         if dataclasses.is_dataclass(cls):

@@ -30,7 +30,7 @@ class TrialRecord(
     TrialEnd,
     TrialIdentity,
 ):
-    """A trial of a cell, also of one that was not launched.
+    """A trial of a cell, launched or not.
 
-    A dataclass has the fields of its last base first: read the bases from the end.
+    Fields of the last base come first in a dataclass: read the bases from the end.
     """

@@ -1,4 +1,4 @@
-"""Columns of `trials`: what was measured and verified."""
+"""Columns of `trials`: measurements and verification."""
 
 from __future__ import annotations
 
@@ -9,100 +9,98 @@ from harness.record.table import Int32, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSpeed(Record):
-    """Times of steps, and throughput."""
+    """Step times and throughput."""
 
     step_seconds_p50: float | None = None
-    """median over timed steps of the step time: from when the last rank ended the step before to
-    when the last one ends this"""
+    """median step time of the timed steps: from the slowest rank finishing the previous step to it
+    finishing this one"""
     step_seconds_p95: float | None = None
-    """95th percentile of the same"""
+    """95th percentile of the step time"""
     step_seconds_mean: float | None = None
-    """mean of the same"""
+    """mean step time"""
     data_seconds_p50: float | None = None
-    """median share of the step for getting the batch, slowest rank"""
+    """median time per step for getting the batch, slowest rank"""
     samples_per_second: float | None = None
-    """global batch / step_seconds_p50; of a strategy that communicates every few steps, / the
-    median of whole cycles"""
+    """global batch / step_seconds_p50; if a strategy communicates every few steps, / the median of
+    whole cycles"""
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = since(8, ())
-    """of a launch with a control, over windows of timed steps in a row: mean of the step times,
-    each place of a strategy's cycle counting alike; the control's times below are of the same
-    windows and of the last pause before each"""
+    """mean step time of each window of consecutive timed steps, each position of a strategy's cycle
+    counting alike; empty without a control. Control times below cover the same windows and the last
+    pause before each"""
     window_control_seconds: tuple[float, ...] = since(8, ())
-    """mean time of the control, over all ranks"""
+    """mean time of the control per window, over all ranks"""
     window_slowest_control_seconds: tuple[float, ...] = since(8, ())
-    """mean over the pauses of the time of the rank whose control took longest"""
+    """time of the slowest rank's control per window, mean over its pauses"""
     turn_began: tuple[float, ...] = since(6, ())
-    """of a launch that trained by turns with its round's others: when each began, seconds after the
-    epoch"""
+    """start of each time slice of an interleaved trial, in seconds since the epoch"""
     turn_samples_per_second: tuple[float, ...] = since(6, ())
-    """throughput in each of them"""
+    """throughput in each time slice"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSurroundings(Record):
-    """What else the host did, and the state of its GPUs."""
+    """Other load on the host, and the state of its GPUs."""
 
     idle_before: float | None = since(3, None)
-    """share of the cores' time that was idle just before the launch"""
+    """fraction of the cores' time that was idle just before the trial"""
     idle_after: float | None = since(3, None)
-    """the same just after its end"""
+    """fraction of the cores' time that was idle just after the trial"""
     foreign_load_cores: float | None = since(3, None)
-    """cores that others than the ranks kept busy during the timed steps"""
+    """number of cores kept busy by processes other than the ranks during the timed steps"""
     gpu_before: str | None = since(7, None)
-    """JSON: of the first node's GPUs that it uses, just before the launch: clocks, what holds them
-    back, heat, power, errors, processes"""
+    """JSON: state of the trial's GPUs on the first node just before it: clocks, throttling,
+    temperature, power, errors, processes"""
     gpu_after: str | None = since(7, None)
-    """JSON: the same just after its end"""
+    """JSON: state of the same GPUs just after the trial"""
     gpu_use: str | None = since(7, None)
-    """JSON: by rank the UUIDs of its GPUs, seconds of the timed steps in which power or heat held
-    them back, their state at the end"""
+    """JSON: by rank, the UUIDs of its GPUs, seconds of the timed steps with power or thermal
+    throttling, state at the end"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialEfficiency(Record):
-    """What the speed is worth."""
+    """Efficiency of the measured speed."""
 
     energy_joules_per_sample: float | None = since(3, None)
-    """of all its GPUs by NVML, or of the host's CPU packages by RAPL; null where these do not count
-    """
+    """energy of all the trial's GPUs by NVML, or of the host's CPU packages by RAPL; null if these
+    have no counters"""
     trend: float | None = None
-    """relative change over the timed steps where significant (Kendall, p < 0.01), else 0: warm-up
-    was too short"""
+    """relative change over the timed steps if significant (Kendall, p < 0.01), else 0; nonzero:
+    warm-up was too short"""
     flops_per_step: float | None = None
-    """of the model, see `how it was measured`"""
+    """FLOPs of the model, see `how it was measured`"""
     hardware_flops_per_step: float | None = since(9, None)
-    """those and what recomputation adds; null where the model's are"""
+    """FLOPs including recomputation; null if the model's are unknown"""
     mfu: float | None = None
-    """model FLOPs utilisation; null where the device's peak is unknown"""
+    """model FLOPs utilisation; null if the device's peak is unknown"""
     matmul_utilization: float | None = since(12, None)
-    """the same over the rate that this device reached in a large matrix product (column
-    `device_speed` of the run) instead of its peak; null where that was not measured"""
+    """utilisation relative to the device's measured rate in a large matrix product (column
+    `device_speed` of the run) instead of its peak; null if that was not measured"""
     bubble_fraction: float | None = None
-    """share of stage time spent waiting, measured in a pass of its own"""
+    """fraction of stage time spent waiting, measured in a separate pass"""
     expert_tokens: str | None = since(10, None)
-    """JSON: of each block with a mixture of experts the tokens that each expert gets, counted in
-    the last warm-up step"""
+    """JSON: for each mixture-of-experts block, the tokens of each expert, counted in the last
+    warm-up step"""
     expert_imbalance: float | None = since(10, None)
-    """tokens of the busiest expert over the mean of its block's experts, in the block where that is
-    most"""
+    """tokens of the busiest expert over the mean of its block, in the most imbalanced block"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialParity(Record):
-    """Losses, and how far they and the parameters are from the reference run's."""
+    """Losses, and deviations of losses and parameters from the reference run."""
 
     restarts: Int32 | None = None
-    """elastic restarts taken"""
+    """number of elastic restarts"""
     losses: tuple[float, ...] = ()
-    """mean loss of each step of the training, warm-up included; steps trained again are not"""
+    """mean loss of each training step, warm-up included, without retrained steps"""
     reference_losses: tuple[float, ...] = ()
-    """the reference run's, over the parity segment"""
+    """losses of the reference run over the parity segment"""
     fp32_loss_deviation: float | None = since(2, None)
     """low-precision weights: largest relative loss deviation from the same training in fp32"""
     parity_steps: Int32
-    """length of the parity segment"""
+    """number of steps in the parity segment"""
     parity_verdict: str | None = None
     """exact, within tolerance, diverged, unknown"""
     parity_reason: str | None = None
@@ -111,27 +109,27 @@ class TrialParity(Record):
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
     later_steps_verified: Int32 | None = since(8, None)
-    """steps after the parity segment whose loss was held to the reference's"""
+    """number of steps after the parity segment whose loss was compared with the reference's"""
     later_loss_deviation: float | None = since(8, None)
-    """largest |loss - reference| / |reference| of these"""
+    """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = since(11, None)
-    """all steps of a rank, those trained again included"""
+    """number of steps of a rank, including retrained ones"""
     set_backs: Int32 | None = since(11, None)
-    """how often the state was set back to an earlier step, between timed steps, and the steps after
-    it judged again"""
+    """number of rewinds to an earlier step between timed steps, after which steps are verified
+    again"""
     not_set_back: str | None = since(11, None)
-    """why it never was"""
+    """why the state was never rewound"""
     set_back_loss_deviation: float | None = since(11, None)
-    """largest |loss - reference| / |reference| of a step that was trained again"""
+    """largest |loss - reference| / |reference| of a retrained step"""
     set_back_update_deviation: float | None = since(11, None)
-    """largest |parameters - reference| / |reference's update| of a tensor after these"""
+    """largest |parameters - reference| / |reference's update| of a tensor after retrained steps"""
     parity_worst_tensor: str | None = None
-    """the tensor that it was"""
+    """name of the tensor with the largest update deviation"""
     reference_loss_noise: float | None = since(7, None)
     """largest loss deviation between two reference runs that split the batch differently"""
     reference_update_noise: float | None = since(7, None)
-    """largest deviation of a tensor's update between these"""
+    """largest deviation of a tensor's update between the two"""
     parity_loss_tolerance: float | None = None
-    """what the strategy declares"""
+    """tolerance that the strategy declares for losses"""
     parity_update_tolerance: float | None = None
-    """what the strategy declares"""
+    """tolerance that the strategy declares for updates"""

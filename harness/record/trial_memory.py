@@ -1,4 +1,4 @@
-"""Columns of `trials` about memory and about bytes on the way."""
+"""Columns of `trials`: memory and traffic."""
 
 from __future__ import annotations
 
@@ -9,78 +9,80 @@ from harness.record.table import Int64, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStates(Record):
-    """What each rank kept between steps, and what the strategy's formula gives for it."""
+    """States kept by each rank between steps, and the strategy's formula for them."""
 
     parameters: Int64 | None = None
-    """of the unsplit model"""
+    """number of parameters of the unsplit model"""
     trained_parameters: Int64 | None = since(2, None)
-    """of these, the ones that are trained"""
+    """number of these that are trained"""
     held_parameters: tuple[Int64, ...] = ()
-    """elements held by each rank between steps"""
+    """number of elements held by each rank between steps"""
     parameter_dtypes: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()
     optimizer_state_dtypes: tuple[str, ...] = ()
     parameter_bytes: tuple[Int64, ...] = since(2, ())
-    """kept by each rank on its device between steps, distinct storages"""
+    """parameters on each rank's device between steps, distinct storages"""
     gradient_bytes: tuple[Int64, ...] = since(2, ())
-    """the same of gradients"""
+    """gradients on each rank's device between steps"""
     optimizer_bytes: tuple[Int64, ...] = since(2, ())
-    """the same of optimizer state"""
+    """optimizer state on each rank's device between steps"""
     library_bytes: tuple[Int64, ...] = since(2, ())
-    """the same of the library's own copies and buffers, and the model's buffers"""
+    """copies and buffers of the library and buffers of the model, on each rank's device between
+    steps"""
     library_buffers: str | None = since(2, None)
     """JSON: bytes of these by name, fullest rank"""
     host_state_bytes: tuple[Int64, ...] = since(2, ())
-    """kept by each rank in host memory while its device is another"""
+    """states that each rank keeps in host memory while training on another device"""
     formula_parameter_bytes: float | None = since(2, None)
-    """what the formula gives for the fullest rank; null: no formula"""
+    """the formula's value for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = since(2, None)
     formula_optimizer_bytes: float | None = since(2, None)
     formula_library_bytes: float | None = since(2, None)
     formula_transient_bytes: float | None = since(3, None)
-    """what a step needs beside these for a while: gradients, gathered parameters"""
+    """temporary needs of a step in addition to these: gradients, gathered parameters"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTraffic(Record):
-    """What ranks sent to each other, and read from and wrote to disks."""
+    """Bytes sent between ranks, and read from and written to disks."""
 
     sent_bytes_per_step: tuple[float, ...] = since(2, ())
     """payload that each rank sent over TCP in a timed step, control messages included"""
     offload_read_bytes_per_step: float | None = since(2, None)
-    """read from block devices in a timed step, all ranks; where states lie on a disk"""
+    """bytes read from block devices in a timed step, all ranks; only if states are on a disk"""
     offload_written_bytes_per_step: float | None = since(2, None)
-    """written to them"""
+    """bytes written to block devices in a timed step, all ranks"""
     offload_kept_bytes: Int64 | None = since(2, None)
     """size of the files in the offload folder"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialMemory(Record):
-    """The peak of memory, or what was held when there was none left."""
+    """Peak memory, or the memory held when none was left."""
 
     peak_memory_bytes: Int64 | None = None
     """largest of the ranks' peaks"""
     peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     reserved_memory_bytes: Int64 | None = None
-    """CUDA caching allocator, largest rank"""
+    """memory reserved by the CUDA caching allocator, largest rank"""
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
-    """the same of each rank, on its device where it is largest"""
+    """the same by rank, for the device on which it is largest"""
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
     """memory of each rank's process by NVML after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
-    """that without what the allocator had reserved then: CUDA's context, communication buffers,
+    """NVML memory minus what the allocator had reserved: CUDA context, communication buffers,
     libraries; empty: unknown"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
-    """of cells on GPUs: peak of each rank's host memory (resident, no file, above imports)"""
+    """for cells on GPUs: peak of each rank's host memory (resident, not file-backed, above
+    imports)"""
     memory_imbalance: float | None = None
-    """largest over mean peak of the ranks"""
+    """largest peak of the ranks over their mean peak"""
     memory_method: str | None = None
     """how memory was measured"""
     setup_peak_memory_bytes: Int64 | None = since(3, None)
     """largest of the ranks' peaks during set-up, before the first step"""
     failed_in: str | None = since(3, None)
-    """of a rank that ran out of memory: set-up, forward, backward, update, verification"""
+    """phase in which a rank ran out of memory: set-up, forward, backward, update, verification"""
     failed_holding: str | None = since(3, None)
-    """JSON: bytes that it held then by kind, library buffers by name, other tensors, stacks;
-    in_use: in all"""
+    """JSON: bytes that this rank held by kind, library buffers by name, other tensors, stacks;
+    in_use: total"""

@@ -1,1 +1,1 @@
-"""Runs a plan: references, trials in order, searches; and makes the rows that it records."""
+"""Runs a plan: reference runs, trials in order, searches; builds the rows to record."""

@@ -1,6 +1,8 @@
-"""How the launches of a run are shared among its cells, so that the time goes where it tells
-something: throughputs are compared with those of a baseline, of which all comparisons need more
-launches, and what is compared with nothing needs no long ones."""
+"""Allocates trials to the cells of a run.
+
+A baseline takes part in every comparison of its setting, so it gets more trials. Cells that are
+compared with nothing get no long ones.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,22 @@ from harness.workloads import make_workload
 
 @dataclass(frozen=True)
 class PlannedHeadline:
-    """The group of cells that will head a run, if its cells run."""
+    """The group of cells that will lead a run's report, if its cells run."""
 
     cells: tuple[Cell, ...]
-    """At least one."""
+    """At least one cell."""
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Those that may be advised: no stand-ins, and by their declared tolerances they train what one
-    process trains."""
+    """Cells that may be advised: no stand-ins, and by their declared tolerances they train the same
+    as a single process."""
 
 
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
-    """Cell id -> launches in each round, of the cells that have more than one.
+    """Returns cell id -> trials per round, for the cells that have more than one.
 
     `cores`: of each node; None: unknown.
 
-    A baseline that k cells are compared with has the square root of k, rounded down: what makes
+    A baseline that k cells are compared with gets the square root of k, rounded down. This makes
     the intervals of all k ratios narrowest (Dunnett, Journal of the American Statistical
     Association 50, 1955, section 5).
     """
@@ -48,8 +50,8 @@ def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Ids of the cells whose throughput is compared with nothing: they are oversubscribed, are
-    expected to diverge, or have no baseline in their setting.
+    """Returns the ids of the cells whose throughput is compared with nothing: oversubscribed,
+    expected to diverge, or without a baseline in their setting.
 
     `cores`: of each node; None: unknown.
     """
@@ -59,7 +61,7 @@ def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[s
 
 
 def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, list[Cell]]]:
-    """The baseline of each setting that has one, and the cells that are compared with it."""
+    """Returns each setting's baseline with the cells compared with it."""
     return [
         (baseline, [cell for cell in group if cell is not baseline])
         for group in _groups([cell for cell in cells if not _crowded(cell, cores)])
@@ -68,7 +70,7 @@ def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, l
 
 
 def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
-    """Returns the group that heads the run if its cells run, chosen as among measured ones; None if
+    """Returns the group that leads the run if its cells run, chosen as among measured ones; None if
     the plan has no cells to compare, as for a search.
 
     `cores`: of each node; None: unknown.
@@ -97,7 +99,7 @@ def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | 
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """The cells of each setting, without those that are expected to diverge."""
+    """Returns the cells of each setting, without those expected to diverge."""
     settings: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         if cell.expect == "ok":
@@ -118,8 +120,8 @@ def _may_be_advised(cell: Cell) -> bool:
 
 
 def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
-    """DDP by torchrun without options, else the single process: see harness/analysis/baseline.py,
-    which chooses among what was measured."""
+    """Returns DDP by torchrun without options, else the single process.
+    harness/analysis/baseline.py chooses likewise among measured cells."""
     plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)

@@ -1,8 +1,8 @@
-"""How long will a trial take? Arithmetic on stated inputs: start-up, FLOPs, and bytes over links,
-disks and host memory.
+"""Predicts how long a trial takes from stated inputs: start-up, FLOPs, and bytes over links, disks
+and host memory.
 
-No clock and no torch: the same numbers come out on every machine. What was measured before is
-better, and goes before this.
+Uses no clock and no torch, so every machine predicts the same. Earlier measurements take
+precedence.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from harness.workloads.counts import model_facts
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a prediction rests on, for one kind of device."""
+    """Inputs of a prediction, for one kind of device."""
 
     launch_seconds: float
-    """A launch and its end, beside what ranks do: forks, answers, records."""
+    """Launching and ending a trial, in addition to what ranks do: forks, answers, records."""
     rank_seconds: float
-    """For each rank of a trial: process, device context, process group, model, its part of the
-    comparison with the reference."""
+    """Time per rank: process, device context, process group, model, its part of the comparison with
+    the reference."""
     interpreter_seconds: float
-    """Where ranks are not forked but begin as new interpreters (spawn, mpirun, accelerate launch),
-    each of which imports all."""
+    """Extra time if ranks start as new interpreters (spawn, mpirun, accelerate launch) instead of
+    forks and each imports everything."""
     library_seconds: float
-    """Start-up of one of the libraries around torch: DeepSpeed, Horovod, Accelerate and the like.
-    """
+    """Start-up of a library around torch, such as DeepSpeed, Horovod or Accelerate."""
     compile_seconds: float
-    """Compiling blocks by torch.compile, most of them from its cache."""
+    """Compiling blocks with torch.compile, mostly from its cache."""
     step_seconds: float
-    """A micro-batch that computes nothing: Python, kernel launches, latency of collectives."""
+    """Overhead of a micro-batch: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
-    """Reached by one device (a CPU core) in fp32; of a GPU whose peak is known that share of it."""
+    """fp32 rate that one device (a CPU core) reaches; for a GPU with a known peak, a fraction of
+    the peak."""
     bf16_flops_per_second: float
     fp16_flops_per_second: float
     fp32_share_of_peak: float
     half_share_of_peak: float
     link_bytes_per_second: float
-    """Between two devices of a node."""
+    """Rate between two devices of a node."""
     moved_bytes_per_second: float
-    """To and from a disk, or through one process in host memory."""
+    """Rate to and from a disk, or through one process in host memory."""
     compared_bytes_per_second: float
-    """Reading a reference's parameters and comparing with them, each rank beside the others."""
+    """Rate of reading a reference's parameters and comparing with them, on all ranks at once."""
 
 
 CPU = Inputs(
@@ -70,9 +70,9 @@ CPU = Inputs(
     moved_bytes_per_second=1e9,
     compared_bytes_per_second=1e9,
 )
-"""Source: fitted to the 585 and the 657 trials of two runs of `full` on two cores of an
-Intel Xeon with AMX and AVX-512 FP16, in hours in which it was slower and faster. Another CPU is as
-much faster or slower; fp16 without instructions for it, ten times slower."""
+"""Source: fitted to the 585 and 657 trials of two runs of `full` on two cores of an Intel Xeon with
+AMX and AVX-512 FP16. Other CPUs scale with their speed; fp16 is ten times slower without
+instructions for it."""
 
 
 GPU = Inputs(
@@ -91,31 +91,26 @@ GPU = Inputs(
     moved_bytes_per_second=1.5e9,
     compared_bytes_per_second=3e9,
 )
-"""Source: estimates, no run yet: PCIe 4 where there is no NVLink, one NVMe disk, a card of 2020
-where the name is unknown."""
+"""Source: estimates, no run yet: PCIe 4 without NVLink, one NVMe disk, a card of 2020 if the name
+is unknown."""
 
 
 NVLINK_SHARE = 0.3
-"""Of the data sheet's bytes per second, both directions together, that a collective reaches.
-
-An estimate.
-"""
+"""Fraction of the data sheet's NVLink rate (both directions together) that a collective reaches; an
+estimate."""
 
 
 CONTEXT_SECONDS = 2.5
-"""CUDA's context, the kernels of its libraries and NCCL's first connections: once a trial, ranks
-beside each other.
-
-An estimate too.
-"""
+"""CUDA context, kernels of its libraries and NCCL's first connections: once per trial, on all ranks
+at once; an estimate."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control over that of the steps it runs between, in a run of `full`."""
+"""Time of the control over that of the steps around it, in a run of `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""A time limit is so many times the prediction: a hang is to be ended, not a slow machine."""
+"""Time limit over the predicted time, generous because it must end hangs, not slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -126,7 +121,7 @@ def inputs_of(cell: Cell) -> Inputs:
 
 
 def has_control(cell: Cell) -> bool:
-    """Whether a control can run between its steps: one of a GPU's kind would need memory there, and
+    """Returns whether a control can run between the steps. On a GPU it would need memory there, and
     ranks on several nodes do not pause together."""
     return cell.device == "cpu" and cell.nodes == 1
 
@@ -134,8 +129,11 @@ def has_control(cell: Cell) -> bool:
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Seconds of one trial. `cores`: of the host, for CPU ranks; None: unknown, taken to be enough;
-    `gpu`: NVML's name of the GPUs; `timed_seconds`: see Plan."""
+    """Returns the predicted seconds of one trial.
+
+    `cores`: of the host, for CPU ranks; None: assumed to be enough. `gpu`: NVML's name of the GPUs.
+    `timed_seconds`: see Plan.
+    """
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
     facts = model_facts(workload, cell.sequence_length)
@@ -155,10 +153,10 @@ def trial_seconds(
     busy, crowded = cell.devices, 1.0
     if cell.device == "cpu":
         busy *= cell.threads_per_device
-        if cores is not None:  # ranks on one core wait for each other
+        if cores is not None:  # Ranks that share a core wait for each other.
             busy, crowded = min(cores, busy), max(1.0, layout.processes / cores)
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
-    # Counting what recomputation adds takes seconds; full recomputation is a second forward.
+    # Counting the FLOPs of recomputation takes seconds; full recomputation is a second forward.
     again = 1 / 3 if cell.recompute == "full" else 0.0
     flops = facts.flops_per_sample * cell.global_batch * (1 + again)
     computed = flops / (busy * rate)
@@ -201,13 +199,13 @@ def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:
 
 
 def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
-    """A limit for a GPU cell that has none of its own."""
+    """Returns a time limit for a GPU cell that sets none."""
     return max(LEAST_LIMIT_SECONDS, round(LIMIT_FACTOR * trial_seconds(cell, 1, gpu)))
 
 
 @dataclass(frozen=True)
 class References:
-    """The reference runs that a plan needs, where none is kept from before."""
+    """Reference runs that a plan needs if none is cached."""
 
     number: int
     seconds: float
@@ -215,7 +213,7 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """What they take together; on GPUs each is run twice, for its noise."""
+    """Returns the references with their total time; on GPUs each runs twice, to measure noise."""
     from harness.parity.judging import in_fp32
     from harness.parity.reference_runs import (
         kept_bytes,
@@ -236,12 +234,12 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
 
 
 MOST_RUNS = 20
-"""Runs in which a cell's time is looked up, the newest first: a folder may hold thousands."""
+"""Number of recent runs searched for a cell's time; a folder may hold thousands."""
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """The median over the trials of each cell in the newest run that has any, by cell id, for these
-    cells and others that were found on the way."""
+    """Returns the median trial time by cell id, from the newest run that has any. Includes other
+    cells found on the way."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}
@@ -261,10 +259,9 @@ def expected_seconds(
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:
-    """Seconds a trial of each cell will take, by cell id: as long as it took before, else by
-    harness/run/expected.py.
+    """Returns the expected seconds of a trial by cell id: as measured before, else predicted.
 
-    `gpu`: NVML's name of the GPUs that it is for. `timed_seconds`: see Plan.timed_seconds_of.
+    `gpu`: NVML's name of the target GPUs. `timed_seconds`: see Plan.timed_seconds_of.
     """
     before = _seconds_before(store, {cell.id for cell in cells})
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}

@@ -1,4 +1,4 @@
-"""What the ranks of a trial measured -> the figures that are recorded of it.
+"""Turns the measurements of a trial's ranks into the figures that are recorded.
 
 Pure arithmetic, no clock.
 """
@@ -28,7 +28,7 @@ from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)
 WINDOW_STEPS = 8
-"""Timed steps in a window: a slow spell of the machine lasts longer."""
+"""Timed steps per window, shorter than a slow spell of the machine."""
 
 
 def with_figures(
@@ -39,10 +39,11 @@ def with_figures(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """A trial with all that its ranks measured, each of which trained to its end.
+    """Returns the trial with everything its ranks measured; all of them must have finished
+    training.
 
-    `cycle`: steps after which the strategy's work repeats; the median step of one that averages at
-    every fourth is one without.
+    `cycle`: steps after which the strategy's work repeats. If it averages at every fourth step, its
+    median step does not include averaging.
     """
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
@@ -69,7 +70,7 @@ def with_figures(
 
 
 def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
-    """Of each step of the training, the first time that it was taken."""
+    """Returns the loss of each training step, from the first time it was taken."""
     all_losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
     losses: list[float | None] = []
     for part in passes(all_losses, [step.training_step for step in ranks[0].steps]):
@@ -85,7 +86,7 @@ def _with_speed(
     peaks: Peaks,
     cycle: int,
 ) -> TrialRecord:
-    """Throughput is the global batch over the step time of all ranks together."""
+    """Adds throughput: the global batch over the step time of all ranks together."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
     seconds = timed_seconds([rank.steps for rank in ranks])
     fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
@@ -112,7 +113,8 @@ def _with_speed(
 
 
 def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
-    """With its step times and the control's over windows of whole cycles, where it had one."""
+    """Adds the step times and the control's over windows of whole cycles, if there was a
+    control."""
     together = list(zip(*(rank.steps for rank in ranks), strict=True))
     timed = [number for number, steps in enumerate(together) if steps[0].phase == "timed"]
     seconds = timed_seconds([rank.steps for rank in ranks])
@@ -120,12 +122,12 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
     count = max(1, len(seconds) // size)
     steps, means, slowest_ones = [], [], []
     for number in range(count):
-        # The last one takes what is left over.
+        # The last window takes the remaining steps.
         part = slice(number * size, (number + 1) * size if number < count - 1 else None)
         within = _pauses([together[at] for at in timed[part]])
         if not within:
             return trial
-        # The machine was as fast in its first steps as just before them, too.
+        # Assumes that the machine was as fast in its first steps as just before them.
         pauses = _pauses(together[: timed[part][0]])[-1:] + within
         numbers = [together[at][0].step for at in timed[part]]
         steps.append(mean_of_cycles(seconds[part], numbers, cycle))
@@ -140,19 +142,19 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
-    """Seconds of each rank's control after those of these steps that it ran after; of a step all
-    ranks."""
+    """Returns the seconds of each rank's control after each of these steps, a list of ranks per
+    step."""
     each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
     return [known for known in each if known]
 
 
 def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
-    """Time of each timed step of a trial: from when the last rank had ended the step before to when
-    the last one has ended this. `by_rank`: the steps that each rank took, all phases.
+    """Returns the time of each timed step: from the slowest rank finishing the previous step to it
+    finishing this one. `by_rank`: steps of each rank, all phases.
 
-    The largest of the ranks' own times would count waiting twice: a rank that begins a step early
-    waits in it for the others, while their step before still runs. So times are added up by rank
-    from where they begin together, which is after a pause, and else where timed steps begin.
+    The maximum of the ranks' own step times would count waiting twice: a rank that starts a step
+    early waits in it while others still run the previous step. Times are therefore summed per rank
+    from a common start: after a pause, or at the first timed step.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -169,8 +171,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
 def _time_slices(
     begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
 ) -> list[tuple[float, float]]:
-    """When each time slice began and its typical step in seconds, from the timed steps and their
-    numbers."""
+    """Returns (start, typical step in seconds) of each time slice. `numbers`: of the timed
+    steps."""
     slices = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
         own = [i for i, number in enumerate(numbers) if first <= number < end]
@@ -181,8 +183,8 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Peaks of the ranks whose memory was measured in the same way: a server's host memory is not
-    comparable with the memory of GPUs."""
+    """Adds the peaks of ranks whose memory was measured in the same way: a server's host memory is
+    not comparable with GPU memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
@@ -200,7 +202,7 @@ def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """What NVML said of the ranks on GPUs; a server in host memory has none."""
+    """Adds NVML's figures for ranks on GPUs; a server in host memory has none."""
     driving = [(rank, rank.gpu_use) for rank in ranks if rank.gpu_use is not None]
     uses = [use for _, use in driving]
     if not uses:
@@ -216,7 +218,7 @@ def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecor
 
 
 def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """What each rank kept between steps."""
+    """Adds what each rank kept between steps."""
     states = [rank.states for rank in ranks]
     fullest = max(states, key=lambda rank: rank.state_bytes["library"])
 
@@ -242,7 +244,7 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """What was sent to other ranks and to a disk."""
+    """Adds bytes sent to other ranks and to a disk."""
     trial = replace(
         trial, sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks])
     )
@@ -260,7 +262,7 @@ def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Tokens that each expert got, over all ranks."""
+    """Adds the tokens that each expert got, over all ranks."""
     counts: ExpertTokens = {}
     for rank in ranks:
         for block, tokens in (rank.expert_tokens or {}).items():
@@ -276,7 +278,7 @@ def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
-    """Of the machine where it is highest; unknown where that of one machine is."""
+    """Returns the foreign load of the busiest machine; None if any machine's is unknown."""
     by_machine: dict[str | None, list[Load]] = {}
     for answer in answers:
         if answer.trained:
@@ -287,6 +289,6 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    """The values; none of them where one is unknown."""
+    """Returns the values, or an empty tuple if any is None."""
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else ()

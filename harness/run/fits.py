@@ -1,4 +1,4 @@
-"""Do launches that are all in memory at once fit one GPU together?"""
+"""Checks whether trials that are in GPU memory at the same time fit together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """About what a launch takes of each of its GPUs from its first step on, also while another one
-    trains.
+    """Returns the approximate bytes that a trial holds on each of its GPUs from its first step on,
+    even while another one trains.
 
-    By the strategy's own formula of what a rank keeps and needs for a while, its share of what
-    forward and backward hold of one micro-batch (torch's allocator holds on to it), and CUDA's
-    context.
+    Sums the strategy's formula for states and temporary needs, its share of a micro-batch's forward
+    and backward (torch's allocator keeps it), and the CUDA context.
     """
     from harness.workloads.activations import activation_bytes
 
@@ -35,8 +34,8 @@ def device_bytes(cell: Cell) -> float:
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Why these launches do not fit one GPU of this size together, and what to leave out; empty
-    where they fit."""
+    """Returns why these trials do not fit one GPU of this size together and what to leave out;
+    empty if they fit."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:

@@ -1,4 +1,4 @@
-"""Rounds beyond the first ones: for which cells, and until when."""
+"""Selects cells for rounds beyond the planned ones, and decides when to stop."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FURTHER_SHARE = 0.25
-"""Of the time of the planned rounds: what further ones may take where no time budget is given."""
+"""Time for further rounds as a fraction of the planned rounds, without a time budget."""
 
 
 class FurtherRound(NamedTuple):
-    """Cells that a further launch is worth, and why."""
+    """Cells worth another trial, and why."""
 
     cell_ids: set[str]
     why: str
-    """Continues `cells that`."""
+    """Continuation of `cells that`."""
 
 
 def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
-    """The cells whose interval is too wide, or that may still be the answer.
+    """Returns the cells whose interval is too wide, or that may still be the answer.
 
-    Where a time budget is given, all that are compared come first, until the run knows their
-    throughputs well. `trials`: of the run so far. Cells that are launched once are never among
-    them.
+    With a time budget, all compared cells come first until their throughputs are precise enough.
+    Cells that are launched once are never selected. `trials`: of the run so far.
     """
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
@@ -55,24 +54,24 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
 
 
 class TimeBudget:
-    """What a run may still take, from its begin on."""
+    """The time that a run may still take, counted from its start."""
 
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
         """`now`: a clock in seconds."""
         self.plan, self.now, self.began = plan, now, now()
         self.order = plan.schedule()
         self.spare = range(plan.spare_from, len(self.order))
-        """Positions of the launches that may be left out."""
+        """Positions of the trials that may be dropped."""
         self.first_rounds_seconds: float | None = None
-        """What the planned rounds took; None before their end."""
+        """Duration of the planned rounds; None before their end."""
         self.took: dict[str, float] = {}
-        """Seconds of each cell's latest launch, by its id."""
+        """Seconds of each cell's latest trial, by cell id."""
         self.left_out = 0
-        """Planned launches for which there was no time."""
+        """Number of planned trials dropped for lack of time."""
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Whether a planned launch is left out, because the time that is left is too short for it
-        and all that take less time: most cells are known better so than by chance."""
+        """Returns whether to drop a planned trial because the remaining time does not fit it and
+        all shorter ones. This way most cells become precise, not a random few."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
@@ -84,14 +83,14 @@ class TimeBudget:
         return late
 
     def _seconds(self, cell: Cell) -> float:
-        """What its latest launch took."""
+        """Returns the duration of the cell's latest trial."""
         return self.took.get(cell.id, 0.0)
 
     def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Which cells of a further round are launched: as many as fit in the time that is left,
-        those that take least of it first.
+        """Returns the cells of a further round to launch: as many as fit in the remaining time,
+        shortest first.
 
-        `seconds`: what a launch of each takes, by cell id.
+        `seconds`: duration of a trial by cell id.
         """
         spent = self.now() - self.began
         if self.first_rounds_seconds is None:

@@ -1,9 +1,9 @@
-"""The largest trainable model, or the longest sequence: a search over the number of blocks, or of
-tokens, with real steps under an enforced budget of memory per rank.
+"""Searches for the largest trainable model or the longest sequence: over the number of blocks or
+tokens, with real steps under an enforced memory budget per rank.
 
-Every probe is a recorded trial of the run's matrix `maxsize`: its number is 0, that of the verified
-trial at the size found is 1. A larger model is taken to need no less memory: what fits is below
-what does not. Model: ZeRO, arXiv 1910.02054, table 2.
+Every probe is a recorded trial of matrix `maxsize`, numbered 0; the verified trial at the size
+found is 1. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054,
+table 2.
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ from harness.workloads.counts import model_facts, parameters_of
 MOST_STEPS = 4096
 
 
-# What a rank takes beside its tensors, about: stacks of threads, Python's heap, buffers of gloo. It
-# only moves the first guess.
+# Approximate memory of a rank besides tensors: thread stacks, Python's heap, gloo buffers. It only
+# affects the first guess.
 OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """The largest hidden size, in heads of 64, whose block of 12 hidden^2 is at most 2.5 % of what
-    AdamW in fp32 with buckets fills."""
+    """Returns the largest hidden size, in heads of 64, whose block of 12 hidden^2 parameters is at
+    most 2.5 % of what AdamW in fp32 with buckets fits into the budget."""
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
 def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
-    """The largest hidden size, in heads of 64 that divide among the ranks, of a model of four
-    blocks whose states in AdamW and fp32 (16 bytes for each of 12 hidden^2 parameters of a block)
-    are at most a tenth of the budget, and which so many tokens' activations do not overfill: about
-    136 bytes for a token, block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1,
-    has 34 in half precision, of which some are dropout's)."""
+    """Returns the largest hidden size of a four-block model for long sequences, in heads of 64 that
+    divide among the ranks.
+
+    Its AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
+    tenth of the budget, and the activations of `tokens` tokens fit. Activations take about 136
+    bytes per token, block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1: 34 in
+    half precision, partly dropout).
+    """
     most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
     return 64 * ranks * max(1, int(most) // (64 * ranks))
 
 
 def wide_size(ranks: int) -> int:
-    """The smallest hidden size, in heads of 64, whose smallest matrix has 1 MiB of fp32 per rank:
-    libraries leave less off a disk."""
+    """Returns the smallest hidden size, in heads of 64, whose smallest matrix has 1 MiB of fp32 per
+    rank: libraries then keep less off a disk."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
 def largest(
     fits: Callable[[int], bool], guess: int, most: int = MOST_STEPS
 ) -> tuple[int, int | None]:
-    """The largest size from 1 that fits (0: none) and the smallest that does not (None: all to
-    `most` fit).
+    """Returns the largest size from 1 that fits (0: none) and the smallest that does not (None: all
+    up to `most` fit).
 
-    Strides from the guess, doubling, until both sides are known, then halves the gap.
+    Doubles strides from the guess until both sides are bracketed, then bisects.
     """
     low, high = 0, most + 1
     size = min(max(1, guess), most)
@@ -86,23 +89,23 @@ def largest(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the formula says of one strategy."""
+    """The formula's prediction for one strategy."""
 
     step: int
-    """Parameters of one block, or tokens: a search step."""
+    """Parameters of one block, or tokens, per search step."""
     blocks: int | None
-    """Largest number of steps whose states, and what a training step needs beside them, fit the
-    budget; None: the strategy has no formula."""
+    """Largest number of steps whose states and temporary needs fit the budget; None: the strategy
+    has no formula."""
     parameters: int | None
-    """Parameters of that many blocks, or that many steps' tokens."""
+    """Parameters, or tokens, of that many steps."""
     activations: tuple[int, int]
-    """Bytes that forward and backward hold at most beside model and gradients: after the first step
-    of the search, and for each further one."""
+    """Peak bytes of forward and backward in addition to model and gradients: after the first search
+    step, and for each further one."""
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """By how many tokens sequences grow in a step: about 1 % of those whose activations fill the
-    budget, a multiple of twice the ranks, which every strategy can divide."""
+    """Returns the tokens by which sequences grow per step: about 1 % of those whose activations
+    fill the budget, as a multiple of twice the ranks, which every strategy can divide."""
     from harness.workloads.activations import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -112,17 +115,19 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 
 
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
-    """Bytes of the fullest rank at the peak of a step: states between steps, and beside them the
-    larger of activations and what the step adds (gradients grow as activations go; ZeRO, arXiv
-    1910.02054, section 3). Where blocks are computed again, one block's activations are there until
-    the last gradient is; from the second micro-batch on all gradients are, and in a pipeline what
-    is there beside all gradients is what was counted. None: no formula.
+    """Returns the bytes of the fullest rank at the peak of a step; None without a formula.
+
+    Adds to the states between steps the larger of activations and the step's temporary needs:
+    gradients grow as activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation,
+    one block's activations remain until the last gradient. From the second micro-batch on, all
+    gradients exist. In a pipeline, `activations` is what exists in addition to all gradients.
 
     `activations`: see Prediction; `tokens`: see `sized`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
-    facts = model_facts(workload, tokens or cell.sequence_length)  # of which states take the sizes
+    # States only need the sizes among these.
+    facts = model_facts(workload, tokens or cell.sequence_length)
     states = strategy.costs.states(cell, layout, facts)
     if states is None:
         return None
@@ -142,7 +147,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """The formula's size for a family of cells, of which this one is the first step.
+    """Predicts the size for a family of cells, given its one-step cell.
 
     `tokens`: see `sized`.
     """
@@ -150,7 +155,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Without a formula as of an unsplit model: the first guess needs a number."""
+        """Falls back to an unsplit model if there is no formula: the first guess needs a number."""
         probe = sized(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -176,7 +181,8 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
-    """How many steps a search may take: for sequences as many as the model has positions for."""
+    """Returns the maximum number of search steps; for sequences, limited by the model's
+    positions."""
     positions = make_workload(cell.workload).max_tokens if tokens else 0
     return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
@@ -188,9 +194,9 @@ def plan_of(
     order: Sequence[Sequence[str]],
     tokens: int = 0,
 ) -> Plan:
-    """The plan of a search: per strategy its cell after one step.
+    """Returns the plan of a search: for each strategy, its cell after one step.
 
-    `order`: labels, each chain by the size that theory gives; `tokens`: see `sized`.
+    `order`: chains of labels, each in the order of size by theory; `tokens`: see `sized`.
     """
     predicted = {}
     for cell in cells:
@@ -216,11 +222,11 @@ def plan_of(
 
 
 def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: int) -> int:
-    """The number of steps that a search begins with: what the formula says, less what a rank takes
-    beside its tensors.
+    """Returns the number of steps to start with: the formula's, less what a rank takes besides
+    tensors.
 
-    Without a formula: 16 bytes a parameter, or activations that fill the budget. No guess is beyond
-    a whole model in fp32, which every rank builds.
+    Without a formula: 16 bytes per parameter, or activations that fill the budget. Never exceeds a
+    whole model in fp32, which every rank builds.
     """
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
@@ -234,12 +240,12 @@ def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: i
 
 
 class Stopped(Exception):
-    """A probe ended for another reason than memory: the search cannot go on."""
+    """A probe ended for a reason other than memory: the search cannot go on."""
 
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan in turn; what is recorded already is not launched again."""
+    """Searches for each cell of a plan in turn; recorded probes are not repeated."""
 
     runner: Runner
     watcher: Watcher
@@ -248,7 +254,7 @@ class Search:
     """(cell id, trial) -> status of each attempt."""
 
     def run(self) -> bool:
-        """False if it was interrupted."""
+        """Runs the search; returns False if it was interrupted."""
         plan, store = self.runner.plan, self.runner.store
         assert plan.search is not None
         for row in (
@@ -269,7 +275,7 @@ class Search:
         return True
 
     def _search(self, launcher: LauncherProtocol, cell: Cell, search: Mapping[str, Any]) -> None:
-        """All probes of one strategy, then the trial at the size found that is compared with a
+        """Runs all probes of one strategy, then the trial at the size found, verified against a
         reference run."""
         tokens = search.get("tokens", 0)
         guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
@@ -282,16 +288,16 @@ class Search:
                 lambda steps: self._fits(launcher, after(steps)), guess, most_steps(cell, tokens)
             )
             while low and self._status(launcher, after(low), 1) == "out_of_memory":
-                low -= 1  # the probe had just fitted, and this trial of the same size did not
+                low -= 1  # The probe fitted, but this trial of the same size did not.
         except Stopped:
             return
 
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
-        """Whether a probe trains. One that fails twice in another way is too large if it trains
-        without the limit; else Stopped.
+        """Returns whether a probe trains. If it fails twice for another reason, it is too large if
+        it trains without the limit; otherwise raises Stopped.
 
-        Libraries use memory that they were refused (a null pointer, so SIGSEGV) or wait for a rank
-        that has failed.
+        Libraries use memory that they were refused (a null pointer, so SIGSEGV) or wait for a
+        failed rank.
         """
         status = self._status(launcher, cell, 0)
         if (
@@ -303,8 +309,8 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        """Status of a probe or of the verified trial, launched unless it is known; what fails oddly
-        gets a second try."""
+        """Returns the status of a probe or of the verified trial, launching it unless it is
+        recorded. Unexpected failures get a second try."""
         known = self._known.setdefault((cell.id, trial), [])
         while (
             not known
@@ -327,8 +333,8 @@ class Search:
         return known[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
-        """The trial against a reference run of the same size without the limit, whose parameters
-        are not kept."""
+        """Runs the trial against a reference run of the same size without the limit; the
+        reference's parameters are not cached."""
         if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.watcher.step

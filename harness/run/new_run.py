@@ -1,4 +1,4 @@
-"""The row of a run that begins, and what its trials read of it."""
+"""The row of a new run, and what its trials read from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.strategy.registry import required_packages
 
 
 def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecord:
-    """Makes the row; measures the GPU if any cell of the plan needs one."""
+    """Builds the row; measures the GPU if any cell of the plan needs one."""
     speed = measure_gpu().as_json if plan.needs_gpu else None
     return RunRecord(
         schema_version=VERSION,
@@ -29,6 +29,6 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:
-    """Reads column `device_speed` of a run that has begun; None if no cell needs a GPU, or if the
-    run is from before schema version 12."""
+    """Returns column `device_speed` of a run that has begun; None if no cell needs a GPU, or if the
+    run predates schema version 12."""
     return store.run_row(plan.run_id).get("device_speed") if plan.needs_gpu else None

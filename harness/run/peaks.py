@@ -1,4 +1,4 @@
-"""The rates that a trial's arithmetic is compared with."""
+"""Rates that a trial's arithmetic is compared with."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from harness.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Peaks:
-    """FLOP/s of one device in a cell's precision. None: unknown."""
+    """FLOP/s of one device in a cell's precision; None: unknown."""
 
     datasheet: float | None = None
     matmul: float | None = None
-    """What this device reached in a large matrix product."""
+    """Rate that this device reached in a large matrix product."""
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
-    """The rates of this host's devices for a cell; `device_speed`: the run's column."""
+    """Returns the rates of this host's devices for a cell; `device_speed`: the run's column."""
     if cell.device != "cuda":
         return Peaks()
     precision = workload.arithmetic or cell.precision

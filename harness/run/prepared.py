@@ -1,5 +1,4 @@
-"""A trial before it is launched: the arguments of its launch, what the host does around it, and
-whether it can be skipped."""
+"""A trial before its launch: launch arguments, state of the host, and whether it can be skipped."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Share of the available memory that copies of the ranks' states may fill, while it is set back."""
+"""Fraction of the available memory that copies of the ranks' states may fill for a rewind."""
 
 
 SAMPLES_PER_CONTROL = 8
-"""A rank's control runs once for so many of its samples: `full`'s after every second step. After
-each, the ranks begin a step together, which is to the advantage of those that meet often in it."""
+"""Samples of a rank per run of its control; for `full`, every second step. After a control, ranks
+start a step together, which favours strategies that synchronise often within a step."""
 
 
 LAUNCHES_PER_SET_BACK = 3
-"""In one of so many launches of a cell the state is set back, which takes a second."""
+"""Trials of a cell per rewind, which takes a second."""
 ANOTHER = "another launch of the cell is"
 
 
 class PreparedTrial:
-    """A trial, and what a launcher is told to launch it."""
+    """A trial, and the arguments for its launcher."""
 
     def __init__(
         self,
@@ -53,13 +52,13 @@ class PreparedTrial:
         launches: int = 1,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `seed`: decides, with the key, when the state
-        is set back. `launches`: of the cell, as planned."""
+        is rewound. `launches`: planned trials of the cell."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
             mark_used(self.known)
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
-        """GPUs of the first node that it uses."""
+        """Number of GPUs of the first node that it uses."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
@@ -85,7 +84,7 @@ class PreparedTrial:
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
 
     def _why_not_set_back(self, timed_seconds: float | None) -> str:
-        """Why the state is never set back in this trial; empty where it is."""
+        """Returns why the state is never rewound in this trial; empty if it is."""
         cell = self.cell
         if self.known is None:
             return "there is no reference run to compare with"
@@ -108,7 +107,7 @@ class PreparedTrial:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the machine did just before a launch and just after its end."""
+    """State of the machine just before a launch and just after its end."""
 
     gpus_before: tuple[GpuState, ...]
     gpus_after: tuple[GpuState, ...]
@@ -116,9 +115,9 @@ class Surroundings:
     idle_after: float | None
 
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
-        """The record of a trial that used so many of the GPUs, with these observations.
+        """Returns the trial with these observations, for a trial that used `gpus` GPUs.
 
-        Its own ranks, of which one may not have ended yet, do not count as foreign processes.
+        The trial's own ranks, which may still be ending, do not count as foreign processes.
         """
         own = {answer.pid for answer in outcome.answers}
         return replace(
@@ -131,8 +130,8 @@ class Surroundings:
 
 
 def more_of_the_same(cell: Cell, other: Cell) -> bool:
-    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices to spread
-    it over."""
+    """Returns whether `cell` is `other` with a larger model, batch or sequence, or with fewer
+    devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False
@@ -156,8 +155,8 @@ def more_of_the_same(cell: Cell, other: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """What the fork server imports for these cells: packages that strategies and workloads require,
-    and modules of theirs."""
+    """Returns the modules that the fork server imports for these cells: packages that strategies
+    and workloads require, and their modules."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [
         p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)

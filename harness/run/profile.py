@@ -1,4 +1,4 @@
-"""Launches of a cell whose ranks are profiled, and the record of what they answer."""
+"""Profiles the ranks of a cell, and records the result."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def profile_cell(
 
 @dataclass(frozen=True)
 class Theory:
-    """What the strategy's formulas give; None: there is no formula."""
+    """Values of the strategy's formulas; None: no formula."""
 
     sent_bytes: float | None = None
-    """That a rank must send in a step, mean of the ranks."""
+    """Bytes that a rank must send per step, mean of the ranks."""
     states: States | None = None
-    """Of the fullest rank."""
+    """States of the fullest rank."""
     activation_bytes: float | None = None
-    """Of a rank's micro-batch, in fp32."""
+    """Activations of a rank's micro-batch, in fp32."""
 
 
 def profile_record(
@@ -73,9 +73,9 @@ def profile_record(
     theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """The record of a launch whose ranks were profiled, whatever became of it.
+    """Returns the record of a profiled launch, however it ended.
 
-    `servers`: of its ranks, the last ones, which compute little.
+    `servers`: number of trailing ranks that are servers, which compute little.
     """
     record = ProfileRecord(
         run_id=run_id,
@@ -109,8 +109,8 @@ def profile_record(
 def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
-    """Of the profiled step whose slowest rank's time is the median: components of one step, which
-    sum to its time."""
+    """Adds the components of one step, which sum to its time: the profiled step with the median
+    slowest rank."""
     profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]
@@ -146,7 +146,7 @@ def _with_times(
 
 
 def _on_gpus(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Columns of what each rank's GPU did, of those that have one."""
+    """Returns the columns about each rank's GPU, for ranks that have one."""
     names = [f"gpu_{part}" for part in GPU_PARTS]
     by_rank = [step for step in steps if names[0] in step]
     return {f"{name}_seconds": tuple(step[name] for step in by_rank) for name in names}

@@ -1,4 +1,4 @@
-"""The reference runs that a run's trials are compared with."""
+"""Reference runs that a run's trials are compared with."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ if TYPE_CHECKING:
 
 
 SPARE_STEPS = 1.25
-"""A reference run takes so many times the steps that are asked for: trials go on after the parity
-segment."""
+"""Steps of a reference run over the steps requested: trials go on after the parity segment."""
 
 
 @dataclass
 class ReferenceRuns:
-    """Keeps reference runs on disk, and launches those that are missing."""
+    """Caches reference runs on disk, and launches missing ones."""
 
     failures: dict[str, str] = field(default_factory=dict)
-    """Why a reference run failed, by its folder."""
+    """Reason why a reference run failed, by its folder."""
 
     def of(
         self,
@@ -53,9 +52,9 @@ class ReferenceRuns:
         cells: Sequence[Cell],
         announce: Callable[[str], None],
     ) -> dict[str, Reference]:
-        """The reference of every cell, by its key (see `reference_key`).
+        """Returns the reference of every cell, by its key (see `reference_key`).
 
-        `announce`: is told of each launch. Raises KeyboardInterrupt where the user stops one.
+        `announce`: called for each launch. Raises KeyboardInterrupt if the user stops one.
         """
         references: dict[str, Reference] = {}
         all_cells = compared(cells)
@@ -74,7 +73,7 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Launches what is missing of a reference: the run itself, and the one that shows its
+        """Launches the missing parts of a reference: the run itself, and the one that measures its
         noise."""
         data = _data_of(cell)
         if not reference.exists:
@@ -82,7 +81,7 @@ class ReferenceRuns:
                 f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
             )
             own = reference_cell(cell)
-            if cell.device == "cpu":  # on a GPU the batch of eight of them takes long enough
+            if cell.device == "cpu":  # On a GPU, a batch meant for eight takes long enough.
                 own = _with_steps(own, math.ceil(SPARE_STEPS * own.total_steps))
             outcome = _launch(launcher, own, data, reference_output=reference.folder)
             if outcome.status != "ok":
@@ -107,9 +106,8 @@ class ReferenceRuns:
     def verify(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """The verdict on a trial, by a reference that goes as far as it does. Where its losses
-        leave what low precision was thought to do, references in that precision are run too.
-        """
+        """Returns the verdict on a trial, with a reference that covers all its steps. If the losses
+        exceed the assumed effect of low precision, also runs references in that precision."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
@@ -128,9 +126,8 @@ class ReferenceRuns:
     def _learn_losses(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
-        """Sees to it that the reference of a cell has the losses of as many steps of the training
-        as a trial took, by a launch of its own where it has fewer; it stays as it is where that
-        does not end well."""
+        """Extends the reference's losses to the trial's number of training steps with another
+        launch, if needed. A launch that fails leaves the reference unchanged."""
         taken = outcome.trained[0].steps
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
@@ -141,21 +138,20 @@ class ReferenceRuns:
             reference.note_losses(losses)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
-        """Sees to it that the reference of a cell knows how far its losses are, at each step, from
-        those of the same training rounded differently."""
+        """Adds the reference's drift: at each step, the loss deviation of the same training rounded
+        differently."""
         known = reference.all_losses
         longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
         drift = loss_deviations(again, known) if len(again) == len(known) else []
-        # Without any the two runs rounded alike, which tells nothing of others.
+        # An empty drift means that both runs rounded alike, which tells you nothing about others.
         reference.note_drift(drift if any(drift) else [])
 
     def _learn_drift_in_precision(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference
     ) -> None:
-        """Sees to it that the reference of a cell knows how far its losses are, at each step, from
-        those of the same training in the cell's precision: the larger deviation of two runs, which
-        differ in rounding."""
+        """Adds the reference's drift in the cell's precision: at each step, the larger loss
+        deviation of two runs that differ in rounding."""
         known = reference.all_losses
         if len(reference.precision_drift(cell.precision)) >= len(known):
             return
@@ -173,7 +169,7 @@ class ReferenceRuns:
 
 
 def _diverged_later(verification: Verification) -> bool:
-    """Whether a trial is `diverged` by a step after the parity segment."""
+    """Returns whether a trial is `diverged` because of a step after the parity segment."""
     verdict = verification.verdict
     return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
 
@@ -183,18 +179,17 @@ def _data_of(cell: Cell) -> DataSource:
 
 
 def _with_steps(reference: Cell, steps: int) -> Cell:
-    """A reference cell with so many steps."""
     return reference.model_copy(update={"timed_steps": steps - reference.warmup_steps})
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """A reference cell whose time nobody compares."""
+    """Returns the reference cell on all cores: nobody compares its time."""
     cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores)
 
 
 def _losses_of(outcome: Outcome) -> list[float]:
-    """The losses of a reference run; empty where it did not end well."""
+    """Returns the losses of a reference run; empty if it failed."""
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
@@ -204,7 +199,7 @@ def _losses_of(outcome: Outcome) -> list[float]:
 def _launch(
     launcher: LauncherProtocol, cell: Cell, data: DataSource, **more: Unpack[TrialOptions]
 ) -> Outcome:
-    """Launches a reference run; raises KeyboardInterrupt where the user stopped it."""
+    """Launches a reference run; raises KeyboardInterrupt if the user stopped it."""
     if cell.device == "cuda":
         limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
         cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
@@ -215,6 +210,5 @@ def _launch(
 
 
 def compared(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, and their twins in fp32 where they have one: all that references are needed
-    for."""
+    """Returns the cells and their fp32 twins, if any: all that need references."""
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]

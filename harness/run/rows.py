@@ -1,4 +1,4 @@
-"""The records of a cell that was left out, of a trial, and of its steps."""
+"""Records of skipped cells, trials and their steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.workloads.counts import model_facts
 def left_out_record(
     run_id: str, cell: Cell, status: str, reason: str, attempt: int = 1, position: int = -1
 ) -> TrialRecord:
-    """Of a cell that was not launched: why."""
+    """Returns the record of a cell that was not launched, with the reason."""
     return TrialRecord(
         schema_version=VERSION,
         run_id=run_id,
@@ -72,18 +72,18 @@ def left_out_record(
 
 @dataclass(frozen=True)
 class SetBackCheck:
-    """What was found each time that the state was set back and the steps after it trained again."""
+    """Outcome of verifying the steps after each rewind."""
 
     count: int
     why_not: str
-    """Empty where it was set back."""
+    """Reason why the state was never rewound; empty if it was."""
     loss_deviation: float | None
-    """The largest; None: never set back, or not finite."""
+    """Largest deviation of the loss; None: never rewound, or not finite."""
     update_deviation: float | None
 
     @classmethod
     def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> SetBackCheck:
-        """Of the verdicts of each time; `why_not`: the reason where there is none."""
+        """Summarises the verdicts of all rewinds; `why_not`: the reason if there are none."""
         losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
         updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
         return cls(
@@ -99,15 +99,15 @@ class Verification:
     """How a trial compares with its reference run."""
 
     verdict: ParityVerdict | None
-    """None: the trial did not end ok."""
+    """None if the trial did not end ok."""
     reference_losses: Sequence[float]
     noise: Noise | None
-    """The reference's own; None: unknown."""
+    """Noise of the reference; None: unknown."""
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
     """Relative deviation of the loss from the reference's at each step after the parity segment."""
     set_backs: SetBackCheck | None = None
-    """None: the trial was not compared, or differed within the parity segment already."""
+    """None if the trial was not compared, or diverged within the parity segment."""
 
 
 def trial_record(
@@ -118,7 +118,7 @@ def trial_record(
     surroundings: Surroundings,
     peaks: Peaks,
 ) -> TrialRecord:
-    """Of a trial that was launched, whatever became of it."""
+    """Returns the record of a launched trial, however it ended."""
     cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
     facts = model_facts(prepared.workload, cell.sequence_length)
     noise, nodes = verification.noise, outcome.nodes
@@ -191,7 +191,7 @@ def trial_record(
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """A trial that ended ok and is not the same training as its reference is `diverged`."""
+    """Marks the trial `diverged` if it ended ok but does not train the same as its reference."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":
@@ -202,7 +202,7 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
 
 
 def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRecord:
-    """With what the first rank that ran out of memory held, if one could still say so."""
+    """Adds what the first rank that ran out of memory held, if it could still report it."""
     failures = [a.failure for a in answers if a.failure and a.failure.failed_in]
     if not failures:
         return trial
@@ -211,7 +211,7 @@ def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRe
 
 
 def step_records(run_id: str, key: TrialKey, answers: Sequence[RankAnswer]) -> Iterator[StepRecord]:
-    """Every step of every rank."""
+    """Yields every step of every rank."""
     for answer in answers:
         for step in answer.trained.steps if answer.trained else ():
             yield StepRecord(

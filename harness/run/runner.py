@@ -1,4 +1,4 @@
-"""Runs what is open of a plan: references, trials in order, progress, resume, stop."""
+"""Runs the open trials of a plan: references, order, progress, resume, stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from harness.spec.cell import Cell
 
 
 class Watcher(Protocol):
-    """What a runner tells while it works; the command line draws it."""
+    """Receives a runner's progress; the command line draws it."""
 
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
@@ -45,23 +45,23 @@ class Watcher(Protocol):
 
 
 Todo = tuple[int, Cell, TrialKey]
-"""A trial that is to be launched, its position first."""
+"""Trial to launch: (position, cell, key)."""
 
 
 @dataclass
 class Runner:
-    """Runs what is open of a plan, in order, recording each trial as it ends."""
+    """Runs the open trials of a plan in order, recording each as it ends."""
 
     store: Store
     plan: Plan
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """Which part of the plan's cells this runner runs, of how many; others run the rest at the same
-    time."""
+    """Share of the plan's cells that this runner runs: (number, of how many). Others run at the
+    same time."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
-    """From the begin of `run` on."""
+    """Set when `run` begins."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -69,7 +69,7 @@ class Runner:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """This runner's share: all trials of a cell run where its first one did."""
+        """Cells of this runner's share: all trials of a cell run where its first one did."""
         number, of = self.share
         return self.plan.cells[number::of]
 
@@ -83,7 +83,7 @@ class Runner:
         return not replace(self, share=(0, 1)).open_trials()
 
     def open_trials(self) -> list[Todo]:
-        """(position, cell, key) of the trials that have no final record yet."""
+        """Returns (position, cell, key) of the trials without a final record."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -111,17 +111,17 @@ class Runner:
         return todo
 
     def make_room(self) -> None:
-        """Raises UsageError where the disk has too little room for the reference runs that are
-        missing; nothing is recorded then."""
+        """Raises UsageError if the disk has too little room for the missing reference runs; records
+        nothing in that case."""
         make_room(compared([cell for _, cell, _ in self.open_trials()]))
 
     def begin(self) -> bool:
-        """Writes the run's row; False where somebody else has begun this run."""
+        """Writes the run's row; returns False if another process has begun this run."""
         return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
     def run(self, watcher: Watcher) -> bool:
-        """Runs all open trials; False if it was interrupted (what was running is then recorded as
-        such)."""
+        """Runs all open trials. If interrupted, records the running ones as such and returns
+        False."""
         recorded = self.store.statuses(self.plan.run_id)
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
@@ -163,10 +163,10 @@ class Runner:
         return True
 
     def another_round(self, watcher: Watcher) -> list[Todo]:
-        """A further trial of each cell whose interval is too wide, or that may still be the answer,
-        as far as the time that is left is enough."""
+        """Returns a further trial of each cell whose interval is too wide, or that may still be the
+        answer, as far as time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
-            return []  # a share of the cells has no answer of its own
+            return []  # A share of the cells has no answer of its own.
         trials = self.store.load([self.plan.run_id], steps=False).trials
         worth, why = worth_launching(self.plan, trials)
         wanted = worth & {cell.id for cell in self.cells}
@@ -191,9 +191,9 @@ class Runner:
         todo: Sequence[Todo],
         watcher: Watcher,
     ) -> bool:
-        """Runs these trials in order; False if it was interrupted.
+        """Runs these trials in order; returns False if interrupted.
 
-        `launch`: launches those that are launched at once, and records them.
+        `launch`: launches and records the trials of one group.
         """
         for group in self._groups(todo):
             launched = [trial for trial in group if self._is_launched(*trial, watcher)]
@@ -213,22 +213,22 @@ class Runner:
         return True
 
     def _groups(self, todo: Sequence[Todo]) -> list[list[Todo]]:
-        """What is launched at once: one trial, or a round."""
+        """Groups trials that are launched together: single trials, or a round."""
         if not self.plan.by_turns:
             return [[trial] for trial in todo]
         return [list(group) for _, group in itertools.groupby(todo, key=lambda todo: todo[2].trial)]
 
     def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
-        """False where an earlier trial ran out of memory or time, where the time budget is spent,
-        or where a cell that needs less memory ran out of it.
+        """Returns False if an earlier trial ran out of memory or time, the time budget is spent, or
+        a cell that needs less memory ran out of it.
 
-        The latter is recorded as skipped.
+        In the last case, the trial is recorded as skipped.
         """
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
             return False
-        # A later trial has an earlier one that fitted.
+        # Later trials had an earlier one that fitted.
         if key.trial == 0 and (reason := self._needs_more_memory(cell)):
             self._given_up[cell.id] = "skipped"
             trial = left_out_record(
@@ -240,8 +240,7 @@ class Runner:
         return True
 
     def explain(self, watcher: Watcher) -> bool:
-        """One more launch of each cell that ended ok and is not explained yet; False if it was
-        interrupted."""
+        """Profiles each cell that ended ok and has no profile yet; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
@@ -259,7 +258,7 @@ class Runner:
         return True
 
     def start(self, cells: Sequence[Cell]) -> LauncherProtocol:
-        """A launcher whose fork server holds what these cells need."""
+        """Returns a launcher whose fork server has imported what these cells need."""
         return self.launcher(packages(cells))
 
     def run_trial(
@@ -271,7 +270,8 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        """Launches, judges and records one trial; without a reference its parity stays unknown."""
+        """Launches, verifies and records one trial; without a reference its parity stays
+        unknown."""
         seconds = self.plan.timed_seconds_of(cell)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
@@ -292,7 +292,7 @@ class Runner:
         references: dict[str, Reference],
         on_progress: Callable[[int, float], None],
     ) -> list[TrialRecord]:
-        """Launches, judges and records a round of trials that train by turns."""
+        """Launches, verifies and records a round of interleaved trials."""
         round_ = [
             PreparedTrial(cell, key, position, references[reference_key(cell)])
             for position, cell, key in todo
@@ -313,7 +313,7 @@ class Runner:
         surroundings: Surroundings,
         launcher: LauncherProtocol,
     ) -> TrialRecord:
-        """Judges and records a trial; launches what its reference lacks for that."""
+        """Verifies and records a trial; launches what its reference lacks."""
         cell = prepared.cell
         verification = self._references.verify(launcher, prepared, outcome)
         trial = trial_record(
@@ -330,8 +330,8 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """The reason not to try a cell: one that differs only by needing no more of anything ran
-        out of memory."""
+        """Returns why not to try a cell: a cell that needs no more of anything ran out of
+        memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue

@@ -1,4 +1,4 @@
-"""How a trial compares with its reference run."""
+"""Compares a trial with its reference run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from harness.spec.training import Tolerance
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
-    """The verdict on a trial; without a reference it is unknown, for the reason `why_not`.
+    """Returns the verdict on a trial; without a reference it is unknown, for the reason `why_not`.
 
-    Where the reference's drift is not known yet, its later losses are held to the narrowest
-    envelope of all: a trial that stays in it stays in every other.
+    While the reference's drift is unknown, later losses are held to the narrowest envelope: a trial
+    within it is within every other.
     """
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None
@@ -68,7 +68,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 
 @dataclass(frozen=True)
 class _Judging:
-    """What a trial of one cell is held to."""
+    """Standards for a trial of one cell."""
 
     prepared: PreparedTrial
     allowed: Tolerance
@@ -80,7 +80,7 @@ class _Judging:
     def of(
         self, losses: Sequence[float | None], updates: Sequence[Mapping[str, float]]
     ) -> ParityVerdict:
-        """The verdict on the parity segment, or on a part of it that was trained again."""
+        """Returns the verdict on the parity segment, or on a retrained part of it."""
         return verdict_of(
             self.prepared.cell,
             self.prepared.workload,
@@ -93,14 +93,14 @@ class _Judging:
         )
 
     def later(self, steps: Pass) -> list[float]:
-        """Deviations of the losses after the segment."""
+        """Returns the deviations of the losses after the segment."""
         assert self.reference is not None
         segment = self.prepared.cell.parity_steps
         losses = [None] * segment + list(steps.since(segment))
         return deviations_later(losses, self.reference.all_losses, segment)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
-        """The verdict, or `diverged` where one of these leaves the envelope."""
+        """Returns the verdict, or `diverged` if one of these deviations leaves the envelope."""
         assert self.reference is not None
         if verdict.verdict not in VERIFIED:
             return verdict
