@@ -1,4 +1,4 @@
-"""The report generator: what was recorded -> one self-contained HTML page."""
+"""Report generator: turns records into one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["write_report", "write_whole"]
 def write_report(
     results: Results, path: Path, instead: str = "", baseline: Choice | None = None
 ) -> Path:
-    """Writes the report of one run (whole or not at all) and returns its path.
+    """Writes the report of one run atomically and returns its path.
 
-    `instead`: see `write_whole`. `baseline`: which cell the others of its setting are compared
-    with; by default DDP, else the single process.
+    `instead`: see `write_whole`. `baseline`: the cell that others of its setting are compared with;
+    by default DDP, else the single process.
 
-    Raises UsageError where the file cannot be written, ValueError where `results` is not one run.
+    Raises UsageError if the file cannot be written, ValueError if `results` is not one run.
     """
     from reports.run_page import render
 
@@ -28,9 +28,9 @@ def write_report(
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
-    """Writes a text file whole or not at all; raises UsageError where it cannot.
+    """Writes a text file atomically; raises UsageError if it cannot.
 
-    `instead`: what to do about that, for its message.
+    `instead`: what to do about that, for the error message.
     """
     from harness.spec.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""The bubble of pipelines, measured and by theory: the data of its chart."""
+"""Data of the chart of pipeline bubbles, measured and in theory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from reports.text import percent
 
 
 def bubble_theory(stages: int, micro_batches: int) -> float:
-    """(p - 1) / (m + p - 1) for p stages and m micro-batches (Huang et al., arXiv 1811.06965)."""
+    """Returns (p - 1) / (m + p - 1) for p stages and m micro-batches (Huang et al., arXiv
+    1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def bubble_bars(cells: Sequence[CellResult], name: str) -> Bars | None:
-    """Measured pipeline bubble in % with the theory's, smallest first."""
+    """Returns the measured pipeline bubbles in %, smallest first, with the theoretical ones."""
     measured = [
         (cell.bubble_fraction, bubble_theory(stages, cell.micro_batches), cell)
         for cell in cells

@@ -1,5 +1,4 @@
-"""One cell of a run in full: its trials and steps, its place, its memory against the formula, where
-its time goes, its parity."""
+"""One cell of a run in detail: trials, steps, rank, memory against the formula, time, parity."""
 
 from __future__ import annotations
 
@@ -56,9 +55,9 @@ class TrialDetail:
 
     trial: TrialRecord
     slowest_rank_step_seconds: tuple[float, ...]
-    """By step."""
+    """Seconds of the slowest rank, by step."""
     phases: tuple[str, ...]
-    """By step, see StepRecord."""
+    """Phase by step, see StepRecord."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: for_json(getattr(self.trial, name)) for name in _TRIAL} | {
@@ -69,16 +68,16 @@ class TrialDetail:
 
 @dataclass(frozen=True)
 class Place:
-    """Place within cells that differ in nothing but the strategy."""
+    """Place among the cells that differ only in strategy."""
 
     place: int
     of: int
     same_as_above: bool
     setting: str
     fastest: str
-    """Its label."""
+    """Label of the fastest cell."""
     ratio: Comparison | None
-    """Throughput over that of the fastest; None for the fastest itself."""
+    """Throughput over that of the fastest cell; None for the fastest itself."""
 
     def as_json(self) -> dict[str, Any]:
         ratio = self.ratio
@@ -97,17 +96,17 @@ class Place:
 
 @dataclass(frozen=True)
 class KindOfState:
-    """What the fullest rank keeps of one kind between steps."""
+    """States of one kind that the fullest rank keeps between steps."""
 
     kind: str
-    """parameter, gradient, optimizer, library"""
+    """parameter, gradient, optimizer or library."""
     bytes: float | None
     formula_bytes: float | None
 
 
 @dataclass(frozen=True)
 class RankDetail:
-    """One rank: the median of its timed steps over all finished trials, and its peak in the trial
+    """One rank: median of its timed steps over all finished trials, and peak memory in the trial
     with the largest."""
 
     rank: int
@@ -117,7 +116,7 @@ class RankDetail:
 
 @dataclass(frozen=True)
 class CellDetail:
-    """Everything recorded of a cell."""
+    """Everything recorded about a cell."""
 
     started_at: datetime
     hardware: str
@@ -125,15 +124,15 @@ class CellDetail:
     cautions: tuple[Flag, ...]
     trials: tuple[TrialDetail, ...]
     place: Place | None
-    """None where it is not ranked."""
+    """None if the cell is not ranked."""
     kinds: tuple[KindOfState, ...] | None
-    """None where states were not measured."""
+    """None if states were not measured."""
     ranks: tuple[RankDetail, ...]
     profiled: ProfiledCell | None
     log_tail: str
 
     def as_json(self) -> dict[str, Any]:
-        """Fit for JSON; unknown is None."""
+        """Returns the detail as JSON values; unknown is None."""
         memory = {name: for_json(getattr(self.cell, name)) for name in _MEMORY}
         return {
             "started_at": self.started_at.isoformat(),
@@ -152,9 +151,9 @@ class CellDetail:
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
-    """Everything recorded of a cell.
+    """Returns everything recorded about a cell.
 
-    `results`: of its run; `steps`: table `steps` of the cell.
+    `results`: of the cell's run; `steps`: the cell's table `steps`.
     """
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
@@ -200,7 +199,7 @@ def _place(group: RankedGroup, cell: RankedCell) -> Place:
 
 
 def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
-    """By kind, each with the formula's; None where it was not measured."""
+    """Returns measured and formula bytes by kind; None if states were not measured."""
     if cell.state_bytes is None:
         return None
     finished = [trial for trial in trials if trial.status == "ok"]
@@ -231,7 +230,7 @@ def _ranks(
 
 
 def _time(cell: ProfiledCell) -> dict[str, Any]:
-    """Parts of a profiled step, mean of the ranks, in seconds."""
+    """Returns the parts of a profiled step in seconds, mean of the ranks."""
     parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
     return {
         **{f"{name}_seconds": seconds for name, seconds in parts.items()},

@@ -1,5 +1,4 @@
-"""A comparison of runs as text: the words of a table, Markdown for a pull request, one
-self-contained HTML page."""
+"""Comparison of runs as table text, Markdown for a pull request, or a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ FOLDED = ("added", "no difference seen", "not compared")
 
 
 def words(line: ComparedCell) -> list[str]:
-    """A compared cell's row of the table."""
+    """Returns a compared cell's row of the table."""
     speed = line.throughput
     interval = (
         f"{speed.low:.3f} to {speed.high:.3f}"
@@ -48,14 +47,15 @@ def words(line: ComparedCell) -> list[str]:
 
 
 def memory(line: ComparedCell) -> str:
-    """`96.1 MiB to 98.0 MiB, x 1.02`; a dash where it is unknown or was measured in another way."""
+    """Returns e.g. `96.1 MiB to 98.0 MiB, x 1.02`; a dash if unknown or measured by different
+    methods."""
     if line.first is None or line.second is None or line.memory is None:
         return DASH
     return f"{size(line.first.peak)} to {size(line.second.peak)}, x {line.memory.ratio:.2f}"
 
 
 def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
-    """Cells some of whose trials something disturbed, with these trials."""
+    """Returns the cells with disturbed trials, and these trials."""
     return [
         (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
     ]
@@ -66,7 +66,7 @@ def trials(cell: MeasuredCell | None) -> str:
 
 
 def markdown(compared: RunComparison) -> str:
-    """Fit for a comment on a pull request: findings first, the rest folded."""
+    """Returns Markdown for a comment on a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
     parts = [
@@ -107,7 +107,7 @@ def _md_lines(lines: Sequence[ComparedCell]) -> list[str]:
 
 
 def page(compared: RunComparison) -> str:
-    """One HTML page that loads nothing and runs nothing but its own script."""
+    """Returns one HTML page that loads nothing and runs only its own script."""
     from reports.page import fill
 
     return fill(

@@ -1,4 +1,4 @@
-"""Where two strategies change places from one link to another, in words."""
+"""Describes where two strategies change order from one link to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reports.link_facts import MeasuredLink, bits
 from reports.text import MIB, listed, number, plural
 
 ALIKE_BYTES = 0.02
-"""Strategies whose bytes differ by less have no order by bytes."""
+"""Relative difference in bytes below which strategies are not ordered by bytes."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +25,29 @@ class LinkSeries:
     label: str
     by_link: Mapping[str, CellResult]
     wire_bytes: Mapping[str, float | None]
-    """Bytes per step that its rank which sends most sends over each link."""
+    """Bytes per step of the rank that sends most, by link."""
 
     @property
     def sent(self) -> float | None:
-        """Those bytes: they do not depend on the link."""
+        """Bytes per step of the rank that sends most, over any link: they do not depend on it."""
         known = [size for size in self.wire_bytes.values() if size is not None]
         return statistics.median(known) if known else None
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Two strategies that change places."""
+    """Two strategies that change order."""
 
     clearness: float
-    """The lesser of the two logarithms of the ratio of their throughputs."""
+    """Smaller absolute log ratio of their throughputs on the two sides."""
     words: str
 
 
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
-    """Where two strategies change places, the clearest first.
+    """Returns the crossovers, the clearest first.
 
-    Only where within rounds one is faster at one link and the other at the next at which there is a
-    difference. The place is interpolated between measured points, on logarithmic axes.
+    One strategy must be faster within rounds at one link, and the other at the next link that shows
+    a difference. The crossing point is interpolated between measured links, on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -80,7 +80,7 @@ def _by_bandwidth(
 
 
 def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
-    """Strategies that change places when a link of the same rate has a longer delay."""
+    """Yields strategies that change order when a link of the same rate has a longer delay."""
     by_rate = {Link.of(link.asked).bits_per_second: link for link in links if not link.delayed}
     for far in links:
         near = by_rate.get(Link.of(far.asked).bits_per_second) if far.delayed else None
@@ -101,20 +101,20 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
-    """Logarithm of the ratio of their throughputs."""
+    """Returns the logarithm of the ratio of their throughputs."""
     first, second = (strategy.by_link[link].samples_per_second or 1.0 for strategy in (a, b))
     return math.log(first / second)
 
 
 def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
-    """1 where the first is clearly faster, -1 where it is clearly slower, else 0."""
+    """Returns 1 if the first is clearly faster, -1 if clearly slower, else 0."""
     comparison = compared(a.by_link[link], b.by_link[link])
     return {"faster": 1, "slower": -1}.get(comparison.verdict, 0) if comparison else 0
 
 
 def _zero(points: Sequence[tuple[float, float]]) -> float:
-    """Where straight lines through the points first cross zero; the points begin and end on
-    different sides of it."""
+    """Returns where the line through the points first crosses zero; its ends must have opposite
+    signs."""
     (x, y), (after, then) = next(
         pair for pair in itertools.pairwise(points) if pair[0][1] * pair[1][1] <= 0
     )
@@ -122,8 +122,8 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 
 
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    """Whether the slowest link puts the strategies in the order of what they send, in words; empty
-    where that is not known."""
+    """Describes whether strategies on the slowest link rank by the bytes they send; empty if
+    unknown."""
     known = [
         strategy
         for strategy in series

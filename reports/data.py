@@ -1,5 +1,4 @@
-"""Cells -> the data of charts with a bar for each cell: all that a picture shows, before it is
-drawn."""
+"""Data of bar charts with a bar per cell, before they are drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from reports.names import OVERSUBSCRIBED, STAND_IN, marks, named
 from reports.text import MIB, number, plural, shortened
 
 MOST_ROWS = 60
-LABEL = 52  # characters that fit the width of a chart
+LABEL = 52  # Characters that fit the width of a chart.
 NOTES = {
     STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
     OVERSUBSCRIBED: (
@@ -25,7 +24,7 @@ ALIKE = "≈ cannot be told apart from the one above: no difference is seen with
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of a chart of bars or dots; values in the chart's unit."""
+    """One line of a bar or dot chart; values in the chart's unit."""
 
     label: str
     value: float | None
@@ -33,50 +32,50 @@ class Bar:
     low: float | None = None
     high: float | None = None
     strong: bool = False
-    """One of the best."""
+    """Whether this is one of the best."""
     marks: str = ""
     target: float | None = None
-    """Theory, or tolerance."""
+    """Theoretical value, or tolerance."""
     failed: bool = False
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A chart of bars."""
+    """A bar chart."""
 
     name: str
-    """Unique in the page, fit for an HTML id."""
+    """HTML id, unique in the page."""
     title: str
     axis: str
-    """What is drawn, with its unit."""
+    """Quantity with its unit."""
     bars: tuple[Bar, ...]
     summary: str
-    """What a screen reader says."""
+    """Text for screen readers."""
     notes: tuple[str, ...] = ()
     logarithmic: bool = False
     target: str = ""
-    """What `Bar.target` is."""
+    """Meaning of `Bar.target`."""
 
 
 def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
-    """The legend of the marks that occur."""
+    """Returns the legend of the marks that occur."""
     seen = "".join(marks(cell) for cell in cells)
     return tuple(text for mark, text in NOTES.items() if mark in seen)
 
 
 def rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
-    """A note on what is not drawn."""
+    """Returns a note on what is not drawn."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()
 
 
 def first_few(items: Sequence[Bar], most: int, unit: str = "") -> str:
-    """The first bars in words, for a screen reader."""
+    """Describes the first bars, for a screen reader."""
     return "; ".join(f"{bar.label} {bar.text}{unit}" for bar in items[:most])
 
 
 def throughput_bars(group: RankedGroup, name: str) -> Bars:
-    """Throughput of a group, fastest first, with the 95 % intervals; strong: cannot be told apart
-    from the fastest."""
+    """Returns a group's throughputs with 95 % intervals, fastest first; strong: tied with the
+    fastest."""
     fastest = group.rows[0]
     best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
     bars = []
@@ -100,7 +99,7 @@ def throughput_bars(group: RankedGroup, name: str) -> Bars:
 
 
 def memory_bars(group: RankedGroup, name: str) -> Bars | None:
-    """Peak memory of a group in MiB, smallest first, with the range over trials."""
+    """Returns a group's peak memory in MiB with the range over trials, smallest first."""
     peaks = [(c.peak_memory_bytes / MIB, c) for c in group.rows if c.peak_memory_bytes is not None]
     if not peaks:
         return None
@@ -124,13 +123,13 @@ def memory_bars(group: RankedGroup, name: str) -> Bars | None:
 
 
 def where(cell: CellResult, workload: str) -> str:
-    """A cell in words where a chart mixes settings: `label x2 bf16`, and its workload if it is
-    another one."""
+    """Returns a cell's name in a chart of mixed settings: `label x2 bf16`, and its workload if it
+    is not `workload`."""
     other = "" if cell.workload == workload else f" {cell.workload}"
     setting = f" x{cell.devices} {cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
 
 
 def main_workload(cells: Sequence[CellResult]) -> str:
-    """The workload of most cells."""
+    """Returns the workload of most cells."""
     return Counter(cell.workload for cell in cells).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""How far each cell was from the reference, against what it may be: the data of two charts."""
+"""Data of two charts: each cell's deviation from the reference against its tolerance."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHARTS = {
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """The largest deviations of each judged cell on a log axis with its tolerance, those nearest to
-    theirs first."""
+    """Yields the largest deviations of each verified cell with its tolerance, on a log axis, those
+    nearest to their tolerance first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(getattr(cell, f"parity_max_{kind}_deviation")), float(tolerance))
@@ -50,7 +50,7 @@ def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
 
 
 def _used(judged: Judged) -> tuple[bool, float]:
-    """Diverged ones above all, then by the share of the tolerance that is used."""
+    """Sort key: diverged cells first, then by the used fraction of the tolerance."""
     cell, value, tolerance = judged
     share = float("inf") if value is None else value / tolerance
     return cell.parity_verdict == "diverged", share

@@ -1,4 +1,4 @@
-"""What to turn on first: the effect of each axis on throughput and memory, alone and together."""
+"""What to turn on first: each axis's effect on throughput and memory, alone and combined."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EffectsPart:
     title: str
     baseline: CellResult
     best: str
-    """The best combinations, in words."""
+    """Description of the best combinations."""
     rows: tuple[tuple[str, ...], ...]
     panels: tuple[Panel, ...]
 
@@ -46,7 +46,7 @@ def title_of(effects: Effects) -> str:
 
 
 def ratio_text(comparison: Comparison | None) -> str:
-    """`1.23 x (1.15 to 1.31)`."""
+    """Returns e.g. `1.23 x (1.15 to 1.31)`."""
     if comparison is None:
         return DASH
     if comparison.low is None or comparison.high is None:
@@ -59,7 +59,7 @@ def times(value: float | None) -> str:
 
 
 def rows_of(effects: Effects) -> list[tuple[str, ...]]:
-    """A table row for each effect, see COLUMNS."""
+    """Returns a table row for each effect, see COLUMNS."""
     return [
         (
             effect.value,
@@ -74,7 +74,7 @@ def rows_of(effects: Effects) -> list[tuple[str, ...]]:
 
 
 def best_text(effects: Effects) -> str:
-    """Which combination is the fastest and which needs least memory, against the baseline."""
+    """Describes the fastest and the most frugal combination, against the baseline."""
     base = effects.baseline
     return (
         f"Fastest: {_combination(effects.fastest)}, {_against(effects.fastest, base)}."
@@ -95,7 +95,7 @@ def _against(cell: CellResult, base: CellResult) -> str:
 
 
 def throughput_bars(effects: Effects, name: str) -> Bars:
-    """The mean effect on throughput, with its interval."""
+    """Returns the mean effects on throughput, with intervals."""
     bars = [
         Bar(
             effect.value,
@@ -114,7 +114,7 @@ def throughput_bars(effects: Effects, name: str) -> Bars:
 
 
 def memory_bars(effects: Effects, name: str) -> Bars:
-    """The mean effect on peak memory, least first."""
+    """Returns the mean effects on peak memory, smallest first."""
 
     def size(effect: Effect) -> float:
         return effect.together_memory or 0.0

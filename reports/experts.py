@@ -1,5 +1,4 @@
-"""How evenly a mixture's tokens are spread over its experts: the data of the charts, and the
-section's parts."""
+"""Charts and section of how evenly tokens are spread over a mixture's experts."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from reports.text import number
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    """The cells of which the experts' tokens are known, the most even ones first."""
+    """Returns the cells with recorded expert tokens, the most balanced first."""
     known = [cell for cell in cells if cell.expert_imbalance is not None]
     return sorted(known, key=lambda cell: (cell.workload, cell.expert_imbalance))
 
 
 def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
-    """Tokens of the busiest expert over the mean, by cell."""
+    """Returns the busiest expert's tokens over the mean, by cell."""
     known = routed(cells)
     if not known:
         return None
@@ -46,8 +45,8 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Tokens of each expert, a chart for each workload: those of its first cell, as the same
-    training routes the same."""
+    """Returns the tokens of each expert, a chart per workload. Only the first cell is shown: the
+    same training routes the same way."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.expert_tokens:

@@ -1,5 +1,4 @@
-"""Runs for other programs: one record per cell, units in the names, the frames' own numbers,
-unknown is null."""
+"""Exports runs as one record per cell: units in the names, unrounded numbers, unknown is null."""
 
 from __future__ import annotations
 
@@ -47,12 +46,12 @@ FIGURES = _names(
     " parity_update_tolerance fp32_loss_deviation"
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
-"""Columns of JSON only."""
+"""Columns that only JSON has."""
 _FORMULA_STARTS = tuple("=+-@\t\r")
 
 
 def for_json(value: object) -> object:
-    """A value as JSON has it: null for what is not finite, times as ISO 8601."""
+    """Returns a value for JSON: null if not finite, times as ISO 8601."""
     if isinstance(value, Mapping):
         return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -63,14 +62,14 @@ def for_json(value: object) -> object:
 
 
 def records(report: RunReport) -> list[dict[str, Any]]:
-    """A record for each cell of a run, ranked ones first in the order of their groups."""
+    """Returns a record for each cell of a run, ranked ones first in the order of their groups."""
     ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
     rest = [cell for cell in report.cells if cell.cell_id not in ranked]
     return [record_of(cell) for cell in (*ranked.values(), *rest)]
 
 
 def record_of(cell: CellResult) -> dict[str, Any]:
-    """What one cell has to say, fit for JSON; its place is null where it is not ranked."""
+    """Returns one cell's record for JSON; its place is null if it is not ranked."""
     fields = vars(cell) | {
         "disturbed_trials": cell.disturbed,
         "samples_per_second_by_trial": cell.by_round,
@@ -79,7 +78,7 @@ def record_of(cell: CellResult) -> dict[str, Any]:
 
 
 def as_json(reports: Sequence[RunReport], **more: object) -> str:
-    """`{"runs": [...], "cells": [...], ...}`; every cell's record names its run."""
+    """Returns `{"runs": [...], "cells": [...], ...}`; every cell's record names its run."""
     runs = [{name: for_json(getattr(report.run, name)) for name in RUN} for report in reports]
     cells = [record for report in reports for record in records(report)]
     whole = {
@@ -91,8 +90,8 @@ def as_json(reports: Sequence[RunReport], **more: object) -> str:
 
 
 def as_csv(reports: Sequence[RunReport]) -> str:
-    """A line per run and cell, after a line of names; numbers in full precision, unknown is empty,
-    true and false in words."""
+    """Returns a header and a line per run and cell, in full precision; unknown is empty, booleans
+    are words."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*IDENTITY, *FIGURES])
@@ -108,6 +107,6 @@ def _field(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # A spreadsheet takes a text that begins so for a formula and would run it (CWE-1236).
+        # A spreadsheet would run a text that begins like this as a formula (CWE-1236).
         return f"'{value}" if value.startswith(_FORMULA_STARTS) else value
     return repr(value)

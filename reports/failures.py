@@ -1,5 +1,4 @@
-"""Cells that were launched and have no place in the ranking, and planned ones that were not
-reached."""
+"""Cells that were launched but not ranked, and planned ones that were not reached."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from reports.text import plural
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that has no place in the ranking, with its reason and the end of its log."""
+    """A cell that is not ranked, with the reason and the end of its log."""
 
     row: CellResult
     what: str
@@ -28,8 +27,8 @@ class Failure:
 
 
 def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    """Everything launched that failed, diverged or was cut off; what the matrix expects comes
-    last."""
+    """Returns everything launched that failed, diverged or was interrupted; failures expected by
+    the matrix come last."""
     found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
     return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
 
@@ -43,12 +42,12 @@ def _failure(cell: CellResult, trials: Sequence[TrialRecord]) -> Failure:
 
 
 def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
-    """Planned cells that have no record yet."""
+    """Returns the planned cells that have no record yet."""
     recorded = {cell.cell_id for cell in cells}
     planned = []
     for fields in plan_of(run).get("cells", []):
         try:
             planned.append(Cell(**fields))
         except (TypeError, ValueError):
-            continue  # of a version whose cells had other fields
+            continue  # Written by a version whose cells had other fields.
     return [cell for cell in planned if cell.id not in recorded]

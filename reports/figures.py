@@ -1,4 +1,4 @@
-"""Figure data -> matplotlib figures, of what is no line per cell (see lines.py).
+"""Draws matplotlib figures of data without a line per cell (for those, see lines.py).
 
 Widths and heights are in pixels of the page at 100 %.
 """
@@ -31,7 +31,7 @@ _MARKERS = "osD^vP"
 def canvas(
     height: float, left: float, right: float, bottom: float, top: float
 ) -> tuple[Figure, Axes]:
-    """A figure of WIDTH x height with one axes between these margins."""
+    """Returns a figure of WIDTH x height with one axes between these margins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
@@ -47,7 +47,7 @@ def canvas(
 
 
 def scatter(data: Scatter) -> Figure:
-    """Memory (x) against throughput (y) with intervals; the front is a numbered step line."""
+    """Draws memory (x) against throughput (y) with intervals; the front is a numbered step line."""
     figure, axes = canvas(310, 58, 14, 44, 16)
     front = data.front
     for colour, points in ((REST, [p for p in data.points if not p.place]), (BEST, front)):
@@ -61,7 +61,7 @@ def scatter(data: Scatter) -> Figure:
         for ends in (
             upright,
             level,
-        ):  # all of them as one broken line: thousands of lines would make the page large
+        ):  # One broken line, because thousands of lines would make the page large.
             axes.plot(
                 [x for x, _ in ends], [y for _, y in ends], color=colour, linewidth=1.2, zorder=2
             )
@@ -121,7 +121,7 @@ def scatter(data: Scatter) -> Figure:
 
 
 def scaling(data: Scaling) -> Figure:
-    """Throughput over devices, the ideal dashed; the fastest coloured, the others grey."""
+    """Draws throughput over devices, the ideal dashed; the fastest coloured, the others grey."""
     coloured = data.lines[:COLOURED]
     legend = 17 * (len(coloured) + 1 + (len(data.lines) > COLOURED))
     figure, axes = canvas(290 + legend, 58, 14, 44 + legend, 22)
@@ -173,7 +173,7 @@ def scaling(data: Scaling) -> Figure:
 
 
 def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
-    """A tick for each of these numbers of devices, and plain figures above them."""
+    """Sets a labelled tick for each of these numbers of devices."""
     axes.minorticks_off()
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
@@ -182,7 +182,7 @@ def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
-    """The legend below a figure, a line for each handle."""
+    """Draws the legend below a figure, a line for each handle."""
     figure.legend(
         handles,
         labels,
@@ -196,8 +196,8 @@ def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> No
 
 
 def links(data: Bandwidths) -> Figure:
-    """Throughput over measured bandwidth on logarithmic axes, a line for each strategy, the links
-    as asked for on top."""
+    """Draws throughput over measured bandwidth on logarithmic axes, a line per strategy, with the
+    requested links on top."""
     from matplotlib.ticker import LogLocator
 
     legend = 17 * len(data.lines)
@@ -228,7 +228,7 @@ def links(data: Bandwidths) -> Figure:
     followed = [*(place for place, _ in data.links[1:]), math.inf]
     width = math.log(data.links[-1][0] / data.links[0][0] * 1.4**2)
     for (place, asked), after in zip(data.links, followed, strict=True):
-        close = math.log(after / place) < 0.18 * width  # two labels beside each other
+        close = math.log(after / place) < 0.18 * width  # The two labels would overlap.
         axes.axvline(place, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
         axes.text(
             place,
@@ -254,8 +254,8 @@ def links(data: Bandwidths) -> Figure:
 
 
 def losses(data: Losses) -> Figure:
-    """The reference as a broad band, every cell as a thin line on it, diverged ones dashed and
-    named."""
+    """Draws the reference as a broad band and each cell as a thin line; diverged ones are dashed
+    and named."""
     legend = 17 * (2 + len(data.diverged[:3]))
     figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
     axes.plot(

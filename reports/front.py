@@ -1,4 +1,4 @@
-"""Memory against throughput: the data of the chart with the Pareto front."""
+"""Data of the memory against throughput chart with its Pareto front."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Scatter:
 
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
-    """The cells of a group whose memory is known; None below three of them."""
+    """Returns the cells of a group with measured memory; None if there are fewer than three."""
     front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.peak_memory_bytes is not None]
     if len(cells) < 3:

@@ -1,4 +1,4 @@
-"""What a GPU did in a step, and what share of its peak the model's arithmetic was."""
+"""GPU activity during a step, and model FLOPs relative to the peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TERA = 1e12
 
 
 def utilization(cell: CellResult) -> str:
-    """The cell's MFU next to its share of the rate that the card reached; empty where both are
+    """Returns the cell's MFU and its utilisation of the card's measured rate; empty if both are
     unknown."""
     shares = []
     if cell.mfu is not None:
@@ -33,7 +33,7 @@ def _teraflops(rate: float | None) -> str:
 
 
 def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
-    """Share of a step of each part, of cells on GPUs; None without any."""
+    """Returns each part's share of a step, for cells on GPUs; None without any."""
     known = [cell for cell in cells if cell.gpu]
     rows = [cell for group in by_setting(known) for cell in group.rows]
     names = [name for name in PARTS if any(c.gpu and name in c.gpu.seconds for c in rows)]

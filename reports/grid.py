@@ -1,4 +1,4 @@
-"""Tables of cells: their columns, and each number with its full-precision value for machines."""
+"""Tables of cells: columns, and numbers with full-precision values for machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AnyCell_co = TypeVar("AnyCell_co", bound=CellResult, covariant=True)
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a table cell; `field` names the result's field where the piece is a number of
+    """A piece of a table cell; `field` names the result's field if the piece is a number from
     it."""
 
     text: str
@@ -36,18 +36,18 @@ class Td:
 
 
 def words(text: str) -> Td:
-    """A table cell of text; unknown where it is empty."""
+    """Returns a table cell of text; unknown if it is empty."""
     return Td((Part(text or DASH),), kind="word")
 
 
 def numeral(text: str, field: str, value: float | None) -> Td:
-    """A table cell of one number: what a reader sees, and the number in full."""
+    """Returns a table cell of one number: rounded for readers, and in full."""
     return Td((Part(text, field, exact(value)),))
 
 
 @dataclass(frozen=True)
 class Column(Generic[AnyCell_contra]):
-    """A column of a table: its heading, and what makes its table cell from a cell's result."""
+    """A column of a table: its heading, and a function from a cell's result to its table cell."""
 
     title: str
     unit: str
@@ -75,12 +75,12 @@ class TableRow(Generic[AnyCell_co]):
 
 @dataclass(frozen=True)
 class Grid(Generic[AnyCell_co]):
-    """A small table of cells; columns in which nothing is known are left out."""
+    """A small table of cells, without columns in which everything is unknown."""
 
     name: str
-    """Unique in the page, fit for an HTML id."""
+    """HTML id, unique in the page."""
     label: str
-    """What a screen reader says."""
+    """Text for screen readers."""
     columns: tuple[Heading, ...]
     rows: tuple[TableRow[AnyCell_co], ...]
 
@@ -96,14 +96,14 @@ def headings(columns: Sequence[Column[AnyCell]]) -> tuple[Heading, ...]:
 def full_grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell]:
-    """The cells as a table with all its columns."""
+    """Returns the cells as a table with all its columns."""
     return Grid(name, label, headings(columns), tuple(table_row(cell, columns) for cell in cells))
 
 
 def grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell]:
-    """The cells as a table without the columns in which nothing is known."""
+    """Returns the cells as a table without the columns in which everything is unknown."""
     every = full_grid(name, label, cells, columns)
     kept = [
         column
@@ -116,39 +116,39 @@ def grid(
 def some_grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell] | None:
-    """`grid`, None where there are no cells."""
+    """Returns `grid`, or None without cells."""
     return grid(name, label, cells, columns) if cells else None
 
 
 def figure(field: str, text: Callable[[float | None], str]) -> Callable[[CellResult], Td]:
-    """Makes the table cell of a number among a result's fields."""
+    """Returns a function that makes the table cell of a number in a result's field."""
     return lambda cell: numeral(text(getattr(cell, field)), field, getattr(cell, field))
 
 
 def milliseconds(field: str) -> Callable[[CellResult], Td]:
-    """A field of seconds in ms."""
+    """Formats a field of seconds in ms."""
     return figure(field, lambda value: scaled(value, 1e3))
 
 
 def mebibytes(field: str) -> Callable[[CellResult], Td]:
-    """A field of bytes in MiB."""
+    """Formats a field of bytes in MiB."""
     return figure(field, in_mebibytes)
 
 
 def in_mebibytes(size: float | None) -> str:
-    """Bytes as MiB; small sizes are not rounded to nothing."""
+    """Formats bytes in MiB; small sizes do not round to zero."""
     if size is not None and 0 < size < MIB / 1000:
         return "< 0.001"
     return scaled(size, 1 / MIB)
 
 
 def word(field: str) -> Callable[[CellResult], Td]:
-    """A field of text."""
+    """Formats a field of text."""
     return lambda cell: words(getattr(cell, field) or "")
 
 
 def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
-    """A throughput with the interval around it."""
+    """Formats a throughput with its interval."""
     rate = cell.throughput(column)
     if rate is None:
         return numeral(DASH, column, None)
@@ -162,7 +162,7 @@ def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Number of devices, and of nodes where some cell is of several."""
+    """Returns the column of devices, and that of nodes if a cell has several."""
     columns = [Column("Devices", "", "", figure("devices", plain))]
     if any(cell.nodes > 1 for cell in cells):
         columns.append(Column("Nodes", "", "that the devices are on", figure("nodes", plain)))
@@ -170,7 +170,8 @@ def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 
 def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
-    """Throughput with its interval; the unit in the heading where all cells have the same."""
+    """Returns the column of throughputs with intervals; the unit is in the heading if all cells
+    share it."""
     kinds = {_throughput(cell) for cell in cells if cell.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return Column(
@@ -182,7 +183,8 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
 
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """The throughput with nothing taken out by the control; none where there was no control."""
+    """Returns the columns of throughput before the control's adjustment; empty without a
+    control."""
     if not any(cell.log_throughput and cell.log_throughput.adjusted for cell in cells):
         return []
     tokens = all(cell.tokens_per_second is not None for cell in cells if cell.samples_per_second)

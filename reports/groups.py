@@ -1,4 +1,4 @@
-"""Which cells may be compared with which, and their order by throughput."""
+"""Groups of comparable cells, and their order by throughput."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ AnyCell = TypeVar("AnyCell", bound=CellResult)
 
 @dataclass(frozen=True)
 class Group(Generic[AnyCell]):
-    """Cells that differ in nothing but the strategy."""
+    """Cells that differ only in strategy."""
 
     rows: tuple[AnyCell, ...]
-    """At least one."""
+    """At least one cell."""
 
     @property
     def workload(self) -> str:
@@ -35,12 +35,12 @@ class Group(Generic[AnyCell]):
 
     @property
     def throughput(self) -> str:
-        """Column of the throughput: tokens where every cell has them, else samples."""
+        """Column of the throughput: tokens if every cell has them, else samples."""
         tokens = all(cell.tokens_per_second is not None for cell in self.rows)
         return "tokens_per_second" if tokens else "samples_per_second"
 
     def rate(self, cell: CellResult) -> Estimate:
-        """The throughput of a ranked cell, in the group's unit, with its interval."""
+        """Returns the throughput of a ranked cell with its interval, in the group's unit."""
         rate = cell.throughput(self.throughput)
         assert rate is not None, "a ranked cell has a throughput"
         return rate
@@ -51,28 +51,28 @@ class Group(Generic[AnyCell]):
 
     @property
     def real(self) -> bool:
-        """Whether times of some of its cells hold for real hardware."""
+        """Whether the times of any of its cells hold for real hardware."""
         return not all(cell.oversubscribed for cell in self.rows)
 
     @property
     def title(self) -> str:
-        """`2 devices · fp32 · batch 8`, with what sets it apart from the usual."""
+        """Title such as `2 devices · fp32 · batch 8`, with unusual settings."""
         cell = self.rows[0]
         optimizer = "" if cell.optimizer == "adamw" else f" · {cell.optimizer}"
         return f"{device_words(cell)} · {cell.precision} · batch {cell.global_batch}{optimizer}"
 
     @property
     def full_title(self) -> str:
-        """The title after the workload."""
+        """The workload, followed by the title."""
         return f"{self.workload} · {self.title}"
 
     def title_beside(self, workload: str) -> str:
-        """The title on a page that is mostly about a workload: without naming that one again."""
+        """Returns the title for a page about `workload`: without naming that again."""
         return self.title if self.workload == workload else self.full_title
 
     @property
     def details(self) -> str:
-        """The title with what a reader needs once: tokens of a sample, cores of a device."""
+        """The title with details given once: tokens per sample, cores per device."""
         cell = self.rows[0]
         tokens = f" of {cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
         cores = f" · {plural(cell.threads_per_device, 'core')} per device"
@@ -85,15 +85,15 @@ RankedGroup = Group[RankedCell]
 
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
-    """All groups of ranked cells: the workload with most cells first, then by number of devices,
-    then the largest group first."""
+    """Returns all groups of ranked cells: the workload with most cells first, then by number of
+    devices, then by size, largest first."""
     sizes = Counter(cell.workload for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Cells that differ in nothing but the strategy (and agree in the fields `more`), in their
+    """Groups cells that differ only in strategy (and agree in the fields `more`), keeping their
     order; the workload with most cells first."""
     cells = list(cells)
     sizes = Counter(cell.workload for cell in cells)
@@ -106,14 +106,14 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
 
 
 def ranking(cells: Sequence[CellResult]) -> RankedGroup:
-    """Ranked cells by throughput, with the places that they have among themselves."""
+    """Returns cells ranked by throughput, with their places."""
     ordered = sorted(cells, key=lambda cell: -(cell.samples_per_second or 0.0))
     places = enumerate(zip(ordered, alike(ordered), strict=True), 1)
     return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))
 
 
 def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
-    """The largest group of each workload, number of devices and emulated link."""
+    """Returns the largest group of each workload, number of devices and emulated link."""
     chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
     for group in groups:
         chosen.setdefault((group.workload, group.devices, group.rows[0].links), group)
@@ -134,24 +134,24 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
-    """Cells that cannot be told apart from the first, the fastest one; with one trial nothing can
-    be said."""
+    """Returns the cells tied with the first, fastest one; empty with one trial."""
     return [cell for cell in cells[1:] if cell.trials > 1 and same(cell, cells[0])]
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:
-    """Cells without stand-ins; all of them where there is nothing else."""
+    """Returns the cells without stand-ins, or all if there are only stand-ins."""
     return [cell for cell in group.rows if cell.stand_in is None] or list(group.rows)
 
 
 def fairly_timed(group: RankedGroup) -> list[RankedCell]:
-    """Real things with a core for each rank, fastest first; where there are none, the next best."""
+    """Returns the cells without stand-ins and with a core per rank, fastest first; if there are
+    none, the next best."""
     genuine = of_real_things(group)
     return [cell for cell in genuine if not cell.oversubscribed] or genuine
 
 
 def pareto(group: RankedGroup) -> list[RankedCell]:
-    """Cells that no other beats in both throughput and peak memory, fastest first."""
+    """Returns the cells not beaten in both throughput and peak memory, fastest first."""
     front: list[RankedCell] = []
     least: float | None = None
     for cell in group.rows:

@@ -1,5 +1,5 @@
-"""The largest trainable model, or the longest sequence, of each strategy within a budget of memory,
-against what the formula predicts."""
+"""The largest trainable model, or longest sequence, of each strategy within a memory budget,
+against the formula."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class LargestModel(CellResult):
-    """The largest model, or the longest sequence, that a strategy trains, as a cell; without an id
-    where there is none. Sizes are parameters, or tokens."""
+    """Largest model or longest sequence of a strategy, as a cell; without an id if there is none.
+    Sizes are parameters or tokens."""
 
     reached: int | None = None
     next: int | None = None
-    """The smallest size that does not train."""
+    """Smallest size that does not train."""
     predicted: int | None = None
-    """By the formula."""
+    """Size by the formula."""
     ratio: float | None = None
     step: int | None = None
     setup_peak_memory_bytes: int | None = None
@@ -44,19 +44,19 @@ class LargestModel(CellResult):
 
 @dataclass(frozen=True)
 class Largest:
-    """What a search found."""
+    """Outcome of a search."""
 
     budget: str
     winner: LargestModel | None
     bars: Bars
     grid: Grid[LargestModel]
     order: tuple[str, ...]
-    """A sentence for each chain of strategies that theory puts in an order."""
+    """One sentence per chain of strategies that theory puts in an order."""
     limits: tuple[tuple[str, str], ...]
-    """Strategy, and what it ran out of memory with, or why it has no size."""
+    """(strategy, what it ran out of memory with, or why it has no size)."""
     probes: int
     tokens: bool = False
-    """Whether sequences grew, and sizes are tokens; else the model did, and they are parameters."""
+    """Whether sequences grew and sizes are tokens; else the model grew and they are parameters."""
 
     @property
     def unit(self) -> str:
@@ -64,24 +64,24 @@ class Largest:
 
     @property
     def what(self) -> str:
-        """What was sought."""
+        """What the search looked for."""
         return "longest sequence" if self.tokens else "largest model"
 
 
 def is_search(run: RunRecord) -> bool:
-    """Whether the run is a search whose trials are probes."""
+    """Returns whether the run is a search whose trials are probes."""
     return run.matrix == MATRIX
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Whether a search's trial is more than a probe that only says whether a size fits; probes that
-    failed otherwise are kept."""
+    """Returns whether a search's trial is more than a probe of fit; probes that failed otherwise
+    count too."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """The section of a search, None for any other run and for one whose plan another version
-    wrote."""
+    """Returns the section of a search; None for any other run, or if another version wrote the
+    plan."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -138,7 +138,8 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """`As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a size."""
+    """Returns e.g. `As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a
+    size."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -158,7 +159,7 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
 
 
 def _bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
-    """Millions of parameters, or tokens, reached, most first, with the formula's as a mark."""
+    """Returns millions of parameters, or tokens, most first, with the formula's as a mark."""
     ordered = sorted(lines, key=lambda line: -(line.reached or 0))
     bars = [_bar(line, ordered[0].reached, tokens) for line in ordered]
     words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)

@@ -1,5 +1,5 @@
-"""Charts with a line for each cell, written as SVG by hand: a page has dozens, and matplotlib takes
-45 ms for each.
+"""Charts with a line per cell, written as SVG directly: a page has dozens, and matplotlib takes 45
+ms for each.
 
 Units are pixels.
 """
@@ -22,8 +22,8 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 class Lines:
-    """`count` lines, first on top, over an axis from `low` to `high`; style.css says what its
-    classes look like."""
+    """`count` lines, first on top, over an axis from `low` to `high`; style.css styles its
+    classes."""
 
     def __init__(
         self, name: str, count: int, low: float, high: float, logarithmic: bool = False
@@ -34,22 +34,22 @@ class Lines:
         self._hatched: set[str] = set()
 
     def x(self, value: float) -> float:
-        """Where a value is; one beyond the axis is at its end."""
+        """Returns the position of a value, clipped to the axis."""
         place = (math.log10(value) if self._logarithmic else value) - self._low
         return _LEFT + min(max(place / (self._high - self._low), 0), 1) * (_RIGHT - _LEFT)
 
     @staticmethod
     def middle(index: int) -> float:
-        """The height of a line's bar."""
+        """Returns the height of a line's bar."""
         return _TOP + (index + 0.7) * LINE
 
     def words(self, index: int, label: str, text: str, kind: str = "ink") -> None:
-        """The label above a line and the number at its right."""
+        """Adds the label above a line and the number at its right."""
         self._text(_LEFT, _TOP + (index + 0.28) * LINE, shortened(label, LABEL))
         self._text(_RIGHT + 7, self.middle(index), text, kind)
 
     def box(self, index: int, start: float, end: float, kind: str, hatched: bool = False) -> None:
-        """A piece of a bar."""
+        """Adds a piece of a bar."""
         left, right, middle = self.x(start), self.x(end), self.middle(index)
         fill = f' fill="url(#{self._name}-{kind})"' if hatched else ""
         self._hatched |= {kind} if hatched else set()
@@ -59,13 +59,14 @@ class Lines:
         )
 
     def level(self, index: int, start: float, end: float, kind: str) -> None:
-        """A broad line from one value to another."""
+        """Adds a broad line between two values."""
         self._path(
             f"M{_n(self.x(start))} {_n(self.middle(index))}H{_n(self.x(end))}", f"{kind} broad"
         )
 
     def interval(self, index: int, low: float, high: float) -> None:
-        """A line with an upright stroke at each end, left out where the end is beyond the axis."""
+        """Adds a line with a vertical stroke at each end, omitted if that end is beyond the
+        axis."""
         middle, left, right = self.middle(index), self.x(low), self.x(high)
         self._path(
             f"M{_n(left)} {_n(middle)}H{_n(right)}"
@@ -74,7 +75,7 @@ class Lines:
         )
 
     def upright(self, index: int, value: float, half: float, kind: str = "ink strong") -> None:
-        """A stroke across the line."""
+        """Adds a stroke across the line."""
         self._path(f"M{_n(self.x(value))} {_n(self.middle(index) - half)}v{_n(2 * half)}", kind)
 
     def dot(self, index: int, value: float, radius: float, kind: str) -> None:
@@ -89,14 +90,14 @@ class Lines:
         )
 
     def beyond(self, index: int, kind: str) -> None:
-        """A triangle at the end of the axis: it goes on."""
+        """Adds a triangle at the end of the axis: the bar goes on."""
         self._path(f"M{_RIGHT - 3.5} {_n(self.middle(index) - 3.5)}l7 3.5l-7 3.5z", kind)
 
     def svg(
         self, axis: str, summary: str, ticks: Iterable[tuple[float, str]], left: bool = True
     ) -> str:
-        """The whole picture; `axis`: what is drawn, with its unit; `left`: whether the axis begins
-        at an upright line."""
+        """Returns the whole picture; `axis`: quantity with its unit; `left`: whether the axis
+        begins at a vertical line."""
         end = _TOP + self._count * LINE
         places = [(_n(self.x(value)), words) for value, words in ticks]
         grid = "".join(f"M{x} {_TOP}V{end}" for x, _ in places)
@@ -132,12 +133,12 @@ class Lines:
 
 
 def _n(value: float) -> str:
-    """A place, to a tenth of a pixel."""
+    """Formats a coordinate to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def round_numbers(low: float, high: float, most: int = 4) -> list[tuple[float, str]]:
-    """Ticks at most `most` round steps apart that lie between the ends."""
+    """Returns at most `most` + 1 evenly spaced round ticks between the ends."""
     size = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(
         step * size for step in (*_STEPS, 20) if step * size * most >= (high - low) * (1 - 1e-9)
@@ -157,8 +158,8 @@ def _decades(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def bars(data: Bars) -> str:
-    """One line per cell: label above, bar (dot on a log axis) with its interval, the number at the
-    right."""
+    """Draws one line per cell: label above, bar (dot on a log axis) with its interval, number at
+    the right."""
     low, high = _range(data)
     chart = Lines(data.name, len(data.bars), low, high, data.logarithmic)
     for index, bar in enumerate(data.bars):
@@ -195,8 +196,8 @@ def _bar(chart: Lines, index: int, bar: Bar, low: float, high: float, logarithmi
 
 
 def stacks(data: Stacks) -> str:
-    """One line per cell: label above, the kinds one after the other, the formula's sum as a mark,
-    the peak as a diamond."""
+    """Draws one line per cell: label above, stacked kinds, a mark for the formula's sum, a diamond
+    for the peak."""
     chart = Lines(data.name, len(data.stacks), 0.0, data.limit)
     for index, stack in enumerate(data.stacks):
         start = 0.0
@@ -218,8 +219,8 @@ def stacks(data: Stacks) -> str:
 
 
 def ranks(data: Ranks) -> str:
-    """One line per cell: label above, a dot per rank, joined from the smallest to the largest; 100
-    % is the mean."""
+    """Draws one line per cell: label above, a dot per rank, joined from smallest to largest; 100 %
+    is the mean."""
     shares = [share for _, of_cell, _ in data.lines for share in of_cell]
     low, high = around([90.0, 110.0, *shares])
     chart = Lines(data.name, len(data.lines), low, high)
@@ -233,7 +234,7 @@ def ranks(data: Ranks) -> str:
 
 
 def around(values: list[float]) -> tuple[float, float]:
-    """Limits with a margin; of equal values, a tenth around them."""
+    """Returns limits with a margin; for equal values, 10 % around them."""
     low, high = min(values), max(values)
     margin = (high - low) * 0.1 or high * 0.1 or 1.0
     return low - margin, high + margin

@@ -1,4 +1,4 @@
-"""The emulated links that a run's cells ran over, as they were measured."""
+"""Emulated links of a run's cells, as measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reports.text import DASH, number, plain
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link: asked for, and as the run measured it."""
+    """A link: as requested, and as the run measured it."""
 
     asked: str
     bits_per_second: float | None
@@ -22,8 +22,7 @@ class MeasuredLink:
 
     @property
     def delayed(self) -> bool:
-        """Whether its latency was asked for too, which sets it apart from links that differ in
-        bandwidth only."""
+        """Whether latency was requested too, unlike links that differ only in bandwidth."""
         try:
             return Link.of(self.asked).delay_seconds > 0
         except ValueError:
@@ -31,7 +30,7 @@ class MeasuredLink:
 
     @property
     def words(self) -> str:
-        """As asked for: `1gbit`, `unshaped`."""
+        """Requested link: `1gbit`, `unshaped`."""
         return "unshaped" if self.asked == UNSHAPED else self.asked
 
     @property
@@ -46,7 +45,7 @@ class MeasuredLink:
 
 
 def measured_links(trials: Iterable[TrialRecord]) -> dict[str, MeasuredLink]:
-    """What the trials recorded of each link that they ran over."""
+    """Returns the trials' records of each link they ran over."""
     by_link: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         if trial.links is not None:
@@ -68,7 +67,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
-    """By bandwidth; delayed ones and those of unknown bandwidth last."""
+    """Sorts links by bandwidth; delayed ones and those of unknown bandwidth last."""
 
     def order(link: MeasuredLink) -> tuple[bool, bool, float]:
         return link.delayed, link.bits_per_second is None, link.bits_per_second or 0.0
@@ -77,7 +76,7 @@ def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
 
 
 def bits(value: float, digits: int = 3) -> str:
-    """Bits per second: `948 Mbit/s`, `9.5 Gbit/s`."""
+    """Formats bits per second: `948 Mbit/s`, `9.5 Gbit/s`."""
     size, name = next(
         (size, name)
         for size, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))

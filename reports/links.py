@@ -1,5 +1,5 @@
-"""What a slow link between nodes does to each strategy: throughput against measured bandwidth, and
-where two strategies change places."""
+"""Effect of a slow link between nodes on each strategy: throughput against measured bandwidth, and
+crossovers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BandwidthLine:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Lines in the order of their throughput on the slowest link; `links`: (bits per second, as
-    asked for) that were measured."""
+    """Lines in the order of their throughput on the slowest link; `links`: measured ones, as (bits
+    per second, requested)."""
 
     name: str
     title: str
@@ -50,11 +50,11 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class LinkedCell(CellResult):
-    """The row of a strategy in the table of links: its first cell, with those of all links."""
+    """A strategy's row in the table of links: its first cell, with those of all links."""
 
     by_link: Mapping[str, CellResult] = field(default_factory=dict)
     sent: float | None = None
-    """Bytes per step by the rank that sends most."""
+    """Bytes per step of the rank that sends most."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,22 @@ class Chapter:
 
     title: str
     links: tuple[MeasuredLink, ...]
-    """By bandwidth, slowest first, delayed ones and unknown ones last."""
+    """Links by bandwidth, slowest first; delayed and unknown ones last."""
     chart: Bandwidths | None
     grid: Grid[LinkedCell]
     unit: str
     crossovers: tuple[str, ...]
     more: int
-    """Crossovers that are not named."""
+    """Number of crossovers that are not named."""
     by_bytes: str
-    """Whether strategies are in the order of what they send, in words; empty where that is not
-    known."""
+    """Whether strategies rank by the bytes they send, as text; empty if unknown."""
 
 
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    """A chapter for each setting that ran on two or more emulated links; those with most strategies
-    first."""
+    """Returns a chapter for each setting that ran on two or more emulated links; those with most
+    strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked and cell.links is not None:
@@ -94,7 +93,7 @@ def chapters(
 
 
 def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
-    """Bytes per step of the rank that sends most, of cells that were profiled."""
+    """Returns the bytes per step of the rank that sends most, of profiled cells."""
     return {
         profile.cell_id: max(profile.sent_bytes)
         for profile in profiles
@@ -150,7 +149,7 @@ def _chart(
     links: Sequence[MeasuredLink],
     series: Sequence[LinkSeries],
 ) -> Bandwidths | None:
-    """None below two links that differ in bandwidth only."""
+    """Returns the chart; None below two links that differ only in bandwidth."""
     drawn = [(link, rate) for link in links if not link.delayed and (rate := link.bits_per_second)]
     if len(drawn) < 2:
         return None
@@ -195,7 +194,7 @@ def _grid(
     links: Sequence[MeasuredLink],
     series: Sequence[LinkSeries],
 ) -> Grid[LinkedCell]:
-    """Strategy by link; a row's own cell is that of the first link it ran over."""
+    """Returns a table of strategies by link; a row's own cell is that of its first link."""
     rows = []
     for line in series:
         first = next(line.by_link[link.asked] for link in links if link.asked in line.by_link)

@@ -1,4 +1,4 @@
-"""The losses of the parity check: the data of its charts."""
+"""Data of the charts of losses in the parity check."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from reports.text import number, plural
 
 @dataclass(frozen=True)
 class Losses:
-    """Loss of each step of the parity segment: the reference's and each cell's that was held to
-    it."""
+    """Loss per step of the parity segment, of the reference and of each cell compared with it."""
 
     name: str
     title: str
@@ -24,9 +23,9 @@ class Losses:
 
 
 def losses(cells: Sequence[CellResult]) -> list[Losses]:
-    """One figure per reference, the one with most cells first.
+    """Returns one figure per reference, the one with most cells first.
 
-    A loss that is not finite ends its curve.
+    A curve ends at the first loss that is not finite.
     """
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Markdown that renders what was recorded as text, and tables of it."""
+"""Markdown that renders records as plain text, and tables of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reports.text import printable
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown takes for nothing else, and that calls nobody."""
+    """Escapes text, so that Markdown renders it literally and mentions nobody."""
     plain = (
         " ".join(printable(text).split())
         .replace("&", "&amp;")
@@ -21,7 +21,7 @@ def escaped(text: str) -> str:
 
 
 def table(columns: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of unescaped words; the columns among `numbers` stand to the right."""
+    """Returns a table of unescaped texts; the columns in `numbers` are right-aligned."""
     lines = [
         f"| {' | '.join(map(escaped, columns))} |",
         f"|{'|'.join('--:' if column in numbers else '---' for column in columns)}|",

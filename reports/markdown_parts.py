@@ -1,4 +1,4 @@
-"""What each section of a run's report has as Markdown; empty where there is no data."""
+"""Markdown of each section of a run's report; empty without data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def verdict_text(report: RunReport) -> Paragraphs:
 
 
 def _advised(group: RankedGroup) -> Paragraphs:
-    """The answer to the question which strategy to use, as a list."""
+    """Returns the answer to which strategy to use, as a list."""
     advised = answer(group.rows)
     if advised is None:
         return []

@@ -13,8 +13,8 @@ from reports.text import plural
 
 
 def markdown(report: RunReport, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """The report of one run, of all sections that have data or of the wanted ones; and the names of
-    the wanted ones that have none.
+    """Returns the report of one run with all sections that have data, or the wanted ones, and the
+    names of wanted ones without data.
 
     Raises UsageError as `with_data` does.
     """
@@ -36,7 +36,7 @@ def section_text(
     sections: Iterable[Section[AnyReport]],
     wanted: Sequence[str],
 ) -> tuple[str, list[str]]:
-    """A text of the wanted sections (all, where none is named), and the names of those that have no
+    """Returns the text of the wanted sections (all by default), and the names of those without
     data."""
     in_text = [section for section in sections if section.markdown]
 

@@ -1,4 +1,4 @@
-"""How it was measured, and what parity allowed, as text."""
+"""Measurement methods and parity tolerances, as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reports.text import deviation
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Cells that were held to the same tolerance, for the same reason."""
+    """Cells with the same tolerance for the same reason."""
 
     loss: str
     update: str
@@ -23,9 +23,9 @@ class Tolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
-    """What was allowed, the tightest first.
+    """Returns the tolerances, the tightest first.
 
-    The reason is known of cells that used more than the tightest.
+    The reason is only known for cells that used more than the tightest.
     """
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
@@ -68,7 +68,7 @@ EFFICIENCY = (
 
 
 def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
-    """What the control between the steps took out of a run's figures."""
+    """Describes what the control between the steps removed from a run's figures."""
     if not any(cell.log_throughput for cell in cells):
         return "none: the run is of a version that had none, so its figures are as measured"
     if not adjustment.helps:
@@ -86,7 +86,7 @@ def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str
 
 
 def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
-    """Name of a method and the method in words. `adjustment`: of the run by its control."""
+    """Returns (name, description) of each method. `adjustment`: of the run by its control."""
     memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
     estimated = any(cell.log_throughput for cell in cells)
     comparison = within_a_run(any(cell.turns for cell in cells), estimated)

@@ -1,4 +1,4 @@
-"""How a cell and its setting are named in charts and tables, with the marks on what is unusual."""
+"""Names of cells and settings in charts and tables, with marks on what is unusual."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ STATUS = {
     "skipped": "skipped",
     "ok": "ok",
 }
-"""A status in words."""
+"""Statuses as text."""
 
 
 def marks(cell: CellResult) -> str:
-    """`†` for a stand-in, `‡` for more ranks than cores; shown behind the label in every chart."""
+    """Returns `†` for a stand-in, `‡` for more ranks than cores; charts append them to the
+    label."""
     crowded = cell.oversubscribed and cell.samples_per_second is not None
     return (STAND_IN if cell.stand_in is not None else "") + (OVERSUBSCRIBED if crowded else "")
 
 
 def named(cell: CellResult, *, place: bool = True) -> str:
-    """The label as a chart shows it: with nodes, links and regime where these are the unusual ones,
-    and with its marks.
+    """Returns the label for a chart: with unusual nodes, links and regime, and with marks.
 
-    `place`: whether with nodes and links, which the title of a group says.
+    `place`: whether to include nodes and links, which a group's title states.
     """
     words = [cell.label]
     if place and cell.nodes > 1:
@@ -44,12 +44,12 @@ def named(cell: CellResult, *, place: bool = True) -> str:
 
 
 def link_words(cell: CellResult) -> str:
-    """`over 1gbit (emulated)`; empty where nodes have a network of their own."""
+    """Returns e.g. `over 1gbit (emulated)`; empty if nodes use their own network."""
     return "" if cell.links is None else over(cell.links)
 
 
 def device_words(cell: CellResult) -> str:
-    """`2 GPUs`, `2 devices`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
+    """Returns e.g. `2 GPUs`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
     words = plural(cell.devices, "GPU" if cell.device == "cuda" else "device")
     if cell.nodes > 1:
         words += f" on {cell.nodes} nodes"
@@ -58,5 +58,5 @@ def device_words(cell: CellResult) -> str:
 
 
 def unit(throughput: str) -> str:
-    """Unit of a throughput column."""
+    """Returns the unit of a throughput column."""
     return "tokens/s" if throughput.startswith("tokens") else "samples/s"

@@ -1,5 +1,4 @@
-"""The index of all reports of a folder: what each run found, and what changed against the run
-before."""
+"""Index of a folder's reports: each run's findings, and changes since the previous run."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ INDEX = "index.html"
 
 @dataclass(frozen=True)
 class Entry:
-    """One run. `link`: of its report relative to the index, empty where there is none."""
+    """One run. `link`: to its report, relative to the index; empty without one."""
 
     run: RunRecord
     link: str
@@ -39,11 +38,10 @@ class Entry:
     verdict: str
     details: str
     failures: int
-    """Launched cells without a valid result, expected divergences aside."""
+    """Number of launched cells without a valid result, except expected divergences."""
     cells: int
     before: str
-    """The run that it is compared with; empty: none before it has a cell in common on the same
-    matrix."""
+    """Run that it is compared with; empty if no earlier run of the matrix shares a cell."""
     change: str
     regressions: int
 
@@ -52,7 +50,7 @@ Earlier = Sequence[tuple[RunRecord, RunSelection]]
 
 
 def entries(store: Store, folder: Path) -> list[Entry]:
-    """Every run of the store, newest first; `folder`: where the index and the reports lie."""
+    """Returns every run of the store, newest first; `folder`: of the index and the reports."""
     entries: list[Entry] = []
     earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
@@ -67,13 +65,14 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 def _against(
     earlier: Earlier, report: RunReport, now: RunSelection
 ) -> tuple[str, RunComparison | None]:
-    """The newest earlier run of the same matrix on equal hardware, and the comparison with it."""
+    """Returns the newest earlier run of the same matrix on equal hardware, and the comparison with
+    it."""
     for run, was in reversed(earlier):
         comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
         if run.matrix == report.run.matrix and comparable:
             try:
                 return was.name, compare_sides(was, now)
-            except UsageError:  # no cell in common
+            except UsageError:  # No cell in common.
                 continue
     return "", None
 
@@ -96,7 +95,7 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """Returns what a run advises, or its fastest cell if it advises nothing, and details of it."""
+    """Returns the cell that a run advises, or else its fastest, and details of it."""
     if report.largest:
         best = report.largest.winner
         if best is None:
@@ -124,8 +123,8 @@ def _advised(group: RankedGroup, advised: Answer) -> Pick:
 
 
 def page(store: Store, folder: Path) -> str:
-    """One HTML page with a relative link to each report; reports of runs that the store lacks are
-    listed after the runs."""
+    """Returns an HTML page that links to each report. Reports of runs that the store lacks come
+    last."""
     shown = entries(store, folder)
     own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(

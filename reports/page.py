@@ -1,4 +1,4 @@
-"""One HTML text that loads nothing and runs nothing but its own script."""
+"""One HTML page that loads nothing and runs only its own script."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Page:
 
     text: str
     absent: list[str]
-    """Wanted sections for which there is no data."""
+    """Wanted sections without data."""
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Runs a function without looking for garbage: what a page is made of is kept until it is done,
-    and looking through it took an eighth of the time."""
+    """Disables garbage collection while a function runs: a page's objects live until it is done,
+    and collection took an eighth of the time."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,8 +53,8 @@ def section_page(
     printed: bool = False,
     **values: object,
 ) -> Page:
-    """A page of the wanted sections (all, where none is named). `values`: for its template, which
-    finds the sections in `shown`."""
+    """Returns a page of the wanted sections (all by default). `values`: for its template, which
+    receives the sections as `shown`."""
     panels = Panels()
     on_page = [section for section in sections if section.html]
 
@@ -70,11 +70,11 @@ def section_page(
 
 
 def fill(template: str, more_style: str = "", printed: bool = False, **values: object) -> str:
-    """A template with the one style, the one script and these values; everything in them is
-    escaped. The content policy allows the style and the script by their hashes.
+    """Fills a template with the style, the script and these values, which are escaped. The content
+    policy allows the style and the script by their hashes.
 
-    `printed`: the page as it is printed, on screens too: light, every detail open, nothing to
-    click, no script.
+    `printed`: show the print layout on screens too: light, all details open, no controls, no
+    script.
     """
     import jinja2
     from markupsafe import Markup
@@ -111,7 +111,7 @@ def fill(template: str, more_style: str = "", printed: bool = False, **values: o
 
 
 def _as_printed(style: str) -> str:
-    """The style in which screens show what is printed."""
+    """Returns the style that gives screens the print layout."""
     changes = {
         "@media screen and (prefers-color-scheme: dark)": "@media not all",
         "@media print": "@media all",
@@ -123,5 +123,5 @@ def _as_printed(style: str) -> str:
 
 
 def digest(content: str) -> str:
-    """A source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
+    """Returns a source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

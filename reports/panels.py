@@ -1,4 +1,4 @@
-"""Pictures with their headings and legends, as a page shows them."""
+"""Pictures with their headings and legends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Titled(Shown, Protocol):
-    """Data of a picture that has a title."""
+    """Data of a picture with a title."""
 
     @property
     def title(self) -> str: ...
@@ -25,7 +25,7 @@ AnyTitled = TypeVar("AnyTitled", bound=Titled)
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with its heading, its legend in words and, for a numbered front, the names of the
+    """A picture with its heading, its legend and, for a numbered front, the names of the
     numbers."""
 
     title: str
@@ -42,11 +42,11 @@ class Panels:
         self.pictures = Pictures()
 
     def drawn(self, data: AnyTitled, draw: Callable[[AnyTitled], Figure], title: str = "") -> Panel:
-        """A panel that matplotlib draws at the end."""
+        """Returns a panel that matplotlib draws at the end."""
         return Panel(title or data.title, self.pictures.add(draw, data), _notes(data))
 
     def written(self, data: AnyTitled, write: Callable[[AnyTitled], str], title: str = "") -> Panel:
-        """A panel whose SVG is written at once."""
+        """Returns a panel whose SVG is written at once."""
         return Panel(title or data.title, self.pictures.write(write, data), _notes(data))
 
 

@@ -1,4 +1,4 @@
-"""What each section of a run's page shows. A section for which there is no data has no part."""
+"""Contents of each section of a run's page; a section without data has none."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ MOST_PANELS = 12
 
 @dataclass(frozen=True)
 class Parity:
-    """How many cells trained the same as the reference."""
+    """Number of cells that trained the same as the reference."""
 
     passed: int
     judged: int
     steps: str
     unexpected: int
-    """Diverged though the matrix does not expect it."""
+    """Number of divergences that the matrix does not expect."""
     set_back: int
-    """Cells whose state was set back between timed steps and judged again."""
+    """Number of cells rewound between timed steps and verified again."""
 
     @classmethod
     def of(cls, report: RunReport) -> Parity | None:
-        """None where no cell was judged."""
+        """Counts verdicts; returns None if no cell was verified."""
         verdicts = ("exact", "within tolerance", "diverged")
         judged = [cell for cell in report.cells if cell.parity_verdict in verdicts]
         if not judged:
@@ -71,10 +71,10 @@ class Parity:
 @dataclass(frozen=True)
 class VerdictPart:
     answer: Answer | None
-    """To the question which strategy to use, of the headline's group."""
+    """Which strategy to use, for the headline's group."""
     headline: FastestVerdict | None
     verdicts: list[FastestVerdict]
-    """Of the largest group of each workload and number of devices."""
+    """Verdicts on the largest group of each workload and number of devices."""
     parity: Parity | None
     largest: Largest | None
     recorded: bool
@@ -109,7 +109,7 @@ def largest_part(report: RunReport, panels: Panels) -> LargestPart | None:
 class SystemsPart:
     systems: list[systems.Overview]
     absent: list[str]
-    """Systems that this host could run nothing of."""
+    """Systems of which this host could run nothing."""
 
 
 def systems_part(report: RunReport, _: Panels) -> SystemsPart | None:
@@ -122,7 +122,7 @@ def systems_part(report: RunReport, _: Panels) -> SystemsPart | None:
 
 
 def _comparable(report: RunReport) -> list[tuple[int, RankedGroup]]:
-    """Numbered groups in which cells are compared by speed."""
+    """Returns the numbered groups whose cells are compared by speed."""
     several = [group for group in report.groups if len(group.rows) > 1]
     return [] if report.largest else list(enumerate(several[:MOST_PANELS]))
 
@@ -130,7 +130,7 @@ def _comparable(report: RunReport) -> list[tuple[int, RankedGroup]]:
 @dataclass(frozen=True)
 class RankingPart:
     main: list[Panel]
-    """Of the workload of most cells."""
+    """Panels of the workload with most cells."""
     other: list[Panel]
 
 
@@ -191,7 +191,7 @@ class StatesPart:
 
 def states_part(report: RunReport, panels: Panels) -> StatesPart | None:
     cells = report.cells
-    charts = [] if report.largest else states.charts(cells)  # models of a search differ in size
+    charts = [] if report.largest else states.charts(cells)  # Models of a search differ in size.
     uneven = rank_peaks.chart(cells)
     part = StatesPart(
         [panels.written(chart, lines.stacks) for chart in charts[:MOST_PANELS]],
@@ -224,7 +224,7 @@ class TrafficPart:
     panels: list[Panel]
     table: Grid[CellResult] | None
     ring_bound: str
-    """In words, for the numbers of ranks that occur."""
+    """Bound for the numbers of ranks that occur, as text."""
     offload: Grid[CellResult] | None
 
 
@@ -287,7 +287,7 @@ class CellsPart:
     grid: Grid[CellResult]
 
     def choices(self, name: str) -> list[object]:
-        """The values of a field that a reader can filter by, where there are several."""
+        """Returns the values of a field for filtering; empty if there is only one."""
         values = sorted({getattr(row.row, name) for row in self.grid.rows})
         return values if len(values) > 1 else []
 

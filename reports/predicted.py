@@ -1,4 +1,4 @@
-"""Predicted figures over devices: the data of their charts, and the charts.
+"""Charts of predicted figures over devices, and their data.
 
 Widths and heights are in pixels of the page at 100 %.
 """
@@ -21,7 +21,7 @@ _MARKERS = "osD^vP"
 
 @dataclass(frozen=True)
 class PredictedLine:
-    """A figure over numbers of devices, with its intervals; and what was measured of it."""
+    """A figure over numbers of devices: predictions with intervals, and measurements."""
 
     label: str
     devices: tuple[int, ...]
@@ -29,12 +29,12 @@ class PredictedLine:
     lows: tuple[float, ...]
     highs: tuple[float, ...]
     measured: tuple[tuple[int, float], ...] = ()
-    """Devices and value."""
+    """(devices, value)."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A chart of predictions. At least one line."""
+    """A chart of predictions, with at least one line."""
 
     name: str
     title: str
@@ -43,13 +43,13 @@ class Predicted:
     summary: str
     notes: tuple[str, ...] = ()
     within: int = 0
-    """The most devices that were measured; 0: nothing was, or it is not known."""
+    """Largest number of devices measured; 0: none, or unknown."""
     logarithmic: bool = True
-    """Of the values' axis; otherwise it begins at 0."""
+    """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
 
 def predicted(data: Predicted) -> Figure:
-    """Dashed lines with bands, which are predictions; dots, which were measured."""
+    """Draws predictions as dashed lines with bands, and measurements as dots."""
     lines = data.lines[: len(SERIES)]
     rows = 17 * (len(lines) + 1)
     figure, axes = canvas(300 + rows, 62, 14, 44 + rows, 22)

@@ -43,7 +43,7 @@ class WonSquare:
     winner: str
     """Empty if nothing can run."""
     speed: float
-    """This and the numbers below are 0 if nothing can run."""
+    """0 if nothing can run, as are the numbers below."""
     speed_low: float
     speed_high: float
     memory_bytes: float

@@ -1,5 +1,4 @@
-"""Where the time goes: the parts of a profiled step, what was sent against theory, and what filled
-the memory at the peak."""
+"""Where the time goes: parts of a profiled step, bytes sent against theory, memory at the peak."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ProfiledCell(CellResult):
-    """A cell with what its newest profile found."""
+    """A cell with the findings of its newest profile."""
 
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Seconds of the step by component, and of what overlaps them: mean of the ranks."""
@@ -37,21 +36,21 @@ class ProfiledCell(CellResult):
     straggler: int | None = None
     """Rank that is slower than the others."""
     logical_bytes: float | None = None
-    """What a rank must send per step, by theory for the collectives it calls: mean of the ranks."""
+    """Bytes that a rank must send per step, by theory of its collectives: mean of the ranks."""
     off_theory: float | None = None
-    """That over the strategy's formula, less 1."""
+    """Those bytes over the strategy's formula, minus 1."""
     off_algorithm: float | None = None
-    """Bytes on the sockets over those of the backend's algorithm, less 1."""
+    """Bytes on the sockets over those of the backend's algorithm, minus 1."""
     peak: Mapping[str, int | None] = field(default_factory=dict)
-    """Bytes at the peak by kind, and in all (`tracked`), of the fullest rank in each."""
+    """Bytes at the peak by kind, and in total (`tracked`), of the fullest rank in each."""
     private: int | None = None
-    """Peak of the same step as trials measure it, bytes."""
+    """Peak bytes of the same step as trials measure it."""
     gpu: GpuTime | None = None
-    """What the GPUs did in the step; None without a GPU."""
+    """GPU activity in the step; None without a GPU."""
 
 
 def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[ProfiledCell]:
-    """The cells that were profiled."""
+    """Returns the cells that were profiled."""
     newest = {profile.cell_id: profile for profile in profiles if profile.status == "ok"}
     return [_profiled(cell, newest[cell.cell_id]) for cell in cells if cell.cell_id in newest]
 
@@ -91,7 +90,7 @@ def _shortest_first(cells: Iterable[ProfiledCell]) -> list[ProfiledCell]:
 
 
 def charts(cells: Sequence[ProfiledCell]) -> list[Stacks]:
-    """A chart for each setting, the shortest step first."""
+    """Returns a chart for each setting, the shortest step first."""
     groups = by_setting(cells)
     return [
         _chart(group, f"parts-{i}", group.title_beside(groups[0].workload))
@@ -130,7 +129,7 @@ def _stack(cell: ProfiledCell) -> Stack:
 
 
 def _part(name: str) -> Column[ProfiledCell]:
-    """The mean of the ranks' seconds in one part, in ms."""
+    """Returns a column of the seconds in one part, mean of the ranks, in ms."""
 
     def make(cell: ProfiledCell) -> Td:
         seconds = cell.parts[name]
@@ -144,7 +143,7 @@ def _part(name: str) -> Column[ProfiledCell]:
 
 
 def _bytes(title: str, tip: str, kind: str) -> Column[ProfiledCell]:
-    """Bytes at the peak of one kind, in MiB."""
+    """Returns a column of the bytes of one kind at the peak, in MiB."""
 
     def make(cell: ProfiledCell) -> Td:
         return numeral(in_mebibytes(cell.peak[kind]), f"peak_{kind}", cell.peak[kind])
@@ -158,7 +157,7 @@ def _straggler(cell: ProfiledCell) -> Td:
 
 
 def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
-    """The same in numbers, with bytes against theory and algorithm."""
+    """Returns the parts as a table, with bytes against theory and algorithm."""
     rows = [cell for group in by_setting(cells) for cell in _shortest_first(group.rows)]
     columns: list[Column[ProfiledCell]] = [
         Column("Workload", "", "", word("workload")),
@@ -200,7 +199,7 @@ def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
 
 
 def memory(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
-    """What filled the fullest rank at its peak."""
+    """Returns a table of what filled the fullest rank at its peak."""
     known = [cell for cell in cells if cell.peak["tracked"] is not None]
     rows = [cell for group in by_setting(known) for cell in group.rows]
     columns: list[Column[ProfiledCell]] = [

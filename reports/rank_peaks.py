@@ -1,4 +1,4 @@
-"""What each rank needs at its peak, of cells whose ranks are uneven."""
+"""Peak memory of each rank, for cells with uneven ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MOST_UNEVEN = 16
 
 @dataclass(frozen=True)
 class Ranks:
-    """Peak memory of each rank in % of the mean of its cell's ranks, a line per cell."""
+    """Peak memory of each rank in % of the cell's mean, a line per cell."""
 
     name: str
     title: str
     axis: str
     lines: tuple[tuple[str, tuple[float, ...], str], ...]
-    """Label, shares in the order of ranks, text."""
+    """(label, percentages in the order of ranks, text)."""
     summary: str
     notes: tuple[str, ...] = ()
 
 
 def _of_ranks(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Cells of several ranks whose peaks are known, the most uneven first."""
+    """Returns multi-rank cells with measured peaks, the most uneven first."""
     several = [
         cell for cell in cells if cell.status == "ok" and len(cell.peak_memory_bytes_by_rank) > 1
     ]
@@ -36,13 +36,13 @@ def _of_ranks(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def imbalance(cell: CellResult) -> float:
-    """Largest over mean peak of the ranks, in the trial with the largest."""
+    """Returns the largest over the mean peak of the ranks, in the trial with the largest."""
     peaks = cell.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
 
 def chart(cells: Sequence[CellResult]) -> Ranks | None:
-    """The peaks of all ranks, of the cells that are most uneven."""
+    """Returns the peaks of all ranks, for the most uneven cells."""
     rows = _of_ranks(cells)
     if not rows:
         return None
@@ -68,7 +68,7 @@ def chart(cells: Sequence[CellResult]) -> Ranks | None:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """The same of all cells, in MiB."""
+    """Returns the peaks of all cells in MiB."""
     rows = _of_ranks(cells)
     columns = [
         Column("Workload", "", "", word("workload")),

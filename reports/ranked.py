@@ -1,4 +1,4 @@
-"""A cell with its place among those that it may be compared with."""
+"""A cell with its place among comparable cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankedCell(CellResult):
 
     place: int = 1
     same_as_above: bool = False
-    """Cannot be told apart from the one above it."""
+    """Whether it is tied with the one above it."""
 
     @classmethod
     def of(cls, cell: CellResult, place: int, same_as_above: bool) -> RankedCell:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def render(results: Results, baseline: Choice | None = None) -> str:
-    """The whole page of one run; ValueError where there is not exactly one run."""
+    """Returns the whole page of one run; raises ValueError if there is not exactly one run."""
     return run_page(ran(results, baseline)).text
 
 
 @without_collection
 def run_page(report: RunReport, wanted: Sequence[str] = (), printed: bool = False) -> Page:
-    """The page of one run, of all sections that have data or of the wanted ones.
+    """Returns the page of one run, with all sections that have data or the wanted ones.
 
-    `printed`: as it is printed. Raises UsageError as `with_data` does.
+    `printed`: use the print layout. Raises UsageError as `with_data` does.
     """
     with_cells = not wanted or "cells" in wanted
     return section_page(

@@ -1,4 +1,4 @@
-"""One run as every format reads it: its row, its trials, its cells and their groups."""
+"""One run as every format reads it: its row, trials, cells and groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunReport:
 
     run: RunRecord
     trials: tuple[TrialRecord, ...]
-    """Without a search's probes."""
+    """Trials without a search's probes."""
     cells: tuple[CellResult, ...]
     groups: tuple[RankedGroup, ...]
     results: Results
@@ -45,34 +45,33 @@ class RunReport:
 
     @property
     def failed(self) -> list[CellResult]:
-        """Cells that were launched and have no valid result, without those that the matrix expects
-        to diverge."""
+        """Cells that were launched without a valid result, except expected divergences."""
         return [cell for cell in self.cells if cell.status in NO_RESULT and not cell.expected]
 
     @property
     def ranked(self) -> int:
-        """The number of ranked cells."""
+        """Number of ranked cells."""
         return sum(len(group.rows) for group in self.groups)
 
     @functools.cached_property
     def adjustment(self) -> Adjustment:
-        """What the control takes out of the figures."""
+        """Adjustment of the figures by the control."""
         return adjustment_of(self.trials)
 
     @functools.cached_property
     def largest(self) -> Largest | None:
-        """What a search found; None where the run is no search."""
+        """Outcome of a search; None for other runs."""
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property
     def leading(self) -> RankedGroup | None:
-        """The group that the verdict is about; models of a search are not compared by speed."""
+        """Group of the verdict; models of a search are not compared by speed."""
         once = plan_of(self.run).get("once", ())
         return None if self.largest else headline(self.groups, once)
 
     @functools.cached_property
     def profiled(self) -> list[ProfiledCell]:
-        """Cells of which a profile was taken."""
+        """Profiled cells."""
         profiles = [] if is_search(self.run) else self.profiles
         return profiled(self.cells, profiles)
 
@@ -82,16 +81,16 @@ class RunReport:
 
     @functools.cached_property
     def systems(self) -> list[System]:
-        """Recorded and planned cells by system; what a search plans are no cells."""
+        """Recorded and planned cells by system; a search plans no cells."""
         planned = [] if self.largest else unreached(self.run, self.cells)
         return all_systems(self.cells, planned, self.run_id)
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
-    """Of one run's tables; ValueError where they are not of one.
+    """Builds the report from one run's tables; raises ValueError if they are not of one.
 
-    `baseline`: which cell the others of its setting are compared with; by default as `baseline_of`
-    says.
+    `baseline`: the cell that others of its setting are compared with; by default as `baseline_of`
+    chooses.
     """
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
@@ -104,12 +103,12 @@ def ran(results: Results, baseline: Choice | None = None) -> RunReport:
 
 
 def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
-    """Every run of tables of several, in their order; see `ran`."""
+    """Returns a report for every run in these tables, in order; see `ran`."""
     return [ran(only(results, [run_id]), baseline) for run_id in results.runs["run_id"]]
 
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:
-    """The tables of some of their runs."""
+    """Returns the tables of these runs only."""
     names = ("runs", "trials", "steps", "explained", "conclusions")
     frames = {name: getattr(results, name) for name in names}
     kept = {

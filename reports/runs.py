@@ -1,5 +1,4 @@
-"""Several runs against each other: the newest against each of the others, and every cell's figures
-over all of them."""
+"""Compares the newest run with each of the others, and shows the history of every cell."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from harness.record.store import Results
 
 MOST_COLUMNS = 6
-"""Runs that the newest is compared with side by side; older ones are in the history."""
+"""Number of runs that the newest is compared with side by side; older ones are in the history."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of the runs, and what the newest is against it."""
+    """One of the runs, and the comparison of the newest with it."""
 
     row: RunRecord
     hardware: str
     verified: int
     cells: int
     against: RunComparison | None
-    """None of the newest run itself, and where the two have no cell in common."""
+    """None for the newest run itself, or without a cell in common."""
     why_not: str = ""
     """Why nothing or not everything is compared."""
 
@@ -46,16 +45,16 @@ class Run:
 
 
 ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
-"""A cell of the newest run, with its comparison for each of the shown runs."""
+"""A cell of the newest run, with its comparison for each run that has a column."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Everything that is shown of several runs; runs oldest first."""
+    """Everything shown about several runs; runs oldest first."""
 
     runs: tuple[Run, ...]
     shown: tuple[Run, ...]
-    """Those that have a column, newest first, without the newest."""
+    """Runs with a column, newest first, without the newest."""
     throughput: tuple[Series, ...]
     memory: tuple[Series, ...]
 
@@ -65,7 +64,7 @@ class Runs:
 
     @property
     def series(self) -> list[Series]:
-        """Those of throughput and of memory, a cell's two beside each other."""
+        """Series of throughput and memory, a cell's two next to each other."""
         return sorted((*self.throughput, *self.memory), key=lambda series: series.cell_name)
 
     @property
@@ -81,17 +80,17 @@ class Runs:
 
     @property
     def enough(self) -> bool:
-        """Whether a change could be seen at all."""
+        """Whether there are enough runs to detect a change."""
         return max((len(series.points) for series in self.throughput), default=0) >= self.least
 
     @property
     def least(self) -> int:
-        """Runs of a cell from which on a change can be seen."""
+        """Minimum number of a cell's runs to detect a change."""
         return 2 * MIN_RUNS
 
     @functools.cached_property
     def rows(self) -> list[ComparedRow]:
-        """The cells of the newest run that are compared, by name."""
+        """Compared cells of the newest run, by name."""
         rows: dict[str, ComparedRow] = {}
         for place, run in enumerate(self.shown):
             for line in run.against.lines if run.against else ():
@@ -102,7 +101,7 @@ class Runs:
 
     @property
     def others(self) -> list[tuple[Run, ComparedCell]]:
-        """What could not be compared by throughput, regressions first."""
+        """Cells whose throughput could not be compared, regressions first."""
         lines = [
             (run, line)
             for run in self.shown
@@ -122,9 +121,9 @@ class Runs:
 
 
 def compare_all(results: Results) -> Runs:
-    """The runs of a store's tables against each other.
+    """Compares the runs of a store's tables.
 
-    Raises UsageError where fewer than two of them measured cells.
+    Raises UsageError if fewer than two of them measured cells.
     """
     cells: dict[str, list[MeasuredCell]] = {}
     every = measured(results)
@@ -168,7 +167,8 @@ def _run(
 def _against(
     results: Results, record: RunRecord, newest: RunRecord, side: RunSelection
 ) -> tuple[RunComparison | None, str]:
-    """The newest run against another one, and why nothing or not everything is compared."""
+    """Returns the comparison of the newest run with another one, and why it is missing or
+    incomplete."""
     try:
         other = select(record.run_id, only(results, [record.run_id]))
         comparison = compare_sides(other, side)
@@ -183,6 +183,6 @@ def _against(
 
 
 def as_json(runs: Runs) -> dict[str, object]:
-    """Comparisons of the newest run with the others, and the histories."""
+    """Returns the comparisons of the newest run with the others, and the histories."""
     compared = [run.against.as_json() for run in runs.shown if run.against]
     return {"comparisons": compared, "history": [series.as_json() for series in runs.series]}

@@ -1,4 +1,4 @@
-"""What each section of several runs' report has as Markdown; empty where there is no data."""
+"""Markdown of each section of several runs' report; empty without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of the report that compares several runs, its page and its text."""
+"""Sections, page and text of the report that compares several runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chart:
 
 
 def _charts(runs: Runs, panels: Panels) -> list[Chart]:
-    """Throughput of every cell of several runs, what changed first; memory where it changed."""
+    """Returns every cell's throughput over the runs, changes first, and memory if it changed."""
     several = [
         series
         for series in (*runs.throughput, *runs.memory)
@@ -68,14 +68,14 @@ SECTIONS: tuple[Section[Runs], ...] = (
 
 
 def runs_page(runs: Runs, wanted: Sequence[str] = (), printed: bool = False) -> Page:
-    """One page of the wanted sections (all, where none is named); raises UsageError as `with_data`
-    does. `printed`: as it is printed."""
+    """Returns one page of the wanted sections (all by default); raises UsageError as `with_data`
+    does. `printed`: use the print layout."""
     return section_page("runs.html.j2", runs, SECTIONS, wanted, printed, trends=trends)
 
 
 def runs_text(runs: Runs, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """The comparison as Markdown, of all sections that have data or of the wanted ones; and the
-    names of the wanted ones that have none. Raises UsageError as `with_data` does."""
+    """Returns the comparison as Markdown, with all sections that have data or the wanted ones, and
+    the names of wanted ones without data. Raises UsageError as `with_data` does."""
     title = (
         f"How do these runs compare? {plural(len(runs.runs), 'run')}, the newest"
         f" {escaped(runs.newest.run_id)}"

@@ -1,4 +1,4 @@
-"""Throughput over the number of devices: the data of its charts."""
+"""Data of the charts of throughput over devices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class ScalingLine:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Throughput over number of devices; the ideal is the fastest on the fewest devices times their
-    number."""
+    """Throughput over devices; the ideal is linear from the fastest on the fewest devices."""
 
     name: str
     title: str
@@ -46,12 +45,12 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    """One figure per workload, precision and batch; only what ran on two or more numbers of
+    """Returns one figure per workload, precision and batch, of what ran on two or more numbers of
     devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
-    # Of cells on as many devices, the one on the fewest nodes is drawn.
+    # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.nodes):
-        fits = cell.regime == regime or cell.devices == 1  # on one device both are the same
+        fits = cell.regime == regime or cell.devices == 1  # Regimes coincide on one device.
         if cell.ranked and fits and cell.links is None:
             key = (*setting(cell, SCALED), *series(cell), batch(cell, regime))
             curves.setdefault(key, {}).setdefault(cell.devices, cell)
@@ -92,7 +91,7 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
 
 def _line(curve: Curve, column: str) -> ScalingLine:
     rates = [rate for cell in curve if (rate := cell.throughput(column))]
-    # A curve may go from one node to several, and all its cells are of the figure's regime.
+    # A curve may go from one node to several; all its cells are of the figure's regime.
     last = dataclasses.replace(curve[-1], nodes=1, regime="strong")
     return ScalingLine(
         named(last),

@@ -1,4 +1,4 @@
-"""Sections of a report: each is declared once, with what makes its part of a page and of a text."""
+"""Sections of a report, each declared once with the functions for its page and its text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Paragraphs = list[str]
 class Section(Generic[AnyReport]):
     """A section of one kind of report.
 
-    Its part of a page is what the template of its name shows as `part`. A section is left out where
-    its part is empty, which means that there is no data for it.
+    Its template, of the same name, shows its contents as `part`. A section without contents has no
+    data and is left out.
     """
 
     name: str
     title: str
     html: Callable[[AnyReport, Panels], object] | None = None
-    """None: the page does not have this section."""
+    """None if the page does not have this section."""
     markdown: Callable[[AnyReport], Paragraphs] | None = None
-    """None: the text does not have this section."""
+    """None if the text does not have this section."""
     short: str = ""
-    """The title in the list of sections, where it is shorter there."""
+    """Shorter title for the list of sections, if any."""
 
 
 def with_data(
@@ -38,11 +38,11 @@ def with_data(
     wanted: Sequence[str],
     make: Callable[[Section[AnyReport]], Part],
 ) -> tuple[list[tuple[Section[AnyReport], Part]], list[str]]:
-    """The wanted sections (all, where none is named) with their parts, in the order of the report;
-    and the names of those for which there is no data.
+    """Returns the wanted sections (all by default) with their parts, in the report's order, and the
+    names of those without data.
 
-    Raises UsageError for a section that no report of this kind has, and where there is data for
-    none of the wanted ones.
+    Raises UsageError if this kind of report has no such section, or if none of the wanted ones has
+    data.
     """
     sections = list(sections)
     _require_known(wanted, [section.name for section in sections])

@@ -1,4 +1,4 @@
-"""The data of charts with stacked bars: what each rank keeps between steps, a step's time."""
+"""Data of stacked bar charts: states kept by ranks between steps, step times."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ KINDS = {
     "optimizer": "optimizer_bytes",
     "library": "library_bytes",
 }
-"""Kinds of states, and the field of a result with the bytes of each."""
+"""Kinds of states, and the result's field with the bytes of each."""
 WITHIN = 0.05
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One line of a chart of stacked bars, in the chart's unit."""
+    """One stacked bar, in the chart's unit."""
 
     label: str
     parts: tuple[float, ...]
-    """As `Stacks.kinds`."""
+    """Parts in the order of `Stacks.kinds`."""
     text: str
     formula: float | None
     peak: float | None
     hatched: bool
-    """A stand-in; more ranks than cores say nothing against what is kept."""
+    """Whether it is a stand-in. Oversubscription does not count: it does not change states."""
     off: bool
-    """Further from the formula than WITHIN."""
+    """Whether it differs from the formula by more than WITHIN."""
 
     @property
     def total(self) -> float:
@@ -50,20 +50,20 @@ class Stacks:
     kinds: tuple[str, ...]
     stacks: tuple[Stack, ...]
     limit: float
-    """End of the axis; bars that go beyond it are cut."""
+    """End of the axis; longer bars are cut."""
     summary: str
     notes: tuple[str, ...] = ()
 
 
 def by_state_bytes(cells: Sequence[CellResult]) -> list[CellResult]:
-    """The cells that keep least between steps first."""
+    """Sorts cells by bytes kept between steps, least first."""
     return sorted(cells, key=lambda cell: cell.state_bytes or 0.0)
 
 
 def state_stacks(
     cells: Sequence[CellResult], name: str, title: str, label: Callable[[CellResult], str]
 ) -> Stacks:
-    """What the fullest rank of each cell keeps between steps in MiB, least first."""
+    """Returns the states of each cell's fullest rank between steps in MiB, least first."""
     cells = by_state_bytes(cells)
     stacks = [_stack(cell, label(cell)) for cell in cells[:MOST_ROWS]]
     ends = [max(stack.total, stack.formula or 0.0, stack.peak or 0.0) for stack in stacks]

@@ -1,4 +1,4 @@
-"""Where the memory goes: what each rank keeps between steps against the formula."""
+"""Where the memory goes: states kept between steps against the formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reports.names import named
 from reports.stacks import KINDS, Stacks, by_state_bytes, state_stacks
 from reports.text import MIB, plural, scaled, signed, size
 
-_SMALL = 1e-3  # share of the states below which a buffer is not named
+_SMALL = 1e-3  # Fraction of the states below which a buffer is not named.
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Buffers:
     """Cells whose library keeps the same buffers."""
 
     names: tuple[tuple[str, str], ...]
-    """Name and size, largest first."""
+    """(name, size), largest first."""
     rows: tuple[CellResult, ...]
 
 
 def with_states(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Cells whose states between steps were measured."""
+    """Returns the cells with measured states."""
     return [cell for cell in cells if cell.status == "ok" and cell.state_bytes is not None]
 
 
 def charts(cells: Sequence[CellResult]) -> list[Stacks]:
-    """A chart for each setting with several cells."""
+    """Returns a chart for each setting with several cells."""
     groups = [group for group in by_setting(with_states(cells)) if len(group.rows) > 1]
     return [
         state_stacks(group.rows, f"states-{i}", group.title_beside(groups[0].workload), named)
@@ -40,7 +40,7 @@ def charts(cells: Sequence[CellResult]) -> list[Stacks]:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """The same of all cells, with the formula's share for each kind and what is kept off the
+    """Returns a table of all cells, with the formula's share for each kind and what is kept off the
     device."""
     rows = [cell for group in by_setting(with_states(cells)) for cell in by_state_bytes(group.rows)]
     columns = [
@@ -86,7 +86,7 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
-    """The library's buffers by name, largest first; cells with the same ones together."""
+    """Returns the library's buffers by name, largest first; cells with the same ones together."""
     grouped: dict[tuple[tuple[str, str], ...], tuple[float, list[CellResult]]] = {}
     for cell in with_states(cells):
         sizes = _buffer_sizes(cell.library_buffers)
@@ -103,7 +103,7 @@ def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
 
 
 def _buffer_sizes(text: str | None) -> list[tuple[str, float]]:
-    """Name and bytes of each buffer, largest first; empty where the text is no JSON object."""
+    """Returns (name, bytes) of each buffer, largest first; empty if the text is no JSON object."""
     try:
         sizes = json.loads(text or "{}")
     except ValueError:

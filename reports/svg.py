@@ -1,5 +1,5 @@
-"""A matplotlib figure -> inline SVG whose colours follow the page's theme and which a strict
-content policy lets through."""
+"""Turns a matplotlib figure into inline SVG that follows the page's theme and complies with a
+strict content policy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-# Stand-ins that matplotlib draws with; style.css says what each is in light and in dark (Okabe and
-# Ito's palette, safe for colour-blind readers).
+# Placeholder colours for matplotlib; style.css maps each to light and dark (Okabe and Ito's
+# palette, safe for colour-blind readers).
 INK, SOFT, GRID, PAPER = "#0a0a01", "#0a0a02", "#0a0a03", "#0a0a04"
 BEST, REST, WARN = "#0a0a05", "#0a0a06", "#0a0a07"
 SERIES = tuple(f"#0a0b{i:02x}" for i in range(7))
@@ -37,9 +37,9 @@ _THEME = {
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
 WIDTH = 360
-"""Of every picture, in pixels of the page at 100 %."""
+"""Width of every picture, in pixels of the page at 100 %."""
 FEW = 8
-"""Pictures that are drawn before another process has started."""
+"""Number of pictures drawn in the time it takes to start another process."""
 
 _SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
@@ -70,38 +70,37 @@ class Shown(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique in the page."""
+        """HTML id, unique in the page."""
 
     @property
     def summary(self) -> str:
-        """For screen readers."""
+        """Text for screen readers."""
 
 
 AnyShown = TypeVar("AnyShown", bound=Shown)
 
 
 class Pictures:
-    """The figures of a page: asked for one by one, drawn together at the end, by as many processes
-    as there are cores."""
+    """Figures of a page: collected, then drawn together by as many processes as there are cores."""
 
     def __init__(self) -> None:
         self._asked: list[Picture] = []
         self._styles: dict[str, str] = {}
 
     def add(self, draw: Callable[[AnyShown], Figure], shown: AnyShown) -> Picture:
-        """A picture that is empty until `draw()`."""
+        """Returns a picture that is empty until `draw()`."""
         self._asked.append(picture := Picture(draw, shown))
         return picture
 
     @staticmethod
     def write(write: Callable[[AnyShown], str], shown: AnyShown) -> Picture:
-        """A picture that is its own SVG at once."""
+        """Returns a picture whose SVG is written at once."""
         return Picture(write, shown, write(shown))
 
     def draw(self) -> None:
         if not self._asked:
             return
-        import matplotlib.figure  # noqa: F401  # here, so that the processes forked off have it
+        import matplotlib.figure  # noqa: F401  # Imported here, before forking.
 
         workers = min(len(os.sched_getaffinity(0)), len(self._asked) // FEW)
         with contextlib.ExitStack() as held:
@@ -117,7 +116,7 @@ class Pictures:
 
     @property
     def styles(self) -> str:
-        """What their classes declare: a strict policy forbids style attributes."""
+        """CSS rules of the pictures' classes: a strict policy forbids style attributes."""
         return "\n".join(
             f".{name} {{ {declarations} }}" for name, declarations in self._styles.items()
         )
@@ -136,7 +135,7 @@ class Picture:
 
 
 def _themed(part: str) -> str:
-    if part.startswith("font:"):  # size and family in one: the family is the page's
+    if part.startswith("font:"):  # Size and family in one; the family is the page's.
         size = re.search(r"([\d.]+)px", part)
         weight = "700" if "bold" in part or "700" in part else "400"
         return f"font-size: {size.group(1) if size else 11}px; font-weight: {weight}"
@@ -146,7 +145,7 @@ def _themed(part: str) -> str:
 
 
 def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
-    """A picture as SVG, and what the classes in it declare."""
+    """Returns a picture as SVG, and the declarations of its classes."""
     import matplotlib
 
     buffer, name = io.BytesIO(), picture.shown.name
@@ -154,7 +153,7 @@ def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
         warnings.simplefilter(
             "ignore", UserWarning
-        )  # glyphs that the measuring font lacks; the reader's browser has its own
+        )  # Missing glyphs of the measuring font; the reader's browser has its own.
         figure = picture.draw(picture.shown)
         figure.savefig(
             buffer,
@@ -166,7 +165,7 @@ def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
 
 
 def _class_for(declarations: str, styles: dict[str, str]) -> str:
-    """The class of these declarations, the same in every picture."""
+    """Returns the class for these declarations, shared by all pictures."""
     kept = [part.strip() for part in declarations.split(";") if part.strip()]
     themed = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
     name = f"f{hashlib.blake2s(themed.encode(), digest_size=4).hexdigest()}"
@@ -198,7 +197,7 @@ def _clean(element: Element, name: str, styles: dict[str, str]) -> None:
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if style := attributes.pop("style", None):
         attributes["class"] = _class_for(style.replace("url(#", f"url(#{name}-"), styles)
-    elif attributes.get("fill") in _THEME:  # the ground of a hatching
+    elif attributes.get("fill") in _THEME:  # Background of a hatching.
         attributes["class"] = _class_for(f"fill: {attributes.pop('fill')}", styles)
     if element.tag == "g":
         attributes.pop("id", None)

@@ -1,4 +1,4 @@
-"""Every system of a run: what ran of it, what did not and why."""
+"""All systems of a run: what ran, what did not, and why."""
 
 from __future__ import annotations
 
@@ -27,33 +27,32 @@ class Reason:
 
     what: str
     reason: str
-    """With what would change it."""
+    """Includes what would change it."""
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A system of which cells did not run."""
+    """A system with cells that did not run."""
 
     system: str
     launched: int
     total: int
     kind: str
-    """`absent`: this host could run none of it; `none`: it ran nothing for another reason; `part`.
-    """
+    """`absent`: this host could run none of it; `none`: nothing ran for another reason; `part`."""
     reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest cell of a system, in the setting of the verdict where it has one there."""
+    """The fastest cell of a system, in the verdict's setting if it has one there."""
 
     row: RankedCell
     value: str
     setting: str
-    """Empty where it is the verdict's."""
+    """Setting; empty if it is the verdict's."""
     share: str
-    """Of the fastest of the verdict's setting."""
+    """Throughput relative to the fastest in the verdict's setting."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class Overview:
 def all_systems(
     cells: Iterable[CellResult], unreached: Iterable[Cell], run_id: str = ""
 ) -> list[System]:
-    """The recorded cells and the planned ones that have no record, by system."""
+    """Returns recorded cells, and planned ones without a record, by system."""
     reason = "the run ended before it; resume the run to launch it"
     planned = [planned_cell(cell, run_id, NOT_REACHED, reason) for cell in unreached]
     return systems([*cells, *planned])
 
 
 def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResult:
-    """A cell of which nothing was measured."""
+    """Returns a cell without measurements."""
     return CellResult(
         run_id=run_id,
         cell_id=cell.id,
@@ -97,7 +96,7 @@ def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResul
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
-    """Systems with cells that were left out, refused, unavailable or not reached: those that this
+    """Returns systems with cells left out, refused, unavailable or not reached: those that this
     host cannot run first."""
     kinds = ("absent", "none", "part")
     missing = [row for system in systems_ if (row := _missing(system))]
@@ -105,7 +104,7 @@ def not_run(systems_: Iterable[System]) -> list[Missing]:
 
 
 def _missing(system: System) -> Missing | None:
-    """None where all its cells were launched."""
+    """Returns the cells of a system that did not run; None if all were launched."""
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
@@ -121,7 +120,7 @@ def _missing(system: System) -> Missing | None:
 def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[Overview]:
-    """A line per system; nothing where the run files no cell under any."""
+    """Returns a line per system; empty if the run assigns no cell to any."""
     if all(cell.system is None for system in systems_ for cell in system.cells):
         return []
     return [_line(system, groups, leading) for system in systems_]

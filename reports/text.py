@@ -1,4 +1,4 @@
-"""Values -> what a reader sees. Unknown is an em dash, never `nan`."""
+"""Formats values for readers. Unknown is an em dash, never `nan`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MIB = 2**20
 
 
 def finite(value: float | None) -> float | None:
-    """The value, None where it is unknown, not a number or infinite."""
+    """Returns the value, or None if it is unknown, not a number or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At least `digits` significant digits, thousands separated: 12,345 and 0.0123; 1.2e-07 where
-    zeros would fill the cell."""
+    """Formats with at least `digits` significant digits and thousands separators: 12,345 and
+    0.0123; 1.2e-07 if there would be too many zeros."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -33,28 +33,28 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: float | None) -> str:
-    """A count or a tick of an axis, no digit more than it has: 8 and 2,500 and 0.5."""
+    """Formats a count or an axis tick without extra digits: 8, 2,500 and 0.5."""
     return DASH if (known := finite(value)) is None else f"{float(known):,.10g}"
 
 
 def scaled(value: float | None, factor: float, digits: int = 3) -> str:
-    """`number` of value x factor, for a unit other than the record's."""
+    """Formats value x factor, for a unit other than the record's."""
     return DASH if value is None else number(value * factor, digits)
 
 
 def percent(value: float | None) -> str:
-    """A fraction as `85 %`."""
+    """Formats a fraction as `85 %`."""
     return DASH if (known := finite(value)) is None else f"{known * 100:.0f} %"
 
 
 def signed(value: float | None) -> str:
-    """A relative difference as `+1.2 %`."""
+    """Formats a relative difference as `+1.2 %`."""
     known = finite(value)
     return DASH if known is None else f"{round(known * 100, 1) + 0.0:+.1f} %".replace("-", "−")
 
 
 def size(value: float | None) -> str:
-    """Bytes in the largest unit that they fill: `64 bytes`, `3.32 MiB`."""
+    """Formats bytes in the largest unit that they fill: `64 bytes`, `3.32 MiB`."""
     value = finite(value)
     if value is None:
         return DASH
@@ -65,7 +65,7 @@ def size(value: float | None) -> str:
 
 
 def deviation(value: float | None) -> str:
-    """A relative deviation as `1.2e-07`; 0 where the training is bit for bit the same."""
+    """Formats a relative deviation as `1.2e-07`; 0 if the training is identical bit for bit."""
     value = finite(value)
     if value is None:
         return DASH
@@ -73,7 +73,7 @@ def deviation(value: float | None) -> str:
 
 
 def exact(value: float | None) -> str:
-    """The full-precision value for machines; empty where unknown."""
+    """Returns the full-precision value for machines; empty if unknown."""
     value = finite(value)
     if value is None:
         return ""
@@ -82,19 +82,19 @@ def exact(value: float | None) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """`1 trial`, `3 trials`."""
+    """Returns e.g. `1 trial`, `3 trials`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def listed(words: list[str], most: int = 4) -> str:
-    """`a, b and c`; past `most`, `a, b, c and 7 more`."""
+    """Returns `a, b and c`; past `most`, `a, b, c and 7 more`."""
     shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def shortened(text: str, most: int) -> str:
-    """Text that fits a chart: control characters gone, the middle replaced by an ellipsis where it
-    is longer than `most`."""
+    """Shortens text for a chart: removes control characters, and replaces the middle by an ellipsis
+    if it is longer than `most`."""
     text = printable(text)
     if len(text) <= most:
         return text
@@ -103,14 +103,14 @@ def shortened(text: str, most: int) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """The text with places to break a line after brackets, commas and underscores."""
+    """Returns the text with line break opportunities after brackets, commas and underscores."""
     from markupsafe import Markup, escape
 
     return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=.[(,_/])", text))
 
 
 def printable(text: str) -> str:
-    """Without what XML cannot hold, or what would turn the direction of the text around it."""
+    """Removes characters that XML cannot hold, or that change the direction of surrounding text."""
     return re.sub(
         r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]",
         "",

@@ -1,5 +1,5 @@
-"""What ranks send to each other in a step, against the bound of a ring all-reduce, and what goes to
-a disk."""
+"""Bytes sent between ranks per step, against the bound of a ring all-reduce, and bytes to a
+disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT_BOUND = 1.02
 
 
 def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Cells of several ranks whose bytes were counted."""
+    """Returns multi-rank cells with counted bytes."""
     return [
         cell
         for cell in cells
@@ -39,14 +39,14 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def sent(cell: CellResult) -> float:
-    """Bytes that the rank which sends most sends in a step, in multiples of the gradients' size in
-    fp32."""
+    """Returns the bytes per step of the rank that sends most, in multiples of the fp32
+    gradients."""
     return (cell.sent_bytes_per_step or 0.0) / (4.0 * (cell.trained_parameters or 1))
 
 
 def bound(cell: CellResult) -> float | None:
-    """2 (N - 1) / N: what averaging over N ranks takes by a ring (Patarasuk and Yuan, JPDC 69,
-    2009); where all N have the whole model."""
+    """Returns 2 (N - 1) / N, the cost of averaging over N ranks by a ring (Patarasuk and Yuan, JPDC
+    69, 2009), if all N have the whole model."""
     ranks = cell.data_parallel or 1
     if ranks != cell.devices or ranks < 2:
         return None
@@ -54,7 +54,7 @@ def bound(cell: CellResult) -> float | None:
 
 
 def charts(cells: Sequence[CellResult]) -> list[Bars]:
-    """A chart for each setting with several cells, least first."""
+    """Returns a chart for each setting with several cells, least first."""
     groups = [group for group in by_setting(with_traffic(cells)) if len(group.rows) > 1]
     return [
         _chart(group, f"traffic-{i}", group.title_beside(groups[0].workload))
@@ -98,7 +98,7 @@ def _over(cell: CellResult) -> Td:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """The same of all cells, in bytes."""
+    """Returns a table of all cells, in bytes."""
     groups = by_setting(with_traffic(cells))
     rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
     columns = [
@@ -116,7 +116,7 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Cells that keep states on a disk."""
+    """Returns a table of the cells that keep states on a disk."""
     rows = [cell for cell in cells if cell.status == "ok" and cell.offload_kept_bytes is not None]
     columns = [
         Column("Workload", "", "", word("workload")),
@@ -144,8 +144,8 @@ def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def bounds_in_words(cells: Sequence[CellResult]) -> str:
-    """The bound for the numbers of data-parallel ranks that occur: `1.00 x for 2 ranks, 1.50 x for
-    4`."""
+    """Returns the bound for the occurring numbers of data-parallel ranks: `1.00 x for 2 ranks, 1.50
+    x for 4`."""
     limits = {
         cell.data_parallel or 1: limit
         for cell in with_traffic(cells)

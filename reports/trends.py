@@ -1,4 +1,4 @@
-"""A cell's figure over runs: the data of its chart, and the chart."""
+"""Chart of a cell's figure over runs, and its data."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Trend:
     highs: tuple[float | None, ...]
     dates: tuple[str, ...]
     changes: tuple[tuple[int, str], ...]
-    """Index of the run at which a new level begins, and the change in words."""
+    """(index of the run at which a new level begins, description of the change)."""
     levels: tuple[tuple[int, int, float], ...]
     summary: str
 
 
 def unit(series: Series) -> tuple[str, float]:
-    """The unit that a figure is shown in, and what a recorded value is divided by."""
+    """Returns the displayed unit, and the divisor of recorded values."""
     return ("samples/s", 1.0) if series.figure == "throughput" else ("MiB", float(MIB))
 
 
 def change_words(series: Series, change: float) -> str:
-    """`▼ 10.0 % slower`."""
+    """Returns e.g. `▼ 10.0 % slower`."""
     words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
     return f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {words[change < 0]}"
 
@@ -84,8 +84,8 @@ def trend(series: Series, name: str) -> Trend:
 
 
 def draw(data: Trend) -> Figure:
-    """A dot with its interval for each run, the level of each stretch, an upright dashed line where
-    a new one begins."""
+    """Draws a dot with interval per run, the level of each stretch, and a dashed vertical line at
+    each change."""
     figure, axes = canvas(170, MARGIN, 14, 34, 34)
     places = range(len(data.values))
     for begin, end, level in data.levels:
@@ -121,8 +121,7 @@ def draw(data: Trend) -> Figure:
             ha="right" if right else "left",
             color=WARN,
         )
-    # An interval of two trials may be wider than the chart is meaningful; the dots decide the
-    # scale.
+    # Two trials may give an interval wider than a useful chart; the dots set the scale.
     low, high = min(data.values), max(data.values)
     margin = max((high - low) * 0.35, abs(high) * 0.05) or 1.0
     axes.set_ylim(low - margin, high + margin)

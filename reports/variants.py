@@ -1,4 +1,4 @@
-"""A model beside its variants: fewer trained parameters, lower precision."""
+"""Models next to their variants: fewer trained parameters, lower precision."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Variants:
 
 
 def variants(cells: Sequence[CellResult]) -> list[Variants]:
-    """A comparison for each strategy and setting in which a variant (`base+suffix`) ran, the one
-    with most of them first."""
+    """Returns a comparison per strategy and setting with a variant (`base+suffix`), most variants
+    first."""
     by_model: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.status == "ok":

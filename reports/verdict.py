@@ -1,4 +1,4 @@
-"""The verdict on a group of cells: the fastest, the most frugal, and the best trade-off."""
+"""Verdict on a group of cells: the fastest, the most frugal, and the best trade-off."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Pick:
 
     row: RankedCell
     value: str
-    """With its unit."""
+    """Value with its unit."""
     interval: str
     tied: tuple[RankedCell, ...]
-    """Cells that cannot be told apart from it."""
+    """Cells tied with it."""
     then: str = ""
-    """What choosing it means for the other respect."""
+    """Consequence of choosing it for the other respect."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class FastestVerdict:
     balanced: Pick | None
     """The most throughput for its peak memory."""
     faster: Pick | None
-    """A stand-in, or a cell with more ranks than cores, that was faster still. It does not lead:
-    its times do not hold for the real thing."""
+    """A faster stand-in or oversubscribed cell. It does not lead: its times do not hold for the
+    real thing."""
 
 
 def verdict(group: RankedGroup) -> FastestVerdict:
-    """Fastest and most memory-frugal of a group; of the real things where there are any.
+    """Returns the fastest and most frugal cells of a group, preferring real things.
 
-    More ranks than cores change a cell's times, not its memory.
+    Oversubscription changes a cell's times, not its memory.
     """
     timed, first = fairly_timed(group), group.rows[0]
     fastest = timed[0]
@@ -65,7 +65,7 @@ def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> 
 
 
 def _peak(cell: RankedCell) -> int:
-    """Peak memory of a cell that has one, bytes."""
+    """Returns the peak bytes of a cell that has a peak."""
     assert cell.peak_memory_bytes is not None
     return cell.peak_memory_bytes
 
@@ -90,7 +90,7 @@ def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
 
 
 def _balanced(group: RankedGroup, timed: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
-    """The cell with the most throughput for its peak memory, and those whose interval of that
+    """Returns the cell with the most throughput for its peak memory, and those whose interval
     reaches it."""
     cells = [cell for cell in timed if cell.peak_memory_bytes is not None]
     if not cells:

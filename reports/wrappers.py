@@ -1,4 +1,4 @@
-"""The same mathematics, DDP's, under several libraries: what each wrapper costs."""
+"""DDP under several libraries: the cost of each wrapper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reports.text import exact, number, scaled
 
 @dataclass(frozen=True)
 class Wrappers:
-    """The same DDP mathematics under several libraries."""
+    """DDP under several libraries, in one setting."""
 
     title: str
     bars: Bars
@@ -38,16 +38,17 @@ class Wrappers:
 
 @dataclass(frozen=True)
 class WrappedCell(RankedCell):
-    """A cell that wraps DDP beside the fastest such cell, by the median throughput over trials."""
+    """A cell that wraps DDP compared with the fastest such cell, by median throughput over
+    trials."""
 
     step_ratio: float = 1.0
-    """Its step time over that of the fastest."""
+    """Step time over that of the fastest."""
     extra_seconds: float = 0.0
-    """Of a step, beyond the fastest's."""
+    """Seconds per step in addition to the fastest's."""
 
 
 def wrappers(cells: Sequence[CellResult]) -> list[Wrappers]:
-    """A comparison for each setting in which several cells wrap DDP."""
+    """Returns a comparison for each setting in which several cells wrap DDP."""
     wrapping = [cell for cell in cells if cell.ranked and cell.wraps_ddp is not None]
     groups = by_setting(wrapping, "micro_batches", "recompute", "compile", "regime")
     several = [ranking(group.rows) for group in groups if len(group.rows) > 1]

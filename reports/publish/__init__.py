@@ -1,4 +1,4 @@
-"""Results for the tools that people already use, each written through its own client library."""
+"""Publishes results to common tools, each through its own client library."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 from reports.publish.published import Published, quiet
 
 LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
-"""What each target needs; its extra has the target's name."""
+"""Library that each target needs; its extra has the target's name."""
 
 
 def publish(target: str, results: Results, folder: Path) -> Published:
-    """Writes runs to a folder of the target's.
+    """Writes runs to a folder in the target's format.
 
-    Raises UsageError where its library is missing or the folder cannot be written.
+    Raises UsageError if the library is missing or the folder cannot be written.
     """
     need(target)
     if folder.exists() and not folder.is_dir():
@@ -40,7 +40,7 @@ def publish(target: str, results: Results, folder: Path) -> Published:
 
 
 def need(target: str) -> None:
-    """Raises UsageError where the target's library is missing."""
+    """Raises UsageError if the target's library is missing."""
     library = LIBRARIES[target]
     try:
         with quiet():

@@ -1,7 +1,7 @@
-"""An MLflow file store: a run of MLflow's for each cell of each run, with its axes, figures, trials
-and losses.
+"""MLflow file store: an MLflow run for each cell of each run, with axes, figures, trials and
+losses.
 
-No server.
+Needs no server.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000
-"""Characters that every version of MLflow takes."""
+"""Numbers of characters that every version of MLflow accepts."""
 RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
 _TRIAL = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 
 
 def write(results: Results, folder: Path) -> Published:
-    """A cell that is there already, and finished, is left as it is."""
+    """Writes the cells; existing finished ones stay unchanged."""
     with quiet():
         from mlflow.tracking import MlflowClient
 
@@ -48,7 +48,7 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
-    """Run and cell of everything whose writing was finished."""
+    """Returns (run, cell) of everything that was written completely."""
     there: set[tuple[str, str]] = set()
     token = None
     while True:
@@ -96,7 +96,7 @@ def _cell(client: Any, experiment: str, report: RunReport, record: CellRecord) -
         params=params,
         tags=[RunTag(key, _text(value, MOST_TAG)) for key, value in tags.items()],
     )
-    for begin in range(0, len(metrics), 1000):  # MLflow takes no more at once
+    for begin in range(0, len(metrics), 1000):  # MLflow's limit per batch.
         client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])
     ended = max(
         _milliseconds(trial.started_at) + int(1000 * (trial.wall_seconds or 0)) for trial in own
@@ -111,5 +111,5 @@ def _milliseconds(time: datetime) -> int:
 
 
 def _text(value: object, most: int) -> str:
-    """Text that a file store keeps on one line and within its limits."""
+    """Returns text on one line, within the limits of a file store."""
     return " ".join(printable(str(value)).split())[:most]

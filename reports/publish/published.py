@@ -1,4 +1,4 @@
-"""What is published of a cell, under which names, and what was written."""
+"""Published figures of a cell, their names, and a summary of what was written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIGURES = (
     "parity_max_loss_deviation",
     "parity_max_update_deviation",
 )
-"""A cell's figures that are published, under the names of its record."""
+"""Published figures of a cell, under the names in its record."""
 
 
 AXES = (
@@ -58,18 +58,17 @@ AXES = (
 
 @dataclass(frozen=True)
 class Published:
-    """What was written."""
+    """Summary of what was written."""
 
     path: Path
     cells: int
     already: int
-    """Cells that were there before and were left as they are."""
+    """Number of existing cells left unchanged."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """MLflow with its file store, which asks for this since 3.0, and without sending anything about
-    its use anywhere."""
+    """Allows MLflow's file store, which needs this since 3.0, and disables its usage telemetry."""
     import os
 
     wanted = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -86,10 +85,10 @@ def quiet() -> Iterator[None]:
 
 
 def figures(record: CellRecord) -> dict[str, float]:
-    """The known ones of a cell's record."""
+    """Returns the figures in a cell's record that are not null."""
     return {name: float(record[name]) for name in FIGURES if record[name] is not None}
 
 
 def loss_curve(record: CellRecord) -> Sequence[float | None]:
-    """Mean loss of each step, of the trial that parity judged by."""
+    """Returns the mean loss of each step, from the trial that determined parity."""
     return record["losses"] or []

@@ -1,5 +1,5 @@
-"""A Prometheus textfile of one run, for the node exporter's textfile collector: gauges with their
-unit in the name."""
+"""Prometheus textfile of one run for the node exporter's textfile collector: gauges with units in
+their names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LABELS = (
 
 
 def write(results: Results, folder: Path) -> Published:
-    """The file, whole or not at all; what the last run wrote is replaced."""
+    """Writes the file atomically, replacing that of the previous run."""
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
     if len(results.runs) != 1:
