@@ -28,10 +28,8 @@ def write_report(
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
-    """Writes a text file atomically; raises UsageError if it cannot.
-
-    `instead`: what to do about that, for the error message.
-    """
+    """Writes a text file atomically; raises UsageError, with `instead` as the advice, if it
+    cannot."""
     from harness.spec.errors import UsageError
 
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""Data of the chart of pipeline bubbles, measured and in theory."""
+"""Chart data of pipeline bubbles, measured and in theory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bubble_theory(stages: int, micro_batches: int) -> float:
 
 
 def bubble_bars(cells: Sequence[CellResult], name: str) -> Bars | None:
-    """Returns the measured pipeline bubbles in %, smallest first, with the theoretical ones."""
+    """Returns measured and theoretical pipeline bubbles in %, smallest first."""
     measured = [
         (cell.bubble_fraction, bubble_theory(stages, cell.micro_batches), cell)
         for cell in cells

@@ -1,4 +1,4 @@
-"""Cautions that a reader needs before trusting a cell's numbers."""
+"""Cautions about a cell's numbers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from reports.names import DISTURBED
 from reports.text import percent, plural
 
 _FINDINGS = 3
-"""Number of findings on a cell's GPUs shown in its row."""
+"""Findings on a cell's GPUs shown in its row."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A caution about a cell: a word and its meaning for this cell."""
-
     word: str
     meaning: str
 
 
 def flags(cell: CellResult) -> tuple[Flag, ...]:
-    """Returns all cautions about this cell."""
     cautions = []
     if cell.stand_in is not None:
         cautions.append(Flag("stand-in", cell.stand_in))
@@ -45,19 +42,19 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
 
 
 def disturbance(cell: CellResult) -> str:
-    """Returns what disturbed how many of the cell's trials, as text; empty if nothing did."""
+    """Describes what disturbed how many of the cell's trials; empty if nothing did."""
     return "; ".join(f"{CAUSES[cause]} {count}" for cause, count in cell.disturbed_by.items())
 
 
 def gpu_findings(cell: CellResult) -> str:
-    """Returns the first few findings on the cell's GPUs, as text; empty without any."""
+    """Describes the first findings on the cell's GPUs; empty without any."""
     words = cell.gpu_findings
     more = f", and {len(words) - _FINDINGS} more" if len(words) > _FINDINGS else ""
     return f" ({'; '.join(words[:_FINDINGS])}{more})" if words else ""
 
 
 def disturbance_legend(cells: Iterable[CellResult]) -> str:
-    """Returns the legend of the disturbance mark; empty if none of these cells has it."""
+    """Returns the legend of the disturbance mark; empty if no cell has it."""
     seen = {cause for cell in cells for cause in cell.disturbed_by}
     return "; or ".join(
         f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen

@@ -51,11 +51,9 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class TrialDetail:
-    """A trial and its steps."""
-
     trial: TrialRecord
     slowest_rank_step_seconds: tuple[float, ...]
-    """Seconds of the slowest rank, by step."""
+    """Seconds by step."""
     phases: tuple[str, ...]
     """Phase by step, see StepRecord."""
 
@@ -77,7 +75,7 @@ class Place:
     fastest: str
     """Label of the fastest cell."""
     ratio: Comparison | None
-    """Throughput over that of the fastest cell; None for the fastest itself."""
+    """Throughput over the fastest cell's; None for the fastest itself."""
 
     def as_json(self) -> dict[str, Any]:
         ratio = self.ratio
@@ -96,7 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class KindOfState:
-    """States of one kind that the fullest rank keeps between steps."""
+    """States of one kind on the fullest rank between steps."""
 
     kind: str
     """parameter, gradient, optimizer or library."""
@@ -106,8 +104,7 @@ class KindOfState:
 
 @dataclass(frozen=True)
 class RankDetail:
-    """One rank: median of its timed steps over all finished trials, and peak memory in the trial
-    with the largest."""
+    """One rank: median of its timed steps over finished trials, and the largest peak memory."""
 
     rank: int
     step_seconds_p50: float | None
@@ -124,7 +121,7 @@ class CellDetail:
     cautions: tuple[Flag, ...]
     trials: tuple[TrialDetail, ...]
     place: Place | None
-    """None if the cell is not ranked."""
+    """None if not ranked."""
     kinds: tuple[KindOfState, ...] | None
     """None if states were not measured."""
     ranks: tuple[RankDetail, ...]
@@ -132,7 +129,6 @@ class CellDetail:
     log_tail: str
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the detail as JSON values; unknown is None."""
         memory = {name: for_json(getattr(self.cell, name)) for name in _MEMORY}
         return {
             "started_at": self.started_at.isoformat(),
@@ -151,10 +147,7 @@ class CellDetail:
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
-    """Returns everything recorded about a cell.
-
-    `results`: of the cell's run; `steps`: the cell's table `steps`.
-    """
+    """`results`: of the cell's run; `steps`: its table `steps`."""
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
     ranked = [
@@ -199,7 +192,7 @@ def _place(group: RankedGroup, cell: RankedCell) -> Place:
 
 
 def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
-    """Returns measured and formula bytes by kind; None if states were not measured."""
+    """Returns measured and formula bytes by kind; None if not measured."""
     if cell.state_bytes is None:
         return None
     finished = [trial for trial in trials if trial.status == "ok"]

@@ -1,4 +1,4 @@
-"""Comparison of runs as table text, Markdown for a pull request, or a self-contained HTML page."""
+"""Comparison of runs: table text, Markdown for a pull request, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDED = ("added", "no difference seen", "not compared")
 
 
 def words(line: ComparedCell) -> list[str]:
-    """Returns a compared cell's row of the table."""
+    """Returns the texts of a table row."""
     speed = line.throughput
     interval = (
         f"{speed.low:.3f} to {speed.high:.3f}"
@@ -47,7 +47,7 @@ def words(line: ComparedCell) -> list[str]:
 
 
 def memory(line: ComparedCell) -> str:
-    """Returns e.g. `96.1 MiB to 98.0 MiB, x 1.02`; a dash if unknown or measured by different
+    """Returns `96.1 MiB to 98.0 MiB, x 1.02`; a dash if unknown or measured by different
     methods."""
     if line.first is None or line.second is None or line.memory is None:
         return DASH
@@ -55,7 +55,7 @@ def memory(line: ComparedCell) -> str:
 
 
 def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
-    """Returns the cells with disturbed trials, and these trials."""
+    """Returns cells and their disturbed trials."""
     return [
         (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
     ]

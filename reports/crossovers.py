@@ -1,4 +1,4 @@
-"""Describes where two strategies change order from one link to another."""
+"""Finds strategies that change order from one link to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reports.link_facts import MeasuredLink, bits
 from reports.text import MIB, listed, number, plural
 
 ALIKE_BYTES = 0.02
-"""Relative difference in bytes below which strategies are not ordered by bytes."""
+"""Relative difference in bytes below which strategies are not ordered."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LinkSeries:
 
     @property
     def sent(self) -> float | None:
-        """Bytes per step of the rank that sends most, over any link: they do not depend on it."""
+        """Bytes per step of the rank that sends most; they do not depend on the link."""
         known = [size for size in self.wire_bytes.values() if size is not None]
         return statistics.median(known) if known else None
 
@@ -46,8 +46,8 @@ class Crossover:
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
     """Returns the crossovers, the clearest first.
 
-    One strategy must be faster within rounds at one link, and the other at the next link that shows
-    a difference. The crossing point is interpolated between measured links, on logarithmic axes.
+    One strategy must be faster within rounds at one link, and the other at the next link that
+    differs. The crossing point is interpolated between measured links, on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -101,20 +101,20 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
-    """Returns the logarithm of the ratio of their throughputs."""
+    """Returns the log ratio of their throughputs."""
     first, second = (strategy.by_link[link].samples_per_second or 1.0 for strategy in (a, b))
     return math.log(first / second)
 
 
 def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
-    """Returns 1 if the first is clearly faster, -1 if clearly slower, else 0."""
+    """Returns 1 if `a` is clearly faster, -1 if clearly slower, else 0."""
     comparison = compared(a.by_link[link], b.by_link[link])
     return {"faster": 1, "slower": -1}.get(comparison.verdict, 0) if comparison else 0
 
 
 def _zero(points: Sequence[tuple[float, float]]) -> float:
-    """Returns where the line through the points first crosses zero; its ends must have opposite
-    signs."""
+    """Returns where the line through the points first crosses zero; its ends must differ in
+    sign."""
     (x, y), (after, then) = next(
         pair for pair in itertools.pairwise(points) if pair[0][1] * pair[1][1] <= 0
     )
@@ -122,8 +122,7 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 
 
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    """Describes whether strategies on the slowest link rank by the bytes they send; empty if
-    unknown."""
+    """Describes whether strategies on the slowest link rank by bytes sent; empty if unknown."""
     known = [
         strategy
         for strategy in series

@@ -1,4 +1,4 @@
-"""Data of bar charts with a bar per cell, before they are drawn."""
+"""Data of bar charts with a bar per cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIKE = "≈ cannot be told apart from the one above: no difference is seen with
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of a bar or dot chart; values in the chart's unit."""
+    """One line of a bar or dot chart, in the chart's unit."""
 
     label: str
     value: float | None
@@ -32,7 +32,6 @@ class Bar:
     low: float | None = None
     high: float | None = None
     strong: bool = False
-    """Whether this is one of the best."""
     marks: str = ""
     target: float | None = None
     """Theoretical value, or tolerance."""
@@ -41,8 +40,6 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart."""
-
     name: str
     """HTML id, unique in the page."""
     title: str
@@ -64,7 +61,7 @@ def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
 
 
 def rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
-    """Returns a note on what is not drawn."""
+    """Returns a note on omitted rows."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()
 
 
@@ -74,8 +71,7 @@ def first_few(items: Sequence[Bar], most: int, unit: str = "") -> str:
 
 
 def throughput_bars(group: RankedGroup, name: str) -> Bars:
-    """Returns a group's throughputs with 95 % intervals, fastest first; strong: tied with the
-    fastest."""
+    """Returns throughputs with 95 % intervals, fastest first; strong: tied with the fastest."""
     fastest = group.rows[0]
     best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
     bars = []
@@ -99,7 +95,7 @@ def throughput_bars(group: RankedGroup, name: str) -> Bars:
 
 
 def memory_bars(group: RankedGroup, name: str) -> Bars | None:
-    """Returns a group's peak memory in MiB with the range over trials, smallest first."""
+    """Returns peak memory in MiB with the range over trials, smallest first."""
     peaks = [(c.peak_memory_bytes / MIB, c) for c in group.rows if c.peak_memory_bytes is not None]
     if not peaks:
         return None
@@ -123,13 +119,12 @@ def memory_bars(group: RankedGroup, name: str) -> Bars | None:
 
 
 def where(cell: CellResult, workload: str) -> str:
-    """Returns a cell's name in a chart of mixed settings: `label x2 bf16`, and its workload if it
-    is not `workload`."""
+    """Names a cell in a chart of mixed settings: `label x2 bf16`, and its workload if not
+    `workload`."""
     other = "" if cell.workload == workload else f" {cell.workload}"
     setting = f" x{cell.devices} {cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
 
 
 def main_workload(cells: Sequence[CellResult]) -> str:
-    """Returns the workload of most cells."""
     return Counter(cell.workload for cell in cells).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""Data of two charts: each cell's deviation from the reference against its tolerance."""
+"""Chart data: each cell's deviation from the reference against its tolerance."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHARTS = {
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """Yields the largest deviations of each verified cell with its tolerance, on a log axis, those
-    nearest to their tolerance first."""
+    """Yields the largest deviations of verified cells with tolerances on a log axis, those nearest
+    to their tolerance first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(getattr(cell, f"parity_max_{kind}_deviation")), float(tolerance))
@@ -31,7 +31,7 @@ def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
 
 
 Judged = tuple[CellResult, "float | None", float]
-"""A cell with its deviation (None: not finite) and its tolerance."""
+"""Cell, deviation (None: not finite) and tolerance."""
 
 
 def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
@@ -50,7 +50,7 @@ def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
 
 
 def _used(judged: Judged) -> tuple[bool, float]:
-    """Sort key: diverged cells first, then by the used fraction of the tolerance."""
+    """Sorts diverged cells first, then by used fraction of the tolerance."""
     cell, value, tolerance = judged
     share = float("inf") if value is None else value / tolerance
     return cell.parity_verdict == "diverged", share

@@ -1,4 +1,4 @@
-"""What to turn on first: each axis's effect on throughput and memory, alone and combined."""
+"""Effect of each axis on throughput and memory, alone and combined."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class EffectsPart:
-    """The effects in one setting, as a page shows them."""
-
     title: str
     baseline: CellResult
     best: str
@@ -46,7 +44,7 @@ def title_of(effects: Effects) -> str:
 
 
 def ratio_text(comparison: Comparison | None) -> str:
-    """Returns e.g. `1.23 x (1.15 to 1.31)`."""
+    """Returns `1.23 x (1.15 to 1.31)`."""
     if comparison is None:
         return DASH
     if comparison.low is None or comparison.high is None:

@@ -1,4 +1,4 @@
-"""Charts and section of how evenly tokens are spread over a mixture's experts."""
+"""Charts and section of a mixture's tokens per expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reports.text import number
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells with recorded expert tokens, the most balanced first."""
+    """Returns the cells with recorded expert tokens, most balanced first."""
     known = [cell for cell in cells if cell.expert_imbalance is not None]
     return sorted(known, key=lambda cell: (cell.workload, cell.expert_imbalance))
 
@@ -45,8 +45,8 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns the tokens of each expert, a chart per workload. Only the first cell is shown: the
-    same training routes the same way."""
+    """Returns tokens by expert, a chart per workload. Shows the first cell only: the same training
+    routes the same way."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.expert_tokens:

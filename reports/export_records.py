@@ -51,7 +51,7 @@ _FORMULA_STARTS = tuple("=+-@\t\r")
 
 
 def for_json(value: object) -> object:
-    """Returns a value for JSON: null if not finite, times as ISO 8601."""
+    """Converts for JSON: null if not finite, times as ISO 8601."""
     if isinstance(value, Mapping):
         return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -62,14 +62,14 @@ def for_json(value: object) -> object:
 
 
 def records(report: RunReport) -> list[dict[str, Any]]:
-    """Returns a record for each cell of a run, ranked ones first in the order of their groups."""
+    """Returns a record per cell, ranked ones first in the order of their groups."""
     ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
     rest = [cell for cell in report.cells if cell.cell_id not in ranked]
     return [record_of(cell) for cell in (*ranked.values(), *rest)]
 
 
 def record_of(cell: CellResult) -> dict[str, Any]:
-    """Returns one cell's record for JSON; its place is null if it is not ranked."""
+    """Returns a cell's record for JSON; its place is null if not ranked."""
     fields = vars(cell) | {
         "disturbed_trials": cell.disturbed,
         "samples_per_second_by_trial": cell.by_round,
@@ -90,8 +90,7 @@ def as_json(reports: Sequence[RunReport], **more: object) -> str:
 
 
 def as_csv(reports: Sequence[RunReport]) -> str:
-    """Returns a header and a line per run and cell, in full precision; unknown is empty, booleans
-    are words."""
+    """Returns a header and a line per run and cell, in full precision; unknown is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*IDENTITY, *FIGURES])

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def plan_of(run: RunRecord) -> dict[str, Any]:
-    """Returns the run's plan; empty if it cannot be read."""
+    """Returns the plan; empty if it cannot be read."""
     plan = _json(run.plan)
     return plan if isinstance(plan, dict) else {}
 
@@ -28,7 +28,7 @@ def _json(text: str | None) -> Any:
 
 
 def hardware(run: RunRecord) -> str:
-    """Returns e.g. `2 x NVIDIA H100 (80 GiB each)` or `2 CPU cores of Intel Xeon, no GPU`."""
+    """Returns `2 x NVIDIA H100 (80 GiB each)` or `2 CPU cores of Intel Xeon, no GPU`."""
     if not run.gpus:
         model = "" if run.cpu_model is None else f" of {run.cpu_model}"
         gpus = "GPUs not used" if run.gpus_unused else "no GPU"
@@ -41,7 +41,7 @@ def hardware(run: RunRecord) -> str:
 
 
 def _gpus(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns the recorded driver, settings and connections of the GPUs; empty without GPUs."""
+    """Returns driver, settings and connections of the GPUs; empty without GPUs."""
     versions = {
         "driver": run.driver_version,
         "which runs CUDA up to": run.driver_cuda_version,
@@ -65,7 +65,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _speed(column: str | None) -> str:
-    """Returns the rates of GPU 0 before the first trial, or why they are unknown."""
+    """Describes the rates of GPU 0 before the first trial, or why they are unknown."""
     measured = SpeedMeasurement.read(column)
     if measured is None:
         return ""
@@ -88,7 +88,7 @@ def _gigabytes(rate: float) -> str:
 
 
 def _setting(facts: Mapping[str, float | bool | None]) -> str:
-    """Returns one GPU's power limit, error correction, persistence and location."""
+    """Returns a GPU's power limit, error correction, persistence and location."""
     limit, default = facts.get("power_limit_watts"), facts.get("default_power_limit_watts")
     lowered = "" if default in (None, limit) else f" (default {number(default)} W)"
     switches = {"error correction": facts.get("ecc"), "persistence mode": facts.get("persistence")}
@@ -99,7 +99,7 @@ def _setting(facts: Mapping[str, float | bool | None]) -> str:
 
 
 def _connections(pairs: object) -> str:
-    """Returns how many pairs of GPUs have each kind of connection."""
+    """Counts the pairs of GPUs by kind of connection."""
     if not isinstance(pairs, list):
         return ""
     kinds = Counter(row[other] for place, row in enumerate(pairs) for other in range(place))

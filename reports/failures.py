@@ -1,4 +1,4 @@
-"""Cells that were launched but not ranked, and planned ones that were not reached."""
+"""Cells without a rank: launched ones, and planned ones that were not reached."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from reports.text import plural
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that is not ranked, with the reason and the end of its log."""
-
     row: CellResult
     what: str
     trials: str
@@ -27,8 +25,8 @@ class Failure:
 
 
 def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    """Returns everything launched that failed, diverged or was interrupted; failures expected by
-    the matrix come last."""
+    """Returns launched cells that failed, diverged or were interrupted; those that the matrix
+    expects come last."""
     found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
     return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
 
@@ -42,7 +40,7 @@ def _failure(cell: CellResult, trials: Sequence[TrialRecord]) -> Failure:
 
 
 def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
-    """Returns the planned cells that have no record yet."""
+    """Returns planned cells without a record."""
     recorded = {cell.cell_id for cell in cells}
     planned = []
     for fields in plan_of(run).get("cells", []):

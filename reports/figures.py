@@ -1,4 +1,4 @@
-"""Draws matplotlib figures of data without a line per cell (for those, see lines.py).
+"""Matplotlib figures of data without a line per cell (for those, see lines.py).
 
 Widths and heights are in pixels of the page at 100 %.
 """
@@ -31,7 +31,7 @@ _MARKERS = "osD^vP"
 def canvas(
     height: float, left: float, right: float, bottom: float, top: float
 ) -> tuple[Figure, Axes]:
-    """Returns a figure of WIDTH x height with one axes between these margins."""
+    """Returns a figure of WIDTH x height with one axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
@@ -121,7 +121,7 @@ def scatter(data: Scatter) -> Figure:
 
 
 def scaling(data: Scaling) -> Figure:
-    """Draws throughput over devices, the ideal dashed; the fastest coloured, the others grey."""
+    """Draws throughput over devices: ideal dashed, fastest coloured, others grey."""
     coloured = data.lines[:COLOURED]
     legend = 17 * (len(coloured) + 1 + (len(data.lines) > COLOURED))
     figure, axes = canvas(290 + legend, 58, 14, 44 + legend, 22)
@@ -173,7 +173,7 @@ def scaling(data: Scaling) -> Figure:
 
 
 def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
-    """Sets a labelled tick for each of these numbers of devices."""
+    """Labels a tick for each of these numbers of devices."""
     axes.minorticks_off()
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
@@ -182,7 +182,7 @@ def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
-    """Draws the legend below a figure, a line for each handle."""
+    """Draws the legend below a figure, a line per handle."""
     figure.legend(
         handles,
         labels,
@@ -196,8 +196,7 @@ def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> No
 
 
 def links(data: Bandwidths) -> Figure:
-    """Draws throughput over measured bandwidth on logarithmic axes, a line per strategy, with the
-    requested links on top."""
+    """Draws throughput over measured bandwidth on log axes, requested links on top."""
     from matplotlib.ticker import LogLocator
 
     legend = 17 * len(data.lines)
@@ -254,8 +253,8 @@ def links(data: Bandwidths) -> Figure:
 
 
 def losses(data: Losses) -> Figure:
-    """Draws the reference as a broad band and each cell as a thin line; diverged ones are dashed
-    and named."""
+    """Draws the reference as a broad band and cells as thin lines; diverged ones dashed and
+    named."""
     legend = 17 * (2 + len(data.diverged[:3]))
     figure, axes = canvas(250 + legend, 50, 14, 44 + legend, 22)
     axes.plot(

@@ -1,4 +1,4 @@
-"""Data of the memory against throughput chart with its Pareto front."""
+"""Chart data of memory against throughput, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from reports.text import MIB, number
 
 @dataclass(frozen=True)
 class Point:
-    """Memory in MiB and throughput of one cell; `place` numbers the Pareto front from its fastest
-    end."""
+    """Memory in MiB and throughput of one cell; `place` numbers the front from its fastest end."""
 
     label: str
     memory: float
@@ -27,8 +26,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A chart with a point for each cell."""
-
     name: str
     title: str
     unit: str
@@ -42,7 +39,7 @@ class Scatter:
 
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
-    """Returns the cells of a group with measured memory; None if there are fewer than three."""
+    """Returns the cells with measured memory; None if fewer than three."""
     front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.peak_memory_bytes is not None]
     if len(cells) < 3:

@@ -1,4 +1,4 @@
-"""GPU activity during a step, and model FLOPs relative to the peak."""
+"""GPU activity during a step, and utilisation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ TERA = 1e12
 
 
 def utilization(cell: CellResult) -> str:
-    """Returns the cell's MFU and its utilisation of the card's measured rate; empty if both are
-    unknown."""
+    """Returns MFU and utilisation of the card's measured rate; empty if both are unknown."""
     shares = []
     if cell.mfu is not None:
         of = f"the data sheet's {_teraflops(cell.peak_flops_per_second)}"
@@ -33,7 +32,7 @@ def _teraflops(rate: float | None) -> str:
 
 
 def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
-    """Returns each part's share of a step, for cells on GPUs; None without any."""
+    """Returns each part's share of a step on GPUs; None without any."""
     known = [cell for cell in cells if cell.gpu]
     rows = [cell for group in by_setting(known) for cell in group.rows]
     names = [name for name in PARTS if any(c.gpu and name in c.gpu.seconds for c in rows)]

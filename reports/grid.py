@@ -1,4 +1,4 @@
-"""Tables of cells: columns, and numbers with full-precision values for machines."""
+"""Tables of cells, with full-precision values for machines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ AnyCell_co = TypeVar("AnyCell_co", bound=CellResult, covariant=True)
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a table cell; `field` names the result's field if the piece is a number from
-    it."""
+    """Piece of a table cell; `field`: the result's field that its number is from."""
 
     text: str
     field: str = ""
@@ -28,26 +27,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Td:
-    """A table cell."""
-
     parts: tuple[Part, ...]
     kind: str = "number"
     tip: str = ""
 
 
 def words(text: str) -> Td:
-    """Returns a table cell of text; unknown if it is empty."""
+    """Returns a cell of text; unknown if empty."""
     return Td((Part(text or DASH),), kind="word")
 
 
 def numeral(text: str, field: str, value: float | None) -> Td:
-    """Returns a table cell of one number: rounded for readers, and in full."""
+    """Returns a cell of one number: rounded for readers, and in full."""
     return Td((Part(text, field, exact(value)),))
 
 
 @dataclass(frozen=True)
 class Column(Generic[AnyCell_contra]):
-    """A column of a table: its heading, and a function from a cell's result to its table cell."""
+    """A column: its heading, and a function from a result to its table cell."""
 
     title: str
     unit: str
@@ -57,8 +54,6 @@ class Column(Generic[AnyCell_contra]):
 
 @dataclass(frozen=True)
 class Heading:
-    """The heading of a column."""
-
     title: str
     unit: str
     tip: str
@@ -66,8 +61,6 @@ class Heading:
 
 @dataclass(frozen=True)
 class TableRow(Generic[AnyCell_co]):
-    """A cell with its table cells."""
-
     row: AnyCell_co
     cells: tuple[Td, ...]
     flags: tuple[Flag, ...]
@@ -75,7 +68,7 @@ class TableRow(Generic[AnyCell_co]):
 
 @dataclass(frozen=True)
 class Grid(Generic[AnyCell_co]):
-    """A small table of cells, without columns in which everything is unknown."""
+    """A small table of cells, without columns that are all unknown."""
 
     name: str
     """HTML id, unique in the page."""
@@ -96,14 +89,14 @@ def headings(columns: Sequence[Column[AnyCell]]) -> tuple[Heading, ...]:
 def full_grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell]:
-    """Returns the cells as a table with all its columns."""
+    """Returns a table with all columns."""
     return Grid(name, label, headings(columns), tuple(table_row(cell, columns) for cell in cells))
 
 
 def grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell]:
-    """Returns the cells as a table without the columns in which everything is unknown."""
+    """Returns a table without columns that are all unknown."""
     every = full_grid(name, label, cells, columns)
     kept = [
         column
@@ -121,17 +114,17 @@ def some_grid(
 
 
 def figure(field: str, text: Callable[[float | None], str]) -> Callable[[CellResult], Td]:
-    """Returns a function that makes the table cell of a number in a result's field."""
+    """Returns a formatter of a result's numeric field."""
     return lambda cell: numeral(text(getattr(cell, field)), field, getattr(cell, field))
 
 
 def milliseconds(field: str) -> Callable[[CellResult], Td]:
-    """Formats a field of seconds in ms."""
+    """Returns a formatter of seconds in ms."""
     return figure(field, lambda value: scaled(value, 1e3))
 
 
 def mebibytes(field: str) -> Callable[[CellResult], Td]:
-    """Formats a field of bytes in MiB."""
+    """Returns a formatter of bytes in MiB."""
     return figure(field, in_mebibytes)
 
 
@@ -143,12 +136,11 @@ def in_mebibytes(size: float | None) -> str:
 
 
 def word(field: str) -> Callable[[CellResult], Td]:
-    """Formats a field of text."""
+    """Returns a formatter of text."""
     return lambda cell: words(getattr(cell, field) or "")
 
 
 def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
-    """Formats a throughput with its interval."""
     rate = cell.throughput(column)
     if rate is None:
         return numeral(DASH, column, None)
@@ -162,7 +154,7 @@ def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns the column of devices, and that of nodes if a cell has several."""
+    """Returns the column of devices, and of nodes if a cell has several."""
     columns = [Column("Devices", "", "", figure("devices", plain))]
     if any(cell.nodes > 1 for cell in cells):
         columns.append(Column("Nodes", "", "that the devices are on", figure("nodes", plain)))
@@ -170,8 +162,7 @@ def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 
 def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
-    """Returns the column of throughputs with intervals; the unit is in the heading if all cells
-    share it."""
+    """Returns the throughput column; the unit is in the heading if all cells share it."""
     kinds = {_throughput(cell) for cell in cells if cell.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return Column(
@@ -183,8 +174,7 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
 
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns the columns of throughput before the control's adjustment; empty without a
-    control."""
+    """Returns throughput before the control's adjustment; empty without a control."""
     if not any(cell.log_throughput and cell.log_throughput.adjusted for cell in cells):
         return []
     tokens = all(cell.tokens_per_second is not None for cell in cells if cell.samples_per_second)

@@ -23,7 +23,7 @@ class Group(Generic[AnyCell]):
     """Cells that differ only in strategy."""
 
     rows: tuple[AnyCell, ...]
-    """At least one cell."""
+    """At least one."""
 
     @property
     def workload(self) -> str:
@@ -35,12 +35,12 @@ class Group(Generic[AnyCell]):
 
     @property
     def throughput(self) -> str:
-        """Column of the throughput: tokens if every cell has them, else samples."""
+        """Throughput column: tokens if every cell has them, else samples."""
         tokens = all(cell.tokens_per_second is not None for cell in self.rows)
         return "tokens_per_second" if tokens else "samples_per_second"
 
     def rate(self, cell: CellResult) -> Estimate:
-        """Returns the throughput of a ranked cell with its interval, in the group's unit."""
+        """Returns a cell's throughput with its interval, in the group's unit."""
         rate = cell.throughput(self.throughput)
         assert rate is not None, "a ranked cell has a throughput"
         return rate
@@ -51,28 +51,28 @@ class Group(Generic[AnyCell]):
 
     @property
     def real(self) -> bool:
-        """Whether the times of any of its cells hold for real hardware."""
+        """Whether any cell's times hold for real hardware."""
         return not all(cell.oversubscribed for cell in self.rows)
 
     @property
     def title(self) -> str:
-        """Title such as `2 devices · fp32 · batch 8`, with unusual settings."""
+        """`2 devices · fp32 · batch 8`, with unusual settings."""
         cell = self.rows[0]
         optimizer = "" if cell.optimizer == "adamw" else f" · {cell.optimizer}"
         return f"{device_words(cell)} · {cell.precision} · batch {cell.global_batch}{optimizer}"
 
     @property
     def full_title(self) -> str:
-        """The workload, followed by the title."""
+        """Workload and title."""
         return f"{self.workload} · {self.title}"
 
     def title_beside(self, workload: str) -> str:
-        """Returns the title for a page about `workload`: without naming that again."""
+        """Returns the title for a page about `workload`, without naming it again."""
         return self.title if self.workload == workload else self.full_title
 
     @property
     def details(self) -> str:
-        """The title with details given once: tokens per sample, cores per device."""
+        """Title with tokens per sample and cores per device."""
         cell = self.rows[0]
         tokens = f" of {cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
         cores = f" · {plural(cell.threads_per_device, 'core')} per device"
@@ -85,16 +85,16 @@ RankedGroup = Group[RankedCell]
 
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
-    """Returns all groups of ranked cells: the workload with most cells first, then by number of
-    devices, then by size, largest first."""
+    """Returns the groups of ranked cells by workload (most cells first), number of devices, and
+    size (largest first)."""
     sizes = Counter(cell.workload for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Groups cells that differ only in strategy (and agree in the fields `more`), keeping their
-    order; the workload with most cells first."""
+    """Groups cells that differ only in strategy (and agree in the fields `more`), in their order;
+    the workload with most cells first."""
     cells = list(cells)
     sizes = Counter(cell.workload for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}
@@ -106,7 +106,7 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
 
 
 def ranking(cells: Sequence[CellResult]) -> RankedGroup:
-    """Returns cells ranked by throughput, with their places."""
+    """Ranks cells by throughput."""
     ordered = sorted(cells, key=lambda cell: -(cell.samples_per_second or 0.0))
     places = enumerate(zip(ordered, alike(ordered), strict=True), 1)
     return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))
@@ -123,7 +123,7 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
 def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
     """Returns the group that the verdict leads with, see `heading`.
 
-    `once`: ids of the cells that the run launched once, for parity alone.
+    `once`: ids of the cells that ran once, for parity alone.
     """
     sizes = [
         GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
@@ -139,19 +139,19 @@ def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells without stand-ins, or all if there are only stand-ins."""
+    """Returns the cells without stand-ins, or all if there are no others."""
     return [cell for cell in group.rows if cell.stand_in is None] or list(group.rows)
 
 
 def fairly_timed(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells without stand-ins and with a core per rank, fastest first; if there are
-    none, the next best."""
+    """Returns the cells without stand-ins and with a core per rank, fastest first; if none, the
+    next best."""
     genuine = of_real_things(group)
     return [cell for cell in genuine if not cell.oversubscribed] or genuine
 
 
 def pareto(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells not beaten in both throughput and peak memory, fastest first."""
+    """Returns the cells that no other beats in both throughput and peak memory, fastest first."""
     front: list[RankedCell] = []
     least: float | None = None
     for cell in group.rows:

@@ -1,5 +1,5 @@
-"""The largest trainable model, or longest sequence, of each strategy within a memory budget,
-against the formula."""
+"""Largest trainable model, or longest sequence, of each strategy within a memory budget, against
+the formula."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class LargestModel(CellResult):
-    """Largest model or longest sequence of a strategy, as a cell; without an id if there is none.
-    Sizes are parameters or tokens."""
+    """Largest size (parameters or tokens) of a strategy, as a cell; without an id if there is
+    none."""
 
     reached: int | None = None
     next: int | None = None
@@ -44,19 +44,17 @@ class LargestModel(CellResult):
 
 @dataclass(frozen=True)
 class Largest:
-    """Outcome of a search."""
-
     budget: str
     winner: LargestModel | None
     bars: Bars
     grid: Grid[LargestModel]
     order: tuple[str, ...]
-    """One sentence per chain of strategies that theory puts in an order."""
+    """A sentence per chain of strategies that theory orders."""
     limits: tuple[tuple[str, str], ...]
     """(strategy, what it ran out of memory with, or why it has no size)."""
     probes: int
     tokens: bool = False
-    """Whether sequences grew and sizes are tokens; else the model grew and they are parameters."""
+    """Whether sizes are tokens of growing sequences, rather than parameters."""
 
     @property
     def unit(self) -> str:
@@ -64,23 +62,22 @@ class Largest:
 
     @property
     def what(self) -> str:
-        """What the search looked for."""
         return "longest sequence" if self.tokens else "largest model"
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run is a search whose trials are probes."""
+    """Returns whether the run's trials are probes."""
     return run.matrix == MATRIX
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Returns whether a search's trial is more than a probe of fit; probes that failed otherwise
-    count too."""
+    """Returns whether a trial is more than a probe of fit; probes that failed otherwise count
+    too."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns the section of a search; None for any other run, or if another version wrote the
+    """Returns the section of a search; None for other runs, or if another version wrote the
     plan."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
@@ -138,8 +135,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns e.g. `As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a
-    size."""
+    """Returns `As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a size."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -159,7 +155,7 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
 
 
 def _bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
-    """Returns millions of parameters, or tokens, most first, with the formula's as a mark."""
+    """Returns millions of parameters, or tokens, most first, marking the formula's."""
     ordered = sorted(lines, key=lambda line: -(line.reached or 0))
     bars = [_bar(line, ordered[0].reached, tokens) for line in ordered]
     words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)

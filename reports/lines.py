@@ -1,4 +1,4 @@
-"""Charts with a line per cell, written as SVG directly: a page has dozens, and matplotlib takes 45
+"""Charts with a line per cell, written directly as SVG: a page has dozens, and matplotlib takes 45
 ms for each.
 
 Units are pixels.
@@ -22,8 +22,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 class Lines:
-    """`count` lines, first on top, over an axis from `low` to `high`; style.css styles its
-    classes."""
+    """`count` lines, first on top, over an axis from `low` to `high`; styled by style.css."""
 
     def __init__(
         self, name: str, count: int, low: float, high: float, logarithmic: bool = False
@@ -34,13 +33,12 @@ class Lines:
         self._hatched: set[str] = set()
 
     def x(self, value: float) -> float:
-        """Returns the position of a value, clipped to the axis."""
+        """Returns a value's position, clipped to the axis."""
         place = (math.log10(value) if self._logarithmic else value) - self._low
         return _LEFT + min(max(place / (self._high - self._low), 0), 1) * (_RIGHT - _LEFT)
 
     @staticmethod
     def middle(index: int) -> float:
-        """Returns the height of a line's bar."""
         return _TOP + (index + 0.7) * LINE
 
     def words(self, index: int, label: str, text: str, kind: str = "ink") -> None:
@@ -49,7 +47,6 @@ class Lines:
         self._text(_RIGHT + 7, self.middle(index), text, kind)
 
     def box(self, index: int, start: float, end: float, kind: str, hatched: bool = False) -> None:
-        """Adds a piece of a bar."""
         left, right, middle = self.x(start), self.x(end), self.middle(index)
         fill = f' fill="url(#{self._name}-{kind})"' if hatched else ""
         self._hatched |= {kind} if hatched else set()
@@ -59,14 +56,12 @@ class Lines:
         )
 
     def level(self, index: int, start: float, end: float, kind: str) -> None:
-        """Adds a broad line between two values."""
         self._path(
             f"M{_n(self.x(start))} {_n(self.middle(index))}H{_n(self.x(end))}", f"{kind} broad"
         )
 
     def interval(self, index: int, low: float, high: float) -> None:
-        """Adds a line with a vertical stroke at each end, omitted if that end is beyond the
-        axis."""
+        """Adds a line with a vertical stroke at each end that is within the axis."""
         middle, left, right = self.middle(index), self.x(low), self.x(high)
         self._path(
             f"M{_n(left)} {_n(middle)}H{_n(right)}"
@@ -75,7 +70,6 @@ class Lines:
         )
 
     def upright(self, index: int, value: float, half: float, kind: str = "ink strong") -> None:
-        """Adds a stroke across the line."""
         self._path(f"M{_n(self.x(value))} {_n(self.middle(index) - half)}v{_n(2 * half)}", kind)
 
     def dot(self, index: int, value: float, radius: float, kind: str) -> None:
@@ -96,8 +90,8 @@ class Lines:
     def svg(
         self, axis: str, summary: str, ticks: Iterable[tuple[float, str]], left: bool = True
     ) -> str:
-        """Returns the whole picture; `axis`: quantity with its unit; `left`: whether the axis
-        begins at a vertical line."""
+        """Returns the picture. `axis`: quantity with its unit; `left`: draw a vertical line at the
+        left."""
         end = _TOP + self._count * LINE
         places = [(_n(self.x(value)), words) for value, words in ticks]
         grid = "".join(f"M{x} {_TOP}V{end}" for x, _ in places)
@@ -133,12 +127,11 @@ class Lines:
 
 
 def _n(value: float) -> str:
-    """Formats a coordinate to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def round_numbers(low: float, high: float, most: int = 4) -> list[tuple[float, str]]:
-    """Returns at most `most` + 1 evenly spaced round ticks between the ends."""
+    """Returns at most `most` + 1 evenly spaced round ticks."""
     size = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(
         step * size for step in (*_STEPS, 20) if step * size * most >= (high - low) * (1 - 1e-9)
@@ -158,8 +151,7 @@ def _decades(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def bars(data: Bars) -> str:
-    """Draws one line per cell: label above, bar (dot on a log axis) with its interval, number at
-    the right."""
+    """Draws one line per cell: label, bar (dot on a log axis) with interval, number."""
     low, high = _range(data)
     chart = Lines(data.name, len(data.bars), low, high, data.logarithmic)
     for index, bar in enumerate(data.bars):
@@ -196,8 +188,8 @@ def _bar(chart: Lines, index: int, bar: Bar, low: float, high: float, logarithmi
 
 
 def stacks(data: Stacks) -> str:
-    """Draws one line per cell: label above, stacked kinds, a mark for the formula's sum, a diamond
-    for the peak."""
+    """Draws one line per cell: label, stacked kinds, a mark for the formula's sum, a diamond for
+    the peak."""
     chart = Lines(data.name, len(data.stacks), 0.0, data.limit)
     for index, stack in enumerate(data.stacks):
         start = 0.0
@@ -219,8 +211,7 @@ def stacks(data: Stacks) -> str:
 
 
 def ranks(data: Ranks) -> str:
-    """Draws one line per cell: label above, a dot per rank, joined from smallest to largest; 100 %
-    is the mean."""
+    """Draws one line per cell: label and a dot per rank, joined; 100 % is the mean."""
     shares = [share for _, of_cell, _ in data.lines for share in of_cell]
     low, high = around([90.0, 110.0, *shares])
     chart = Lines(data.name, len(data.lines), low, high)

@@ -13,7 +13,7 @@ from reports.text import DASH, number, plain
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link: as requested, and as the run measured it."""
+    """A link as requested and as measured."""
 
     asked: str
     bits_per_second: float | None
@@ -22,7 +22,7 @@ class MeasuredLink:
 
     @property
     def delayed(self) -> bool:
-        """Whether latency was requested too, unlike links that differ only in bandwidth."""
+        """Whether a latency was requested too."""
         try:
             return Link.of(self.asked).delay_seconds > 0
         except ValueError:
@@ -45,7 +45,6 @@ class MeasuredLink:
 
 
 def measured_links(trials: Iterable[TrialRecord]) -> dict[str, MeasuredLink]:
-    """Returns the trials' records of each link they ran over."""
     by_link: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         if trial.links is not None:
@@ -67,7 +66,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
-    """Sorts links by bandwidth; delayed ones and those of unknown bandwidth last."""
+    """Sorts by bandwidth; delayed links and those of unknown bandwidth last."""
 
     def order(link: MeasuredLink) -> tuple[bool, bool, float]:
         return link.delayed, link.bits_per_second is None, link.bits_per_second or 0.0

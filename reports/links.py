@@ -1,5 +1,4 @@
-"""Effect of a slow link between nodes on each strategy: throughput against measured bandwidth, and
-crossovers."""
+"""Throughput of each strategy against measured bandwidth between nodes, and crossovers."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class BandwidthLine:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Lines in the order of their throughput on the slowest link; `links`: measured ones, as (bits
-    per second, requested)."""
+    """Lines by throughput on the slowest link; `links`: (measured bits per second, request)."""
 
     name: str
     title: str
@@ -50,7 +48,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class LinkedCell(CellResult):
-    """A strategy's row in the table of links: its first cell, with those of all links."""
+    """A strategy's row: its first cell, with those of all links."""
 
     by_link: Mapping[str, CellResult] = field(default_factory=dict)
     sent: float | None = None
@@ -69,16 +67,15 @@ class Chapter:
     unit: str
     crossovers: tuple[str, ...]
     more: int
-    """Number of crossovers that are not named."""
+    """Number of omitted crossovers."""
     by_bytes: str
-    """Whether strategies rank by the bytes they send, as text; empty if unknown."""
+    """Whether strategies rank by bytes sent, as text; empty if unknown."""
 
 
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    """Returns a chapter for each setting that ran on two or more emulated links; those with most
-    strategies first."""
+    """Returns a chapter per setting on two or more emulated links, most strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked and cell.links is not None:
@@ -93,7 +90,7 @@ def chapters(
 
 
 def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
-    """Returns the bytes per step of the rank that sends most, of profiled cells."""
+    """Returns bytes per step of the rank that sends most, of profiled cells."""
     return {
         profile.cell_id: max(profile.sent_bytes)
         for profile in profiles
@@ -194,7 +191,7 @@ def _grid(
     links: Sequence[MeasuredLink],
     series: Sequence[LinkSeries],
 ) -> Grid[LinkedCell]:
-    """Returns a table of strategies by link; a row's own cell is that of its first link."""
+    """Returns strategies by link; a row's own cell is that of its first link."""
     rows = []
     for line in series:
         first = next(line.by_link[link.asked] for link in links if link.asked in line.by_link)

@@ -1,4 +1,4 @@
-"""Data of the charts of losses in the parity check."""
+"""Chart data of losses in the parity check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reports.text import number, plural
 
 @dataclass(frozen=True)
 class Losses:
-    """Loss per step of the parity segment, of the reference and of each cell compared with it."""
+    """Loss per step of the parity segment, of the reference and the cells compared with it."""
 
     name: str
     title: str
@@ -23,10 +23,8 @@ class Losses:
 
 
 def losses(cells: Sequence[CellResult]) -> list[Losses]:
-    """Returns one figure per reference, the one with most cells first.
-
-    A curve ends at the first loss that is not finite.
-    """
+    """Returns a figure per reference, the one with most cells first. Curves end at the first loss
+    that is not finite."""
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.reference_losses:

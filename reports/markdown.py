@@ -1,4 +1,4 @@
-"""Markdown that renders records as plain text, and tables of it."""
+"""Markdown text and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def escaped(text: str) -> str:
 
 
 def table(columns: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table of unescaped texts; the columns in `numbers` are right-aligned."""
+    """Returns a table of unescaped texts; columns in `numbers` are right-aligned."""
     lines = [
         f"| {' | '.join(map(escaped, columns))} |",
         f"|{'|'.join('--:' if column in numbers else '---' for column in columns)}|",

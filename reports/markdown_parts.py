@@ -65,7 +65,7 @@ def verdict_text(report: RunReport) -> Paragraphs:
 
 
 def _advised(group: RankedGroup) -> Paragraphs:
-    """Returns the answer to which strategy to use, as a list."""
+    """Lists which strategy to use."""
     advised = answer(group.rows)
     if advised is None:
         return []

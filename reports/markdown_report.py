@@ -13,8 +13,8 @@ from reports.text import plural
 
 
 def markdown(report: RunReport, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Returns the report of one run with all sections that have data, or the wanted ones, and the
-    names of wanted ones without data.
+    """Returns the report with all sections that have data, or the wanted ones, and the names of
+    wanted ones without data.
 
     Raises UsageError as `with_data` does.
     """

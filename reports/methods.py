@@ -14,8 +14,6 @@ from reports.text import deviation
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Cells with the same tolerance for the same reason."""
-
     loss: str
     update: str
     reason: str
@@ -23,10 +21,8 @@ class Tolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
-    """Returns the tolerances, the tightest first.
-
-    The reason is only known for cells that used more than the tightest.
-    """
+    """Returns the tolerances, the tightest first. Reasons are known for cells that used more than
+    the tightest."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity_loss_tolerance is not None and cell.parity_update_tolerance is not None:
@@ -68,7 +64,7 @@ EFFICIENCY = (
 
 
 def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
-    """Describes what the control between the steps removed from a run's figures."""
+    """Describes what the control removed from a run's figures."""
     if not any(cell.log_throughput for cell in cells):
         return "none: the run is of a version that had none, so its figures are as measured"
     if not adjustment.helps:
@@ -86,7 +82,7 @@ def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str
 
 
 def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
-    """Returns (name, description) of each method. `adjustment`: of the run by its control."""
+    """Returns (name, description) of each method."""
     memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
     estimated = any(cell.log_throughput for cell in cells)
     comparison = within_a_run(any(cell.turns for cell in cells), estimated)

@@ -1,4 +1,4 @@
-"""Names of cells and settings in charts and tables, with marks on what is unusual."""
+"""Names of cells and settings, with marks on what is unusual."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ STATUS = {
     "skipped": "skipped",
     "ok": "ok",
 }
-"""Statuses as text."""
 
 
 def marks(cell: CellResult) -> str:
-    """Returns `†` for a stand-in, `‡` for more ranks than cores; charts append them to the
-    label."""
+    """Returns `†` for a stand-in, `‡` for more ranks than cores, appended to labels."""
     crowded = cell.oversubscribed and cell.samples_per_second is not None
     return (STAND_IN if cell.stand_in is not None else "") + (OVERSUBSCRIBED if crowded else "")
 
 
 def named(cell: CellResult, *, place: bool = True) -> str:
-    """Returns the label for a chart: with unusual nodes, links and regime, and with marks.
+    """Returns the chart label, with marks and unusual nodes, links and regime.
 
     `place`: whether to include nodes and links, which a group's title states.
     """
@@ -44,12 +42,12 @@ def named(cell: CellResult, *, place: bool = True) -> str:
 
 
 def link_words(cell: CellResult) -> str:
-    """Returns e.g. `over 1gbit (emulated)`; empty if nodes use their own network."""
+    """Returns `over 1gbit (emulated)`; empty on the nodes' own network."""
     return "" if cell.links is None else over(cell.links)
 
 
 def device_words(cell: CellResult) -> str:
-    """Returns e.g. `2 GPUs`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
+    """Returns `2 GPUs`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
     words = plural(cell.devices, "GPU" if cell.device == "cuda" else "device")
     if cell.nodes > 1:
         words += f" on {cell.nodes} nodes"
@@ -58,5 +56,4 @@ def device_words(cell: CellResult) -> str:
 
 
 def unit(throughput: str) -> str:
-    """Returns the unit of a throughput column."""
     return "tokens/s" if throughput.startswith("tokens") else "samples/s"

@@ -38,7 +38,7 @@ class Entry:
     verdict: str
     details: str
     failures: int
-    """Number of launched cells without a valid result, except expected divergences."""
+    """Launched cells without a valid result, except expected divergences."""
     cells: int
     before: str
     """Run that it is compared with; empty if no earlier run of the matrix shares a cell."""
@@ -50,7 +50,7 @@ Earlier = Sequence[tuple[RunRecord, RunSelection]]
 
 
 def entries(store: Store, folder: Path) -> list[Entry]:
-    """Returns every run of the store, newest first; `folder`: of the index and the reports."""
+    """Returns all runs, newest first. `folder`: of the index and the reports."""
     entries: list[Entry] = []
     earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
@@ -65,8 +65,7 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 def _against(
     earlier: Earlier, report: RunReport, now: RunSelection
 ) -> tuple[str, RunComparison | None]:
-    """Returns the newest earlier run of the same matrix on equal hardware, and the comparison with
-    it."""
+    """Returns the newest earlier run of the same matrix on equal hardware, and its comparison."""
     for run, was in reversed(earlier):
         comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
         if run.matrix == report.run.matrix and comparable:
@@ -95,7 +94,7 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """Returns the cell that a run advises, or else its fastest, and details of it."""
+    """Returns the advised cell, or else the fastest, and details."""
     if report.largest:
         best = report.largest.winner
         if best is None:
@@ -123,8 +122,7 @@ def _advised(group: RankedGroup, advised: Answer) -> Pick:
 
 
 def page(store: Store, folder: Path) -> str:
-    """Returns an HTML page that links to each report. Reports of runs that the store lacks come
-    last."""
+    """Returns a page that links to each report; reports of runs that the store lacks come last."""
     shown = entries(store, folder)
     own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(

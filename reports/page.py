@@ -21,16 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Page:
-    """A rendered page."""
-
     text: str
     absent: list[str]
     """Wanted sections without data."""
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection while a function runs: a page's objects live until it is done,
-    and collection took an eighth of the time."""
+    """Disables garbage collection during a call: a page's objects live until it is done, and
+    collection took an eighth of the time."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,11 +68,10 @@ def section_page(
 
 
 def fill(template: str, more_style: str = "", printed: bool = False, **values: object) -> str:
-    """Fills a template with the style, the script and these values, which are escaped. The content
-    policy allows the style and the script by their hashes.
+    """Fills a template with the style, the script and escaped values. The content policy allows
+    style and script by their hashes.
 
-    `printed`: show the print layout on screens too: light, all details open, no controls, no
-    script.
+    `printed`: use the print layout on screens: light, all details open, no controls, no script.
     """
     import jinja2
     from markupsafe import Markup
@@ -111,7 +108,7 @@ def fill(template: str, more_style: str = "", printed: bool = False, **values: o
 
 
 def _as_printed(style: str) -> str:
-    """Returns the style that gives screens the print layout."""
+    """Returns the style with the print layout for screens."""
     changes = {
         "@media screen and (prefers-color-scheme: dark)": "@media not all",
         "@media print": "@media all",

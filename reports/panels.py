@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class Titled(Shown, Protocol):
-    """Data of a picture with a title."""
-
     @property
     def title(self) -> str: ...
 
@@ -25,8 +23,7 @@ AnyTitled = TypeVar("AnyTitled", bound=Titled)
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with its heading, its legend and, for a numbered front, the names of the
-    numbers."""
+    """A picture with its heading, legend and, for a numbered front, the names of the numbers."""
 
     title: str
     picture: Picture
@@ -36,8 +33,6 @@ class Panel:
 
 
 class Panels:
-    """Makes the panels of a page."""
-
     def __init__(self) -> None:
         self.pictures = Pictures()
 

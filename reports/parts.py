@@ -43,19 +43,19 @@ MOST_PANELS = 12
 
 @dataclass(frozen=True)
 class Parity:
-    """Number of cells that trained the same as the reference."""
+    """Counts of parity verdicts."""
 
     passed: int
     judged: int
     steps: str
     unexpected: int
-    """Number of divergences that the matrix does not expect."""
+    """Divergences that the matrix does not expect."""
     set_back: int
-    """Number of cells rewound between timed steps and verified again."""
+    """Cells rewound between timed steps and verified again."""
 
     @classmethod
     def of(cls, report: RunReport) -> Parity | None:
-        """Counts verdicts; returns None if no cell was verified."""
+        """Returns None if no cell was verified."""
         verdicts = ("exact", "within tolerance", "diverged")
         judged = [cell for cell in report.cells if cell.parity_verdict in verdicts]
         if not judged:
@@ -71,14 +71,13 @@ class Parity:
 @dataclass(frozen=True)
 class VerdictPart:
     answer: Answer | None
-    """Which strategy to use, for the headline's group."""
+    """Which strategy of the headline's group to use."""
     headline: FastestVerdict | None
     verdicts: list[FastestVerdict]
     """Verdicts on the largest group of each workload and number of devices."""
     parity: Parity | None
     largest: Largest | None
     recorded: bool
-    """Whether the run has a recorded trial."""
 
 
 def verdict_part(report: RunReport, _: Panels) -> VerdictPart:
@@ -122,7 +121,7 @@ def systems_part(report: RunReport, _: Panels) -> SystemsPart | None:
 
 
 def _comparable(report: RunReport) -> list[tuple[int, RankedGroup]]:
-    """Returns the numbered groups whose cells are compared by speed."""
+    """Numbers the groups whose cells are compared by speed."""
     several = [group for group in report.groups if len(group.rows) > 1]
     return [] if report.largest else list(enumerate(several[:MOST_PANELS]))
 
@@ -287,7 +286,7 @@ class CellsPart:
     grid: Grid[CellResult]
 
     def choices(self, name: str) -> list[object]:
-        """Returns the values of a field for filtering; empty if there is only one."""
+        """Returns a field's values for filtering; empty if there is only one."""
         values = sorted({getattr(row.row, name) for row in self.grid.rows})
         return values if len(values) > 1 else []
 

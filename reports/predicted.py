@@ -34,7 +34,7 @@ class PredictedLine:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A chart of predictions, with at least one line."""
+    """A chart with at least one line."""
 
     name: str
     title: str
@@ -43,13 +43,13 @@ class Predicted:
     summary: str
     notes: tuple[str, ...] = ()
     within: int = 0
-    """Largest number of devices measured; 0: none, or unknown."""
+    """Most devices measured; 0: none, or unknown."""
     logarithmic: bool = True
     """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
 
 def predicted(data: Predicted) -> Figure:
-    """Draws predictions as dashed lines with bands, and measurements as dots."""
+    """Draws predictions as dashed lines with bands, measurements as dots."""
     lines = data.lines[: len(SERIES)]
     rows = 17 * (len(lines) + 1)
     figure, axes = canvas(300 + rows, 62, 14, 44 + rows, 22)

@@ -26,7 +26,7 @@ MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of the table of layouts, as texts."""
+    """A row of the table of layouts."""
 
     name: str
     step: str
@@ -54,7 +54,7 @@ class WonSquare:
 
 @dataclass(frozen=True)
 class WonRow:
-    """The best choices for one model over numbers of devices."""
+    """The best choices for one model by number of devices."""
 
     model: str
     squares: tuple[WonSquare, ...]
@@ -62,8 +62,6 @@ class WonRow:
 
 @dataclass(frozen=True)
 class PlanPage:
-    """Contents of the page of a plan."""
-
     title: str
     facts: tuple[str, ...]
     sentences: tuple[str, ...]
@@ -73,7 +71,6 @@ class PlanPage:
 
 
 def plan_page(page: PlanPage) -> str:
-    """Returns one self-contained HTML page of a plan."""
     panels = Panels()
     charts = [
         chart
@@ -101,7 +98,7 @@ def plan_page(page: PlanPage) -> str:
 def _chart(
     rows: Sequence[WonRow], name: str, title: str, unit: str, panels: Panels
 ) -> Panel | None:
-    """Returns a chart of the best throughput or memory over devices, a line for each model."""
+    """Returns a chart of the best throughput or memory over devices, a line per model."""
     lines = []
     for row in rows:
         ran = [square for square in row.squares if square.winner]
@@ -131,7 +128,6 @@ def _chart(
 
 
 def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> str:
-    """Returns one self-contained HTML page of scaling curves."""
     lines = [
         PredictedLine(
             curve.label,

@@ -1,4 +1,4 @@
-"""Where the time goes: parts of a profiled step, bytes sent against theory, memory at the peak."""
+"""Parts of a profiled step, bytes sent against theory, and memory at the peak."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ProfiledCell(CellResult):
-    """A cell with the findings of its newest profile."""
+    """A cell with its newest profile."""
 
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Seconds of the step by component, and of what overlaps them: mean of the ranks."""
+    """Seconds by component of the step, and of overlaps: mean of the ranks."""
     plain_step: float = 0.0
     """Seconds of the slowest rank's step without the profiler."""
     profiled_step: float = 0.0
     straggler: int | None = None
-    """Rank that is slower than the others."""
     logical_bytes: float | None = None
-    """Bytes that a rank must send per step, by theory of its collectives: mean of the ranks."""
+    """Bytes that a rank must send per step for its collectives in theory: mean of the ranks."""
     off_theory: float | None = None
     """Those bytes over the strategy's formula, minus 1."""
     off_algorithm: float | None = None
@@ -46,11 +45,10 @@ class ProfiledCell(CellResult):
     private: int | None = None
     """Peak bytes of the same step as trials measure it."""
     gpu: GpuTime | None = None
-    """GPU activity in the step; None without a GPU."""
+    """None without a GPU."""
 
 
 def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[ProfiledCell]:
-    """Returns the cells that were profiled."""
     newest = {profile.cell_id: profile for profile in profiles if profile.status == "ok"}
     return [_profiled(cell, newest[cell.cell_id]) for cell in cells if cell.cell_id in newest]
 
@@ -90,7 +88,7 @@ def _shortest_first(cells: Iterable[ProfiledCell]) -> list[ProfiledCell]:
 
 
 def charts(cells: Sequence[ProfiledCell]) -> list[Stacks]:
-    """Returns a chart for each setting, the shortest step first."""
+    """Returns a chart per setting, shortest step first."""
     groups = by_setting(cells)
     return [
         _chart(group, f"parts-{i}", group.title_beside(groups[0].workload))
@@ -129,7 +127,7 @@ def _stack(cell: ProfiledCell) -> Stack:
 
 
 def _part(name: str) -> Column[ProfiledCell]:
-    """Returns a column of the seconds in one part, mean of the ranks, in ms."""
+    """Returns a column of one part's time in ms, mean of the ranks."""
 
     def make(cell: ProfiledCell) -> Td:
         seconds = cell.parts[name]
@@ -143,7 +141,7 @@ def _part(name: str) -> Column[ProfiledCell]:
 
 
 def _bytes(title: str, tip: str, kind: str) -> Column[ProfiledCell]:
-    """Returns a column of the bytes of one kind at the peak, in MiB."""
+    """Returns a column of one kind's bytes at the peak in MiB."""
 
     def make(cell: ProfiledCell) -> Td:
         return numeral(in_mebibytes(cell.peak[kind]), f"peak_{kind}", cell.peak[kind])
@@ -199,7 +197,7 @@ def table(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
 
 
 def memory(cells: Sequence[ProfiledCell]) -> Grid[ProfiledCell] | None:
-    """Returns a table of what filled the fullest rank at its peak."""
+    """Returns what filled the fullest rank at its peak."""
     known = [cell for cell in cells if cell.peak["tracked"] is not None]
     rows = [cell for group in by_setting(known) for cell in group.rows]
     columns: list[Column[ProfiledCell]] = [

@@ -16,7 +16,7 @@ MOST_UNEVEN = 16
 
 @dataclass(frozen=True)
 class Ranks:
-    """Peak memory of each rank in % of the cell's mean, a line per cell."""
+    """Peak memory of each rank in % of the cell's mean."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Ranks:
 
 
 def _of_ranks(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns multi-rank cells with measured peaks, the most uneven first."""
+    """Returns multi-rank cells with measured peaks, most uneven first."""
     several = [
         cell for cell in cells if cell.status == "ok" and len(cell.peak_memory_bytes_by_rank) > 1
     ]
@@ -36,13 +36,13 @@ def _of_ranks(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def imbalance(cell: CellResult) -> float:
-    """Returns the largest over the mean peak of the ranks, in the trial with the largest."""
+    """Returns the largest peak over the ranks' mean, in the trial with the largest."""
     peaks = cell.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
 
 def chart(cells: Sequence[CellResult]) -> Ranks | None:
-    """Returns the peaks of all ranks, for the most uneven cells."""
+    """Returns the most uneven cells."""
     rows = _of_ranks(cells)
     if not rows:
         return None
@@ -68,7 +68,7 @@ def chart(cells: Sequence[CellResult]) -> Ranks | None:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns the peaks of all cells in MiB."""
+    """Returns all cells' peaks in MiB."""
     rows = _of_ranks(cells)
     columns = [
         Column("Workload", "", "", word("workload")),

@@ -9,8 +9,6 @@ from harness.analysis.cell_result import CellResult
 
 @dataclass(frozen=True)
 class RankedCell(CellResult):
-    """A cell with its place in its group, fastest first."""
-
     place: int = 1
     same_as_above: bool = False
     """Whether it is tied with the one above it."""

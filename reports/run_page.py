@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def render(results: Results, baseline: Choice | None = None) -> str:
-    """Returns the whole page of one run; raises ValueError if there is not exactly one run."""
+    """Returns the page of one run; raises ValueError if there is not exactly one."""
     return run_page(ran(results, baseline)).text
 
 
 @without_collection
 def run_page(report: RunReport, wanted: Sequence[str] = (), printed: bool = False) -> Page:
-    """Returns the page of one run, with all sections that have data or the wanted ones.
+    """Returns the page with all sections that have data, or the wanted ones.
 
     `printed`: use the print layout. Raises UsageError as `with_data` does.
     """

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run and the results of its cells."""
-
     run: RunRecord
     trials: tuple[TrialRecord, ...]
     """Trials without a search's probes."""
@@ -45,22 +43,20 @@ class RunReport:
 
     @property
     def failed(self) -> list[CellResult]:
-        """Cells that were launched without a valid result, except expected divergences."""
+        """Launched cells without a valid result, except expected divergences."""
         return [cell for cell in self.cells if cell.status in NO_RESULT and not cell.expected]
 
     @property
     def ranked(self) -> int:
-        """Number of ranked cells."""
         return sum(len(group.rows) for group in self.groups)
 
     @functools.cached_property
     def adjustment(self) -> Adjustment:
-        """Adjustment of the figures by the control."""
         return adjustment_of(self.trials)
 
     @functools.cached_property
     def largest(self) -> Largest | None:
-        """Outcome of a search; None for other runs."""
+        """None for runs other than searches."""
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property
@@ -71,7 +67,6 @@ class RunReport:
 
     @functools.cached_property
     def profiled(self) -> list[ProfiledCell]:
-        """Profiled cells."""
         profiles = [] if is_search(self.run) else self.profiles
         return profiled(self.cells, profiles)
 
@@ -81,7 +76,7 @@ class RunReport:
 
     @functools.cached_property
     def systems(self) -> list[System]:
-        """Recorded and planned cells by system; a search plans no cells."""
+        """Recorded and planned cells by system; a search plans none."""
         planned = [] if self.largest else unreached(self.run, self.cells)
         return all_systems(self.cells, planned, self.run_id)
 
@@ -89,8 +84,7 @@ class RunReport:
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
     """Builds the report from one run's tables; raises ValueError if they are not of one.
 
-    `baseline`: the cell that others of its setting are compared with; by default as `baseline_of`
-    chooses.
+    `baseline`: the cell that others of its setting are compared with; by default `baseline_of`.
     """
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
@@ -108,7 +102,6 @@ def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
 
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:
-    """Returns the tables of these runs only."""
     names = ("runs", "trials", "steps", "explained", "conclusions")
     frames = {name: getattr(results, name) for name in names}
     kept = {

@@ -1,4 +1,4 @@
-"""Compares the newest run with each of the others, and shows the history of every cell."""
+"""Compares the newest run with each of the others, with the history of every cell."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from harness.record.store import Results
 
 MOST_COLUMNS = 6
-"""Number of runs that the newest is compared with side by side; older ones are in the history."""
+"""Runs that the newest is compared with side by side; older ones are in the history."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of the runs, and the comparison of the newest with it."""
+    """A run, and its comparison with the newest."""
 
     row: RunRecord
     hardware: str
@@ -45,12 +45,12 @@ class Run:
 
 
 ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
-"""A cell of the newest run, with its comparison for each run that has a column."""
+"""A cell of the newest run, with its comparison for each run with a column."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Everything shown about several runs; runs oldest first."""
+    """Several runs, oldest first."""
 
     runs: tuple[Run, ...]
     shown: tuple[Run, ...]
@@ -69,7 +69,7 @@ class Runs:
 
     @property
     def changed(self) -> list[Series]:
-        """Series whose level changed, the latest change first."""
+        """Series whose level changed, latest change first."""
         changes = [(s.last_change.started_at, s) for s in self.series if s.last_change]
         return [s for _, s in sorted(changes, key=lambda pair: pair[0], reverse=True)]
 
@@ -85,7 +85,7 @@ class Runs:
 
     @property
     def least(self) -> int:
-        """Minimum number of a cell's runs to detect a change."""
+        """Fewest runs of a cell that can show a change."""
         return 2 * MIN_RUNS
 
     @functools.cached_property
@@ -101,7 +101,7 @@ class Runs:
 
     @property
     def others(self) -> list[tuple[Run, ComparedCell]]:
-        """Cells whose throughput could not be compared, regressions first."""
+        """Cells without a throughput comparison, regressions first."""
         lines = [
             (run, line)
             for run in self.shown
@@ -121,10 +121,7 @@ class Runs:
 
 
 def compare_all(results: Results) -> Runs:
-    """Compares the runs of a store's tables.
-
-    Raises UsageError if fewer than two of them measured cells.
-    """
+    """Raises UsageError if fewer than two runs measured cells."""
     cells: dict[str, list[MeasuredCell]] = {}
     every = measured(results)
     for cell in every:
@@ -167,7 +164,7 @@ def _run(
 def _against(
     results: Results, record: RunRecord, newest: RunRecord, side: RunSelection
 ) -> tuple[RunComparison | None, str]:
-    """Returns the comparison of the newest run with another one, and why it is missing or
+    """Returns the comparison of the newest run with another, and why it is missing or
     incomplete."""
     try:
         other = select(record.run_id, only(results, [record.run_id]))
@@ -183,6 +180,5 @@ def _against(
 
 
 def as_json(runs: Runs) -> dict[str, object]:
-    """Returns the comparisons of the newest run with the others, and the histories."""
     compared = [run.against.as_json() for run in runs.shown if run.against]
     return {"comparisons": compared, "history": [series.as_json() for series in runs.series]}

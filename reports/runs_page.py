@@ -21,14 +21,12 @@ MOST_CHARTS = 60
 
 @dataclass(frozen=True)
 class Chart:
-    """A cell's figure over the runs as a picture."""
-
     series: Series
     picture: Picture
 
 
 def _charts(runs: Runs, panels: Panels) -> list[Chart]:
-    """Returns every cell's throughput over the runs, changes first, and memory if it changed."""
+    """Returns every cell's throughput, changes first, and memory if it changed."""
     several = [
         series
         for series in (*runs.throughput, *runs.memory)
@@ -74,8 +72,8 @@ def runs_page(runs: Runs, wanted: Sequence[str] = (), printed: bool = False) -> 
 
 
 def runs_text(runs: Runs, wanted: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Returns the comparison as Markdown, with all sections that have data or the wanted ones, and
-    the names of wanted ones without data. Raises UsageError as `with_data` does."""
+    """Returns Markdown of all sections that have data, or the wanted ones, and the names of wanted
+    ones without data. Raises UsageError as `with_data` does."""
     title = (
         f"How do these runs compare? {plural(len(runs.runs), 'run')}, the newest"
         f" {escaped(runs.newest.run_id)}"

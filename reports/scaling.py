@@ -1,4 +1,4 @@
-"""Data of the charts of throughput over devices."""
+"""Chart data of throughput over devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ COLOURED = 6
 
 @dataclass(frozen=True)
 class ScalingLine:
-    """A strategy's throughput over the number of devices."""
-
     label: str
     devices: tuple[int, ...]
     values: tuple[float, ...]
@@ -41,11 +39,11 @@ class Scaling:
 
 
 Curve = list[CellResult]
-"""The cells of a strategy in one setting, by number of devices."""
+"""A strategy's cells in one setting, by number of devices."""
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    """Returns one figure per workload, precision and batch, of what ran on two or more numbers of
+    """Returns a figure per workload, precision and batch that ran on two or more numbers of
     devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.

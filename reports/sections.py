@@ -1,4 +1,4 @@
-"""Sections of a report, each declared once with the functions for its page and its text."""
+"""Sections of a report, each declared once for page and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reports.panels import Panels
 AnyReport = TypeVar("AnyReport")
 Part = TypeVar("Part")
 Paragraphs = list[str]
-"""Paragraphs, lists and tables in Markdown."""
+"""Markdown paragraphs, lists and tables."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Section(Generic[AnyReport]):
     name: str
     title: str
     html: Callable[[AnyReport, Panels], object] | None = None
-    """None if the page does not have this section."""
+    """None if pages lack this section."""
     markdown: Callable[[AnyReport], Paragraphs] | None = None
-    """None if the text does not have this section."""
+    """None if texts lack this section."""
     short: str = ""
-    """Shorter title for the list of sections, if any."""
+    """Shorter title for the list of sections."""
 
 
 def with_data(
@@ -41,8 +41,7 @@ def with_data(
     """Returns the wanted sections (all by default) with their parts, in the report's order, and the
     names of those without data.
 
-    Raises UsageError if this kind of report has no such section, or if none of the wanted ones has
-    data.
+    Raises UsageError for an unknown section, or if none of the wanted ones has data.
     """
     sections = list(sections)
     _require_known(wanted, [section.name for section in sections])

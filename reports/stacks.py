@@ -1,4 +1,4 @@
-"""Data of stacked bar charts: states kept by ranks between steps, step times."""
+"""Data of stacked bar charts: states between steps, step times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {
     "optimizer": "optimizer_bytes",
     "library": "library_bytes",
 }
-"""Kinds of states, and the result's field with the bytes of each."""
+"""Kinds of states, and the result's field of each."""
 WITHIN = 0.05
 
 
@@ -26,14 +26,14 @@ class Stack:
 
     label: str
     parts: tuple[float, ...]
-    """Parts in the order of `Stacks.kinds`."""
+    """Values in the order of `Stacks.kinds`."""
     text: str
     formula: float | None
     peak: float | None
     hatched: bool
-    """Whether it is a stand-in. Oversubscription does not count: it does not change states."""
+    """Whether it is a stand-in; oversubscription does not change states."""
     off: bool
-    """Whether it differs from the formula by more than WITHIN."""
+    """Whether it is further from the formula than WITHIN."""
 
     @property
     def total(self) -> float:
@@ -42,8 +42,6 @@ class Stack:
 
 @dataclass(frozen=True)
 class Stacks:
-    """A chart of stacked bars."""
-
     name: str
     title: str
     axis: str
@@ -56,14 +54,14 @@ class Stacks:
 
 
 def by_state_bytes(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Sorts cells by bytes kept between steps, least first."""
+    """Sorts cells by bytes kept between steps."""
     return sorted(cells, key=lambda cell: cell.state_bytes or 0.0)
 
 
 def state_stacks(
     cells: Sequence[CellResult], name: str, title: str, label: Callable[[CellResult], str]
 ) -> Stacks:
-    """Returns the states of each cell's fullest rank between steps in MiB, least first."""
+    """Returns the states of each cell's fullest rank in MiB, least first."""
     cells = by_state_bytes(cells)
     stacks = [_stack(cell, label(cell)) for cell in cells[:MOST_ROWS]]
     ends = [max(stack.total, stack.formula or 0.0, stack.peak or 0.0) for stack in stacks]

@@ -1,4 +1,4 @@
-"""Where the memory goes: states kept between steps against the formula."""
+"""States kept between steps against the formula."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class Buffers:
 
 
 def with_states(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells with measured states."""
     return [cell for cell in cells if cell.status == "ok" and cell.state_bytes is not None]
 
 
 def charts(cells: Sequence[CellResult]) -> list[Stacks]:
-    """Returns a chart for each setting with several cells."""
+    """Returns a chart per setting with several cells."""
     groups = [group for group in by_setting(with_states(cells)) if len(group.rows) > 1]
     return [
         state_stacks(group.rows, f"states-{i}", group.title_beside(groups[0].workload), named)
@@ -40,8 +39,7 @@ def charts(cells: Sequence[CellResult]) -> list[Stacks]:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns a table of all cells, with the formula's share for each kind and what is kept off the
-    device."""
+    """Returns all cells, with the formula's share by kind and what is kept off the device."""
     rows = [cell for group in by_setting(with_states(cells)) for cell in by_state_bytes(group.rows)]
     columns = [
         Column("Workload", "", "", word("workload")),
@@ -86,7 +84,7 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
-    """Returns the library's buffers by name, largest first; cells with the same ones together."""
+    """Returns buffers by name, largest first; cells with the same ones together."""
     grouped: dict[tuple[tuple[str, str], ...], tuple[float, list[CellResult]]] = {}
     for cell in with_states(cells):
         sizes = _buffer_sizes(cell.library_buffers)

@@ -1,5 +1,4 @@
-"""Turns a matplotlib figure into inline SVG that follows the page's theme and complies with a
-strict content policy."""
+"""Inline SVG of matplotlib figures that follows the page's theme and a strict content policy."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 WIDTH = 360
 """Width of every picture, in pixels of the page at 100 %."""
 FEW = 8
-"""Number of pictures drawn in the time it takes to start another process."""
+"""Pictures drawn in the time that another process takes to start."""
 
 _SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
@@ -66,8 +65,6 @@ _SETTINGS: dict[str, object] = {
 
 
 class Shown(Protocol):
-    """Data of a picture."""
-
     @property
     def name(self) -> str:
         """HTML id, unique in the page."""
@@ -81,7 +78,7 @@ AnyShown = TypeVar("AnyShown", bound=Shown)
 
 
 class Pictures:
-    """Figures of a page: collected, then drawn together by as many processes as there are cores."""
+    """Figures of a page: collected, then drawn together, one process per core."""
 
     def __init__(self) -> None:
         self._asked: list[Picture] = []
@@ -145,7 +142,7 @@ def _themed(part: str) -> str:
 
 
 def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
-    """Returns a picture as SVG, and the declarations of its classes."""
+    """Returns SVG, and the declarations of its classes."""
     import matplotlib
 
     buffer, name = io.BytesIO(), picture.shown.name

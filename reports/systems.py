@@ -1,4 +1,4 @@
-"""All systems of a run: what ran, what did not, and why."""
+"""Systems of a run: what ran, what did not, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARITY = ("exact", "within tolerance", "diverged as expected", "diverged", "unk
 
 @dataclass(frozen=True)
 class Reason:
-    """Cells that were not launched for the same reason."""
+    """Cells not launched for the same reason."""
 
     what: str
     reason: str
@@ -45,20 +45,18 @@ class Missing:
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest cell of a system, in the verdict's setting if it has one there."""
+    """The fastest cell of a system, in the verdict's setting if possible."""
 
     row: RankedCell
     value: str
     setting: str
-    """Setting; empty if it is the verdict's."""
+    """Empty if it is the verdict's."""
     share: str
-    """Throughput relative to the fastest in the verdict's setting."""
+    """Relative to the fastest in the verdict's setting."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """One line of the table of systems."""
-
     name: str
     ok: int
     total: int
@@ -80,7 +78,6 @@ def all_systems(
 
 
 def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResult:
-    """Returns a cell without measurements."""
     return CellResult(
         run_id=run_id,
         cell_id=cell.id,
@@ -96,7 +93,7 @@ def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResul
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
-    """Returns systems with cells left out, refused, unavailable or not reached: those that this
+    """Returns systems with cells left out, refused, unavailable or not reached; those that this
     host cannot run first."""
     kinds = ("absent", "none", "part")
     missing = [row for system in systems_ if (row := _missing(system))]
@@ -104,7 +101,7 @@ def not_run(systems_: Iterable[System]) -> list[Missing]:
 
 
 def _missing(system: System) -> Missing | None:
-    """Returns the cells of a system that did not run; None if all were launched."""
+    """Returns None if all cells were launched."""
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
@@ -120,7 +117,7 @@ def _missing(system: System) -> Missing | None:
 def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[Overview]:
-    """Returns a line per system; empty if the run assigns no cell to any."""
+    """Returns a line per system; empty if no cell belongs to any."""
     if all(cell.system is None for system in systems_ for cell in system.cells):
         return []
     return [_line(system, groups, leading) for system in systems_]

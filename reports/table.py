@@ -1,4 +1,4 @@
-"""The full table, with every number of every cell, and the table of scaling efficiency."""
+"""The full table of all cells and numbers, and the table of scaling efficiency."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reports.text import DASH, deviation, exact, listed, number, percent, plain,
 
 
 def full_table(cells: Sequence[CellResult], groups: Sequence[RankedGroup]) -> Grid[CellResult]:
-    """Returns ranked cells group by group, fastest first, then the others."""
+    """Returns ranked cells by group, fastest first, then the others."""
     ranked = [cell for group in groups for cell in group.rows]
     seen = {cell.cell_id for cell in ranked}
     rest = [cell for cell in cells if cell.cell_id not in seen]
@@ -35,7 +35,6 @@ def full_table(cells: Sequence[CellResult], groups: Sequence[RankedGroup]) -> Gr
 
 
 def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns the columns with data."""
     columns = [
         Column("Workload", "", "", word("workload")),
         *device_columns(cells),
@@ -107,7 +106,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 
 def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns the columns of throughput relative to the baseline; empty if no cell has one."""
+    """Returns throughput relative to the baseline; empty if no cell has one."""
     labels = {cell.label for cell in cells if cell.baseline == cell.cell_id}
     if not labels:
         return []
@@ -116,7 +115,7 @@ def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 
 def _with_interval(field: str) -> Callable[[CellResult], Td]:
-    """Returns a function that formats a fraction with its interval: `85 % (80 to 91)`."""
+    """Returns a formatter of a fraction with its interval: `85 % (80 to 91)`."""
 
     def td(cell: CellResult) -> Td:
         value, low, high = (getattr(cell, f"{field}{end}") for end in ("", "_low", "_high"))
@@ -173,7 +172,7 @@ def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def efficiency(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns the scaling efficiency of multi-device cells, best first."""
+    """Returns scaling efficiency of multi-device cells, best first."""
 
     def order(cell: CellResult) -> tuple[str, int, float]:
         own = cell.efficiency_own

@@ -14,13 +14,13 @@ MIB = 2**20
 
 
 def finite(value: float | None) -> float | None:
-    """Returns the value, or None if it is unknown, not a number or infinite."""
+    """Returns the value; None if unknown, not a number or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats with at least `digits` significant digits and thousands separators: 12,345 and
-    0.0123; 1.2e-07 if there would be too many zeros."""
+    """Formats `digits` significant digits at least: 12,345 and 0.0123; 1.2e-07 instead of many
+    zeros."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -65,7 +65,7 @@ def size(value: float | None) -> str:
 
 
 def deviation(value: float | None) -> str:
-    """Formats a relative deviation as `1.2e-07`; 0 if the training is identical bit for bit."""
+    """Formats a relative deviation as `1.2e-07`; 0 if bitwise identical."""
     value = finite(value)
     if value is None:
         return DASH
@@ -82,7 +82,7 @@ def exact(value: float | None) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """Returns e.g. `1 trial`, `3 trials`."""
+    """Returns `1 trial`, `3 trials`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
@@ -93,8 +93,7 @@ def listed(words: list[str], most: int = 4) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shortens text for a chart: removes control characters, and replaces the middle by an ellipsis
-    if it is longer than `most`."""
+    """Shortens text for a chart: no control characters, an ellipsis in the middle beyond `most`."""
     text = printable(text)
     if len(text) <= most:
         return text
@@ -103,14 +102,14 @@ def shortened(text: str, most: int) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """Returns the text with line break opportunities after brackets, commas and underscores."""
+    """Allows line breaks after brackets, commas and underscores."""
     from markupsafe import Markup, escape
 
     return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=.[(,_/])", text))
 
 
 def printable(text: str) -> str:
-    """Removes characters that XML cannot hold, or that change the direction of surrounding text."""
+    """Removes characters that XML cannot hold, or that change the text direction."""
     return re.sub(
         r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]",
         "",

@@ -27,7 +27,6 @@ AT_BOUND = 1.02
 
 
 def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns multi-rank cells with counted bytes."""
     return [
         cell
         for cell in cells
@@ -39,8 +38,7 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def sent(cell: CellResult) -> float:
-    """Returns the bytes per step of the rank that sends most, in multiples of the fp32
-    gradients."""
+    """Returns bytes per step of the rank that sends most, in multiples of the fp32 gradients."""
     return (cell.sent_bytes_per_step or 0.0) / (4.0 * (cell.trained_parameters or 1))
 
 
@@ -54,7 +52,7 @@ def bound(cell: CellResult) -> float | None:
 
 
 def charts(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns a chart for each setting with several cells, least first."""
+    """Returns a chart per setting with several cells, least first."""
     groups = [group for group in by_setting(with_traffic(cells)) if len(group.rows) > 1]
     return [
         _chart(group, f"traffic-{i}", group.title_beside(groups[0].workload))
@@ -98,7 +96,7 @@ def _over(cell: CellResult) -> Td:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns a table of all cells, in bytes."""
+    """Returns all cells, in bytes."""
     groups = by_setting(with_traffic(cells))
     rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
     columns = [
@@ -116,7 +114,7 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns a table of the cells that keep states on a disk."""
+    """Returns the cells that keep states on a disk."""
     rows = [cell for cell in cells if cell.status == "ok" and cell.offload_kept_bytes is not None]
     columns = [
         Column("Workload", "", "", word("workload")),
@@ -144,8 +142,7 @@ def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def bounds_in_words(cells: Sequence[CellResult]) -> str:
-    """Returns the bound for the occurring numbers of data-parallel ranks: `1.00 x for 2 ranks, 1.50
-    x for 4`."""
+    """Returns the bound by number of data-parallel ranks: `1.00 x for 2 ranks, 1.50 x for 4`."""
     limits = {
         cell.data_parallel or 1: limit
         for cell in with_traffic(cells)

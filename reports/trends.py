@@ -21,8 +21,7 @@ MARGIN = 58
 
 @dataclass(frozen=True)
 class Trend:
-    """Values in `unit`, oldest run first; `levels`: (first, last, median) of each stretch between
-    changes."""
+    """Values in `unit`, oldest run first; `levels`: (first, last, median) between changes."""
 
     name: str
     title: str
@@ -32,7 +31,7 @@ class Trend:
     highs: tuple[float | None, ...]
     dates: tuple[str, ...]
     changes: tuple[tuple[int, str], ...]
-    """(index of the run at which a new level begins, description of the change)."""
+    """(run index where a new level begins, description)."""
     levels: tuple[tuple[int, int, float], ...]
     summary: str
 
@@ -43,7 +42,7 @@ def unit(series: Series) -> tuple[str, float]:
 
 
 def change_words(series: Series, change: float) -> str:
-    """Returns e.g. `▼ 10.0 % slower`."""
+    """Returns `▼ 10.0 % slower`."""
     words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
     return f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {words[change < 0]}"
 
@@ -84,8 +83,8 @@ def trend(series: Series, name: str) -> Trend:
 
 
 def draw(data: Trend) -> Figure:
-    """Draws a dot with interval per run, the level of each stretch, and a dashed vertical line at
-    each change."""
+    """Draws a dot with interval per run, the level of each stretch, and a dashed line at each
+    change."""
     figure, axes = canvas(170, MARGIN, 14, 34, 34)
     places = range(len(data.values))
     for begin, end, level in data.levels:

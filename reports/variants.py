@@ -1,4 +1,4 @@
-"""Models next to their variants: fewer trained parameters, lower precision."""
+"""Models next to variants with fewer trained parameters or lower precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdict on a group of cells: the fastest, the most frugal, and the best trade-off."""
+"""The fastest, the most frugal, and the best trade-off of a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pick:
     tied: tuple[RankedCell, ...]
     """Cells tied with it."""
     then: str = ""
-    """Consequence of choosing it for the other respect."""
+    """Consequence for the other respect."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class FastestVerdict:
     fastest: Pick
     frugal: Pick | None
     balanced: Pick | None
-    """The most throughput for its peak memory."""
+    """Most throughput for its peak memory."""
     faster: Pick | None
     """A faster stand-in or oversubscribed cell. It does not lead: its times do not hold for the
     real thing."""
 
 
 def verdict(group: RankedGroup) -> FastestVerdict:
-    """Returns the fastest and most frugal cells of a group, preferring real things.
+    """Returns the fastest and most frugal cells, preferring real things.
 
     Oversubscription changes a cell's times, not its memory.
     """
@@ -55,7 +55,7 @@ def verdict(group: RankedGroup) -> FastestVerdict:
 
 
 def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
-    """Returns a ranked cell of a group with its throughput; `tied`: cells that may be as fast."""
+    """Returns a cell with its throughput. `tied`: cells that may be as fast."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:
@@ -65,7 +65,6 @@ def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> 
 
 
 def _peak(cell: RankedCell) -> int:
-    """Returns the peak bytes of a cell that has a peak."""
     assert cell.peak_memory_bytes is not None
     return cell.peak_memory_bytes
 

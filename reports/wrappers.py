@@ -1,4 +1,4 @@
-"""DDP under several libraries: the cost of each wrapper."""
+"""Cost of each library's wrapper around DDP."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from reports.text import exact, number, scaled
 
 @dataclass(frozen=True)
 class Wrappers:
-    """DDP under several libraries, in one setting."""
-
     title: str
     bars: Bars
     grid: Grid[WrappedCell]
@@ -38,13 +36,12 @@ class Wrappers:
 
 @dataclass(frozen=True)
 class WrappedCell(RankedCell):
-    """A cell that wraps DDP compared with the fastest such cell, by median throughput over
-    trials."""
+    """A cell that wraps DDP against the fastest such cell, by median throughput over trials."""
 
     step_ratio: float = 1.0
-    """Step time over that of the fastest."""
+    """Step time over the fastest's."""
     extra_seconds: float = 0.0
-    """Seconds per step in addition to the fastest's."""
+    """Seconds per step beyond the fastest's."""
 
 
 def wrappers(cells: Sequence[CellResult]) -> list[Wrappers]:

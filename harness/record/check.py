@@ -12,7 +12,7 @@ from harness.record.schema import TABLES
 from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
-"""Name of the folder, within a results folder, for files taken out of it."""
+"""Folder, within a results folder, for files taken out of it."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Problem:
 
 @dataclass(frozen=True)
 class Checked:
-    """Outcome of checking a results folder."""
-
     files: int
     problems: tuple[Problem, ...]
 
@@ -49,8 +47,7 @@ def check_folder(store: Store) -> Checked:
 
 
 def quarantine(store: Store, problem: Problem) -> Path:
-    """Moves a file out of the readers' way and returns its new path. Nothing is deleted or
-    overwritten."""
+    """Moves a file out of the readers' way; returns its new path. Never overwrites."""
     target = store.folder / QUARANTINE / problem.file
     number = 0
     while target.exists():

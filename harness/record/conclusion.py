@@ -10,8 +10,7 @@ from harness.record.table import Int32, Record
 
 @dataclass(frozen=True, kw_only=True)
 class ConclusionRecord(Record):
-    """Precision of a run's throughputs, and its advice. Since schema version 9; can be recomputed
-    from the trials."""
+    """Precision of a run's throughputs, and its advice; can be recomputed from the trials."""
 
     schema_version: Int32
     """version of this schema"""
@@ -25,10 +24,10 @@ class ConclusionRecord(Record):
     compared_cells: Int32 = 0
     """number of verified cells with a core per rank and a baseline in their setting"""
     half_width_median: float | None = None
-    """median half width of the 95 % intervals of throughput relative to the baseline, as a
-    fraction; null without intervals"""
+    """median half width of the 95 % intervals of throughput over the baseline's, as a fraction;
+    null without intervals"""
     half_width_nine_in_ten: float | None = None
-    """90th percentile of the same half widths; null without intervals"""
+    """90th percentile of these half widths"""
     advised_cell_id: str | None = None
     """the strategy to use; null if none can be advised"""
     advice: str | None = None

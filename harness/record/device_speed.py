@@ -16,30 +16,26 @@ class DeviceSpeed:
     """Best measured rates of one otherwise idle device."""
 
     matmul_flops_per_second: dict[str, float]
-    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale per row.
-    Precisions that the device lacks are absent."""
+    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale per
+    row."""
     copy_bytes_per_second: float
     """Bytes read plus bytes written per second by a copy within the device's memory."""
     host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by kind of host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
     device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by kind of host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
     launch_seconds: float = 0.0
-    """Time the host takes to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
+    """Time to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
 
 
 @dataclass(frozen=True)
 class SpeedMeasurement:
-    """Outcome of measuring a device."""
-
     speed: DeviceSpeed | None
     """None if the measurement failed."""
     reason: str = ""
-    """Reason for the failure; empty without one."""
 
     @property
     def as_json(self) -> str:
-        """Returns the text of the column."""
         return json.dumps(asdict(self))
 
     @classmethod

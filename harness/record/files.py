@@ -30,18 +30,17 @@ class DamagedFile(Exception):
 
 
 class NewerSchema(UsageError):
-    """A file was written by a newer version of the suite, which this one cannot read."""
+    """A file was written by a newer version of the suite."""
 
 
 def writer_name() -> str:
-    """Returns a name for this process, unique among all processes and nodes that share the
-    folder."""
+    """Returns a name unique to this process among all nodes that share the folder."""
     return f"{platform.node()}.{os.getpid()}"
 
 
 def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-    """Writes a complete file or none; it is on disk on return. Raises NotRecorded if the system
-    refuses, e.g. the disk is full or read-only."""
+    """Writes a complete file or none; it is on disk on return. Raises NotRecorded if the disk is
+    full or read-only."""
     import pyarrow.parquet as pq
 
     temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
@@ -70,7 +69,7 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
 
 
 def is_complete(file: Path) -> bool:
-    """Returns whether a file begins and ends like parquet: a quick check that reads 8 bytes."""
+    """Returns whether a file begins and ends like parquet; reads 8 bytes."""
     try:
         with open(file, "rb") as content:
             begin = content.read(4)
@@ -81,10 +80,9 @@ def is_complete(file: Path) -> bool:
 
 
 def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
-    """Returns a file's rows with all columns of the current schema, or with `columns`. Columns that
-    the file's version lacks are null.
+    """Returns a file's rows with all current columns, or `columns`; null if its version lacks one.
 
-    Raises DamagedFile, or NewerSchema for a file of a later schema version.
+    Raises DamagedFile, or NewerSchema.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -106,8 +104,8 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
 
 
 def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.ChunkedArray | pa.Array:
-    """Returns the column in this type, or nulls if it is None. Avoids needless casts: they import
-    arrow's functions, which takes longer than reading a file."""
+    """Returns the column in this type, or nulls. Casts only if needed: importing arrow's functions
+    takes longer than reading a file."""
     import pyarrow as pa
 
     if column is None:
@@ -116,7 +114,7 @@ def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.Chun
 
 
 def _version(file: Path, schema: pa.Schema) -> int | None:
-    """Returns the schema version that a file declares; None for copies of several files."""
+    """Returns the file's schema version; None for copies of several files."""
     text = (schema.metadata or {}).get(VERSION_KEY.encode())
     if text is None:
         return None
@@ -131,8 +129,8 @@ def _version(file: Path, schema: pa.Schema) -> int | None:
 
 
 def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
-    """Returns how a file's columns differ from those of its version; empty if they do not. Copies
-    of several files have all columns of the version that made them."""
+    """Returns how a file's columns differ from its version's; empty if they match. Copies have all
+    columns of the version that made them."""
     known = 1 if version is None else version
     present = dict(zip(schema.names, schema.types, strict=True))
     for column, field in zip(TABLES[table].columns(), arrow_schema(table), strict=True):
@@ -160,12 +158,12 @@ def read_undamaged(
 
 
 def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the rows of the undamaged files as one pandas frame."""
+    """Returns the undamaged files' rows as one frame."""
     return frame_of(table, read_undamaged(table, files, columns), columns)
 
 
 def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the rows of these tables as one pandas frame; without tables, an empty frame with all
+    """Returns the rows of these tables as one frame; without tables, an empty one with all
     columns."""
     import pyarrow as pa
 
@@ -175,10 +173,10 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Returns the rows as dicts of plain Python values; times are in UTC.
+    """Returns the rows as plain Python values; times are in UTC.
 
-    Does not import pandas, which arrow's `to_pylist` does for times with a zone. That import takes
-    longer than most commands that need single rows.
+    Avoids arrow's `to_pylist`, which imports pandas for times with a zone. That takes longer than
+    most commands that need single rows.
     """
     import pyarrow as pa
 

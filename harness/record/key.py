@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial's record within a run."""
-
     cell_id: str
     trial: int
     attempt: int = 1

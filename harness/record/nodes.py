@@ -7,12 +7,12 @@ from typing import Any
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the number of cores of all nodes; nodes on one machine count shared cores once."""
+    """Returns the cores of all nodes; nodes on one machine count shared cores once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 
 def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = None) -> str | None:
-    """Returns a note on nodes that share a machine; None if each is a machine of its own.
+    """Returns a note on nodes that share a machine; None if none do.
 
     `emulation`: how the links between them are emulated.
     """

@@ -1,4 +1,5 @@
-"""The plan of a run: cells, trials and their order, recorded so that the run can be resumed."""
+"""The plan of a run: cells, trials and their order. It is recorded, so that the run can be
+resumed."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
 LEAST_ROUNDS = 2
-"""Planned rounds that launch every compared cell, whatever the time budget: the fewest that show
-the spread between trials. Cells that are compared with nothing run once."""
+"""Planned rounds that run whatever the time budget: the fewest that show the spread between
+trials."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """One execution of a matrix: everything needed to resume it elsewhere."""
+    """One execution of a matrix, with everything needed to resume it elsewhere."""
 
     run_id: str
     matrix: str
@@ -40,17 +41,14 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: dict[str, Any] | None = None
-    """Starting knowledge of a search (see harness/run/maxsize.py). The plan's cells are then
-    families, not what is launched."""
+    """Starting knowledge of a search (see harness/run/maxsize.py); cells are then families."""
     precision: float | None = None
-    """Half width of the throughput interval, as a fraction, that further rounds must reach; None:
-    no further rounds."""
+    """Half width of the throughput interval that further rounds must reach, as a fraction; None: no
+    further rounds."""
     time_budget_seconds: float | None = None
-    """Time in seconds after which no further round starts, nor any trial from `spare_from` on;
-    None: no limit."""
+    """Time after which no round starts, nor any trial from `spare_from` on; None: no limit."""
     by_turns: bool = False
-    """Whether the trials of a round train interleaved, a few steps at a time (see
-    harness/launch/interleaved.py)."""
+    """Whether a round's trials are interleaved (see harness/launch/interleaved.py)."""
     timed_seconds: float = 0.0
     """Minimum duration of a trial's timed steps, with a control between them (see
     harness/worker/control.py); 0: the cell's number of steps, and no control."""
@@ -59,10 +57,10 @@ class Plan:
     once: frozenset[str] = frozenset()
     """Ids of the cells launched once, for parity; their times are not used."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of the cells whose throughput is compared with nothing. They are launched once and run
-    their number of steps, whatever `timed_seconds` is."""
+    """Ids of the cells whose throughput is compared with nothing. They run once, for their number
+    of steps, whatever `timed_seconds` is."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Cell id -> trials per round, for cells that have more than one (baselines)."""
+    """Cell id -> trials per round, for cells with more than one (baselines)."""
 
     @classmethod
     def new(
@@ -74,8 +72,7 @@ class Plan:
         run_id: str = "",
         once: Iterable[str] = (),
     ) -> Plan:
-        """Returns a plan with a new random order. Without `run_id`, the run is named after its
-        time."""
+        """Returns a plan with a new random order. `run_id`: by default made from the time."""
         seed = secrets.randbelow(2**31)
         return cls(
             run_id or new_run_id(),
@@ -91,8 +88,8 @@ class Plan:
         """Returns (cell, trial) in order: rounds over all cells, each shuffled anew, so that drift
         affects all cells alike.
 
-        A cell's first trial in a round has the round's number; its others are numbered from
-        `trials` on.
+        A cell's first trial in a round has the round's number; others are numbered from `trials`
+        on.
         """
         further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
         of_round = [
@@ -111,13 +108,12 @@ class Plan:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether any cell runs on GPUs."""
         return any(cell.device == "cuda" for cell in self.cells)
 
     @property
     def spare_from(self) -> int:
-        """Position of the first planned trial that may be dropped once the time budget is spent. It
-        is the third round's first if trials go on until there is an answer."""
+        """Position of the first planned trial that the time budget may drop: the third round's
+        first if trials go on until there is an answer."""
         order = self.schedule()
         if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
@@ -125,20 +121,19 @@ class Plan:
         return len(order)
 
     def trials_of(self, cell: Cell) -> int:
-        """Returns the number of trials of a cell if time allows all of them."""
+        """Returns a cell's number of trials if time allows all of them."""
         if cell.id in self.once or cell.id in self.not_compared:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:
-        """Returns the minimum duration of a cell's timed steps. 0: the cell's number of steps;
-        None: the same, without a control between them."""
+        """Returns the minimum duration of a cell's timed steps. 0: its number of steps; None: the
+        same, without a control."""
         if not self.timed_seconds:
             return None
         return 0.0 if cell.id in self.not_compared else self.timed_seconds
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
-        """Returns the cells in the order of this round."""
         order = list(cells)
         random.Random(self.order_seed + trial).shuffle(order)
         return order
@@ -167,7 +162,7 @@ class Plan:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Plan:
-        """Reads the plan from a row of table `runs`. Raises UsageError if it has none."""
+        """Reads the plan from a row of table `runs`; raises UsageError if it has none."""
         try:
             return cls._from_row(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -205,7 +200,6 @@ def new_run_id() -> str:
 
 
 def kept_plan(store: Store, run_id: str) -> Plan:
-    """Returns the plan of a run that has begun."""
     return Plan.from_row(store.run_row(run_id))
 
 

@@ -12,8 +12,8 @@ SPLIT = ("parameters", "gradients", "optimizer", "activations", "library", "othe
 COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
 """Parts of a step's time; they sum to it. `communication` is the exposed one."""
 GPU_PARTS = ("matmul", "attention", "optimizer", "kernels", "communication", "copy", "idle")
-"""Parts of a GPU step by device activity; they sum to the step. When several overlap, the first in
-this list counts. `kernels` are all other kernels."""
+"""Parts of a GPU step by device activity; they sum to it. If several overlap, the first one
+counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,15 @@ class ProfileRecord(Record):
     reason: str = ""
     """what happened; empty when ok"""
     profiled_steps: Int32 | None = None
-    """number of profiled steps; the median one, by its slowest rank, is broken down"""
+    """number of profiled steps, of which the median one (by its slowest rank) is broken down"""
     plain_step_seconds: float | None = None
     """median step before the profiler was on, slowest rank"""
     profiled_step_seconds: float | None = None
     """duration of the step that is broken down, slowest rank"""
     compute_seconds: tuple[float, ...] = ()
-    """by rank, in that step: forward, backward and preparation for them"""
+    """by rank: forward, backward and preparation for them"""
     communication_seconds: tuple[float, ...] = ()
-    """by rank: exposed communication, i.e. in flight or waited for while nothing computes"""
+    """by rank: exposed, i.e. in flight or waited for while nothing computes"""
     optimizer_seconds: tuple[float, ...] = ()
     """by rank: updating parameters and clearing gradients"""
     data_seconds: tuple[float, ...] = ()
@@ -59,7 +59,7 @@ class ProfileRecord(Record):
     operators_seconds: tuple[float, ...] = ()
     """by rank: part of the step in which an operator or a kernel ran"""
     gpu_matmul_seconds: tuple[float, ...] = since(12, ())
-    """by GPU rank, in that step: a matrix product or convolution kernel runs"""
+    """by GPU rank: a matrix product or convolution kernel runs"""
     gpu_attention_seconds: tuple[float, ...] = since(12, ())
     """by GPU rank: a fused attention kernel runs"""
     gpu_optimizer_seconds: tuple[float, ...] = since(12, ())
@@ -71,23 +71,23 @@ class ProfileRecord(Record):
     gpu_copy_seconds: tuple[float, ...] = since(12, ())
     """by GPU rank: only a copy between host and device runs"""
     gpu_idle_seconds: tuple[float, ...] = since(12, ())
-    """by GPU rank: nothing runs; the device waits for the host, e.g. for the next kernel launch"""
+    """by GPU rank: nothing runs, e.g. the device waits for a kernel launch"""
     own_seconds: tuple[float, ...] = ()
     """by rank: the step without communication and bubble"""
     straggler: Int32 | None = None
-    """rank whose own time is the longest in every profiled step, by more than 15 % over the median
-    of the others'"""
+    """rank whose own time is the longest in every profiled step, by more than 15 % over the others'
+    median"""
     straggler_excess: float | None = None
-    """fraction by which the straggler's own time exceeds that median"""
+    """fraction by which its own time exceeds that median"""
     collectives: str | None = None
     """JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per
     step]"""
     logical_bytes: tuple[float, ...] = ()
     """by rank: bytes per step that these collectives must send in theory"""
     theory_bytes: float | None = None
-    """the same by the strategy's formula, mean of the ranks; null: no formula"""
+    """bytes per step by the strategy's formula, mean of the ranks; null: no formula"""
     algorithm_bytes: tuple[float, ...] = ()
-    """by rank: bytes that the backend's algorithm sends for them, without headers"""
+    """by rank: bytes that the backend's algorithm sends for these collectives, without headers"""
     sent_bytes: tuple[float, ...] = ()
     """by rank: payload sent over TCP per step before the profiler was on"""
     peak_tracked_bytes: tuple[Int64, ...] = ()
@@ -101,7 +101,7 @@ class ProfileRecord(Record):
     peak_activations_bytes: tuple[Int64, ...] = ()
     """tensors made by forward, at the peak"""
     peak_library_bytes: tuple[Int64, ...] = ()
-    """copies and buffers of the library and buffers of the model, at the peak"""
+    """library copies and buffers, and model buffers, at the peak"""
     peak_other_bytes: tuple[Int64, ...] = ()
     """tensors made and freed within backward, at the peak"""
     unseen_buffers: str | None = None
@@ -109,12 +109,12 @@ class ProfileRecord(Record):
     memory_reason: str | None = None
     """why the peak is not broken down; empty if it is"""
     private_bytes: tuple[Int64, ...] = ()
-    """by rank: peak memory in that step as trials measure it, above the baseline after imports"""
+    """by rank: peak memory of that step as trials measure it, above the baseline after imports"""
     formula_parameter_bytes: float | None = None
     """the strategy's formula for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = None
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_activation_bytes: float | None = None
-    """formula for the most that forward and backward hold in a rank in addition to model and
-    gradients, in fp32, for one micro-batch; in a pipeline, for all in flight; null: no formula"""
+    """formula for the most that a rank's forward and backward hold in addition to model and
+    gradients, in fp32: of one micro-batch, or all in flight in a pipeline; null: no formula"""

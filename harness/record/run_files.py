@@ -1,5 +1,5 @@
-"""Locates the rows of a run: one file per trial, or one copy of them all, which reads faster and
-can be rebuilt."""
+"""Locates the rows of a run: one file per trial, or a copy of them all that reads faster and can be
+rebuilt."""
 
 from __future__ import annotations
 
@@ -17,27 +17,24 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _COPIED = "files"
-"""Metadata key of a copy: number of files it was made of, and a digest of their names."""
+"""Metadata key of a copy: number of its source files and a digest of their names."""
 _AT_ONCE = 200
 """Files copied at a time, which bounds memory use."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files of tables `trials` and `steps` in a results folder, by run."""
-
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns the files that hold a run's rows: the copy if it is up to date or the only one
-        left, else the single files."""
+        """Returns the files that hold a run's rows: the copy if up to date or all that is left,
+        else the single files."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
             return single
         return [copy] if not single or self._has(table, run_id, single) else single
 
     def _has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
-        """Returns whether the run's copy was made of exactly these files."""
         return _copied(self.copy(table, run_id)) == _names_digest(files)
 
     def gather(self, run_id: str) -> None:
@@ -61,14 +58,13 @@ class RunFiles:
     def write_copy(
         self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
     ) -> Path:
-        """Writes the copy of these files, with the rows in `parts`."""
         metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
         schema = nullable(table).with_metadata(metadata)
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a run's copy into single files if only the copy is left. Otherwise single files of
-        later trials would supersede it."""
+        """Splits a copy into single files if only the copy is left. Otherwise single files of later
+        trials would supersede it."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():
@@ -101,13 +97,12 @@ class RunFiles:
 
 
 def _names_digest(files: Sequence[Path]) -> str:
-    """Returns a digest of the files' names; the files are never rewritten."""
     names = "\n".join(sorted(file.name for file in files))
     return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
 
 
 def _copied(copy: Path) -> str | None:
-    """Returns the copy's own record of its source files; None if it is missing or damaged."""
+    """Returns what the copy says about its source files; None if it is missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Locks on the trials of a run: one writer, or one per share of its cells."""
+"""Locks on the trials of a run: one writer per share of its cells."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from harness.spec.errors import UsageError
 def sole_writer(
     folder: Path, run_id: str, share: tuple[int, int] = (0, 1), patience_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Locks this share of a run in a results folder. The kernel releases the lock when the process
-    ends, however it ends.
+    """Locks this share of a run; the kernel releases the lock when the process ends.
 
     Raises UsageError if another process still holds it after `patience_seconds`: both would run the
-    same trials, and one record would replace the other. `share`: as Runner.share. Does nothing on
-    file systems without locks.
+    same trials. `share`: as Runner.share. Does nothing on file systems without locks.
     """
     number, of = share
     runs, deadline = folder / "runs", time.monotonic() + patience_seconds
@@ -43,8 +41,8 @@ def sole_writer(
 
 
 def _locked(file: Path, how: int, deadline: float) -> int:
-    """Returns a descriptor of the locked file; raises BlockingIOError if another process holds the
-    lock until the deadline (time.monotonic)."""
+    """Returns a descriptor of the locked file; raises BlockingIOError if it is still locked at the
+    deadline (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

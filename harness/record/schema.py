@@ -49,5 +49,4 @@ VERSION_KEY = "parallelism_bench_schema_version"
 
 @functools.cache
 def arrow_schema(table: str) -> pa.Schema:
-    """Returns the table's arrow schema, with the version in its metadata."""
     return arrow_schema_of(TABLES[table]).with_metadata({VERSION_KEY: str(VERSION)})

@@ -14,10 +14,10 @@ COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), str
 
 
 def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
-    """Returns the cell after this many steps of a search: `llama-320x1` becomes `llama-320x40`, or
-    its sequences become 40 times `tokens` long.
+    """Returns the cell after this many search steps: `llama-320x1` becomes `llama-320x40`, or its
+    sequences become 40 times `tokens` long.
 
-    `tokens`: growth of the sequence per step; 0: the model grows by a block instead.
+    `tokens`: growth per step; 0: the model grows by a block instead.
     """
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
@@ -25,7 +25,7 @@ def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
 
 
 def family(cell: Cell, tokens: int = 0) -> Cell:
-    """Returns the one-step cell from which a probe's cell was made."""
+    """Returns the one-step cell that a probe's cell was made from."""
     return sized(cell, 1, tokens)
 
 

@@ -9,8 +9,6 @@ from harness.record.table import Int32, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Record):
-    """A step of a rank."""
-
     run_id: str
     cell_id: str
     trial: Int32
@@ -28,9 +26,9 @@ class StepRecord(Record):
     """mean loss of this rank's samples; null if the rank has none"""
     control_seconds: float | None = since(8, None)
     """duration of the control after the step: one sample's forward and backward in a separate
-    process on the rank's cores; null without a control"""
+    process on the rank's cores; null without one"""
     left_over_seconds: float | None = since(8, None)
-    """CPU time of the rank's threads in the pause after the step, for work that the step left
-    behind; part of step_seconds"""
+    """CPU time of the rank's threads in the pause after the step, for work left behind; part of
+    step_seconds"""
     training_step: Int32 | None = since(11, None)
     """number of the training step, from 0: less than step after a rewind"""

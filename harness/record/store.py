@@ -49,8 +49,6 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class EndedTrial:
-    """Columns of a trial's record that say how it ended."""
-
     cell_id: str
     cell_name: str
     trial: int
@@ -67,7 +65,7 @@ class EndedTrial:
 
 @dataclass(frozen=True)
 class Results:
-    """Tables of one or more runs as pandas frames; columns as in harness/record/schema.py."""
+    """Tables of one or more runs as pandas frames."""
 
     runs: pd.DataFrame
     trials: pd.DataFrame
@@ -77,14 +75,12 @@ class Results:
 
 
 class Store:
-    """A results folder."""
-
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._files = RunFiles(self.folder)
 
     def require_writable(self) -> None:
-        """Raises NotWritable if the folder cannot be written to; leaves no file behind."""
+        """Raises NotWritable if the folder is not writable; leaves no file behind."""
         nearest = self.folder
         while not nearest.exists():
             nearest = nearest.parent
@@ -92,8 +88,7 @@ class Store:
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def require_run(self, run_id: str) -> None:
-        """Raises NotRecorded if the file of a run that has begun is gone: readers would miss its
-        trials."""
+        """Raises NotRecorded if the run's file is gone: readers would miss its trials."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
                 f"run {run_id!r} is not in results folder {str(self.folder)!r} any more: somebody"
@@ -101,8 +96,7 @@ class Store:
             )
 
     def write_run(self, run: RunRecord) -> bool:
-        """Writes the row of a run; returns False if the run is already recorded, as the first
-        record counts."""
+        """Writes a run's row; returns False if it is already recorded."""
         path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
         return self._write_new("runs", path, run)
 
@@ -139,8 +133,7 @@ class Store:
         return run_ids
 
     def run_row(self, run_id: str) -> dict[str, Any]:
-        """Returns the row of a run in table `runs` without reading its trials. Raises
-        DamagedRun."""
+        """Returns a run's row without reading its trials; raises DamagedRun."""
         for row in self._rows([run_id]):
             return row
         raise DamagedRun(f"the file of run {run_id!r} in {str(self.folder)!r} is damaged")
@@ -161,12 +154,12 @@ class Store:
         return [EndedTrial(**row) for rows in tables for row in plain_rows(rows)]
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
-        """Returns the status of each recorded trial of a run."""
+        """Returns the status of each recorded trial."""
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """Returns the tables of these runs, or of all. Raises NoRuns if there are none, UsageError
-        for an unknown run."""
+        """Returns the tables of these runs, or of all. Raises NoRuns, or UsageError for an unknown
+        run."""
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
@@ -197,14 +190,14 @@ class Store:
         return Results(runs, trials, steps_frame, explained, conclusions)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table (see `RunFiles.gather`)."""
+        """See `RunFiles.gather`."""
         self._files.gather(run_id)
 
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Returns the rows of these runs, from copies or single files. If a copy is damaged, its
-        single files are read, if any are left."""
+        """Returns the rows of these runs, from copies or single files. Replaces a damaged copy by
+        its single files, if any are left."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 
@@ -218,7 +211,7 @@ class Store:
         return read_undamaged(table, files, columns)
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
-        """Returns table `steps` of one cell of a run, reading only that cell's files."""
+        """Returns a cell's table `steps`, reading only that cell's files."""
         single, copy = self._files.single("steps", run_id), self._files.copy("steps", run_id)
         files = (
             [file for file in single if file.stem.startswith(f"{cell_id}-")]
@@ -229,7 +222,7 @@ class Store:
         return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
     def _write_new(self, table: str, path: Path, row: Record) -> bool:
-        """Writes a file of one row; returns False if another process has already written it."""
+        """Writes a one-row file; returns False if it exists."""
         mine = self._write(table, path.with_name(f".{path.stem}.{writer_name()}.begun"), [row])
         try:
             os.link(mine, path)
@@ -245,8 +238,8 @@ class Store:
 
 
 def require_plain_name(run_id: str) -> str:
-    """Returns the run id, which names files and folders. Raises UsageError if it is not a plain
-    name, e.g. a path that leads elsewhere."""
+    """Returns the run id; raises UsageError if it is not a plain name, e.g. a path that leads
+    elsewhere."""
     if not _PLAIN_NAME.fullmatch(run_id):
         raise UsageError(
             f"run name {run_id!r} cannot be the name of a file: use up to 100 letters, digits, '.',"

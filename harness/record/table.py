@@ -33,22 +33,20 @@ _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
 
 
 def since(version: int, default: T) -> T:
-    """Returns the default of a column added in this schema version."""
+    """Default of a column added in this schema version."""
     field: Any = dataclasses.field(default=default, metadata={"since": version})
     return typing.cast("T", field)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
-
     name: str
     type: str
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value if none is given, or if the file's version lacks the column; dataclasses.MISSING if
-    every file has it."""
+    """Value if none is given or the file's version lacks the column; dataclasses.MISSING if every
+    file has it."""
     since: int = 1
     """Schema version that added the column."""
 
@@ -63,12 +61,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a table."""
-
     @classmethod
     @functools.cache
     def columns(cls) -> tuple[Column, ...]:
-        """Returns the table's columns, in order."""
         hints = typing.get_type_hints(cls, include_extras=True)
         return tuple(
             Column(
@@ -82,10 +77,9 @@ class Record:
 
     @classmethod
     def from_row(cls: type[Rec], row: Mapping[str, Any]) -> Rec:
-        """Builds a row from a mapping or from a row of a pandas frame.
+        """Builds a row from a mapping or a row of a pandas frame.
 
-        Nulls (None, NaN, NaT) and missing values become the column's default. Raises ValueError if
-        a column without a default is null or missing.
+        Nulls (None, NaN, NaT) become the column's default. Raises ValueError if there is none.
         """
         import pandas as pd
 
@@ -98,7 +92,7 @@ class Record:
 
     @classmethod
     def from_frame(cls: type[Rec], frame: pd.DataFrame) -> list[Rec]:
-        """Builds rows from a frame of this table, as `from_row` does.
+        """Builds rows from a frame, as `from_row` does.
 
         Works column by column: thousands of small frames or series would take ten times as long.
         """
@@ -108,7 +102,7 @@ class Record:
 
 
 def _column_type(hint: Any) -> tuple[str, bool]:
-    """Returns the arrow type for a field's type, and whether it is nullable."""
+    """Returns a field's arrow type, and whether it is nullable."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
         return _column_type(inner)[0], True
@@ -128,8 +122,8 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
 
 
 def _value(column: Column, value: object, known: bool) -> object:
-    """Converts to Python's own types: pandas turns integers with nulls into floats, and arrow turns
-    lists into arrays."""
+    """Converts to Python types: pandas turns integers with nulls into floats, arrow turns lists
+    into arrays."""
     if known:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:
@@ -155,7 +149,6 @@ _CONVERTED: dict[str, Callable[[Any], object]] = {
 
 
 def arrow_schema_of(table: type[Record]) -> pa.Schema:
-    """Returns the arrow schema of the table's columns."""
     import pyarrow as pa
 
     arrow = {
@@ -175,14 +168,14 @@ def arrow_schema_of(table: type[Record]) -> pa.Schema:
 
 
 def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
-    """Returns the rows of one table as an arrow table, with secrets redacted."""
+    """Returns the rows as an arrow table, with secrets redacted."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
 
 
 _OWN_WORDS = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
-"""Columns whose values the suite chooses itself and uses to find rows."""
+"""Columns with values that the suite chooses itself and finds rows by."""
 
 
 def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:

@@ -19,16 +19,16 @@ class TrialSpeed(Record):
     step_seconds_mean: float | None = None
     """mean step time"""
     data_seconds_p50: float | None = None
-    """median time per step for getting the batch, slowest rank"""
+    """median time for getting the batch, slowest rank"""
     samples_per_second: float | None = None
-    """global batch / step_seconds_p50; if a strategy communicates every few steps, / the median of
+    """global batch / step_seconds_p50; if a strategy communicates every few steps, the median of
     whole cycles"""
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = since(8, ())
     """mean step time of each window of consecutive timed steps, each position of a strategy's cycle
-    counting alike; empty without a control. Control times below cover the same windows and the last
-    pause before each"""
+    counting alike; empty without a control. Control times cover the same windows and the last pause
+    before each"""
     window_control_seconds: tuple[float, ...] = since(8, ())
     """mean time of the control per window, over all ranks"""
     window_slowest_control_seconds: tuple[float, ...] = since(8, ())
@@ -44,31 +44,29 @@ class TrialSurroundings(Record):
     """Other load on the host, and the state of its GPUs."""
 
     idle_before: float | None = since(3, None)
-    """fraction of the cores' time that was idle just before the trial"""
+    """idle fraction of the cores' time just before the trial"""
     idle_after: float | None = since(3, None)
-    """fraction of the cores' time that was idle just after the trial"""
+    """idle fraction of the cores' time just after the trial"""
     foreign_load_cores: float | None = since(3, None)
-    """number of cores kept busy by processes other than the ranks during the timed steps"""
+    """cores kept busy by other processes during the timed steps"""
     gpu_before: str | None = since(7, None)
-    """JSON: state of the trial's GPUs on the first node just before it: clocks, throttling,
+    """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
     temperature, power, errors, processes"""
     gpu_after: str | None = since(7, None)
     """JSON: state of the same GPUs just after the trial"""
     gpu_use: str | None = since(7, None)
-    """JSON: by rank, the UUIDs of its GPUs, seconds of the timed steps with power or thermal
-    throttling, state at the end"""
+    """JSON: by rank, GPU UUIDs, seconds of timed steps with power or thermal throttling, state at
+    the end"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialEfficiency(Record):
-    """Efficiency of the measured speed."""
-
     energy_joules_per_sample: float | None = since(3, None)
-    """energy of all the trial's GPUs by NVML, or of the host's CPU packages by RAPL; null if these
-    have no counters"""
+    """energy of the trial's GPUs by NVML, or of the host's CPU packages by RAPL; null without
+    counters"""
     trend: float | None = None
-    """relative change over the timed steps if significant (Kendall, p < 0.01), else 0; nonzero:
-    warm-up was too short"""
+    """relative change over the timed steps if significant (Kendall, p < 0.01): warm-up was too
+    short; else 0"""
     flops_per_step: float | None = None
     """FLOPs of the model, see `how it was measured`"""
     hardware_flops_per_step: float | None = since(9, None)
@@ -76,13 +74,12 @@ class TrialEfficiency(Record):
     mfu: float | None = None
     """model FLOPs utilisation; null if the device's peak is unknown"""
     matmul_utilization: float | None = since(12, None)
-    """utilisation relative to the device's measured rate in a large matrix product (column
-    `device_speed` of the run) instead of its peak; null if that was not measured"""
+    """utilisation of the device's measured rate in a large matrix product (column `device_speed` of
+    the run); null if not measured"""
     bubble_fraction: float | None = None
     """fraction of stage time spent waiting, measured in a separate pass"""
     expert_tokens: str | None = since(10, None)
-    """JSON: for each mixture-of-experts block, the tokens of each expert, counted in the last
-    warm-up step"""
+    """JSON: tokens of each expert by mixture-of-experts block, counted in the last warm-up step"""
     expert_imbalance: float | None = since(10, None)
     """tokens of the busiest expert over the mean of its block, in the most imbalanced block"""
 
@@ -109,14 +106,13 @@ class TrialParity(Record):
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
     later_steps_verified: Int32 | None = since(8, None)
-    """number of steps after the parity segment whose loss was compared with the reference's"""
+    """number of steps after the parity segment whose loss was verified"""
     later_loss_deviation: float | None = since(8, None)
     """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = since(11, None)
     """number of steps of a rank, including retrained ones"""
     set_backs: Int32 | None = since(11, None)
-    """number of rewinds to an earlier step between timed steps, after which steps are verified
-    again"""
+    """number of rewinds to an earlier step between timed steps, to verify the steps again"""
     not_set_back: str | None = since(11, None)
     """why the state was never rewound"""
     set_back_loss_deviation: float | None = since(11, None)

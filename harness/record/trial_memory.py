@@ -9,7 +9,7 @@ from harness.record.table import Int64, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStates(Record):
-    """States kept by each rank between steps, and the strategy's formula for them."""
+    """States kept by each rank between steps, and the strategy's formulas."""
 
     parameters: Int64 | None = None
     """number of parameters of the unsplit model"""
@@ -27,19 +27,18 @@ class TrialStates(Record):
     optimizer_bytes: tuple[Int64, ...] = since(2, ())
     """optimizer state on each rank's device between steps"""
     library_bytes: tuple[Int64, ...] = since(2, ())
-    """copies and buffers of the library and buffers of the model, on each rank's device between
-    steps"""
+    """library copies and buffers, and model buffers, on each rank's device between steps"""
     library_buffers: str | None = since(2, None)
     """JSON: bytes of these by name, fullest rank"""
     host_state_bytes: tuple[Int64, ...] = since(2, ())
-    """states that each rank keeps in host memory while training on another device"""
+    """states in each rank's host memory while it trains on another device"""
     formula_parameter_bytes: float | None = since(2, None)
     """the formula's value for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = since(2, None)
     formula_optimizer_bytes: float | None = since(2, None)
     formula_library_bytes: float | None = since(2, None)
     formula_transient_bytes: float | None = since(3, None)
-    """temporary needs of a step in addition to these: gradients, gathered parameters"""
+    """temporary memory of a step in addition to these: gradients, gathered parameters"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class TrialTraffic(Record):
     sent_bytes_per_step: tuple[float, ...] = since(2, ())
     """payload that each rank sent over TCP in a timed step, control messages included"""
     offload_read_bytes_per_step: float | None = since(2, None)
-    """bytes read from block devices in a timed step, all ranks; only if states are on a disk"""
+    """bytes read from block devices in a timed step, all ranks; only with states on a disk"""
     offload_written_bytes_per_step: float | None = since(2, None)
     """bytes written to block devices in a timed step, all ranks"""
     offload_kept_bytes: Int64 | None = since(2, None)
@@ -71,10 +70,9 @@ class TrialMemory(Record):
     """memory of each rank's process by NVML after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
     """NVML memory minus what the allocator had reserved: CUDA context, communication buffers,
-    libraries; empty: unknown"""
+    libraries"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
-    """for cells on GPUs: peak of each rank's host memory (resident, not file-backed, above
-    imports)"""
+    """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
     """largest peak of the ranks over their mean peak"""
     memory_method: str | None = None

@@ -10,8 +10,6 @@ from harness.record.table import Int32, Int64, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class TrialIdentity(Record):
-    """Which trial of which cell and run."""
-
     schema_version: Int32
     """version of this schema"""
     run_id: str
@@ -34,8 +32,6 @@ class TrialIdentity(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialEnd(Record):
-    """Outcome of the trial, and durations of its parts."""
-
     status: str
     """ok, unavailable, refused, skipped, out_of_memory, failed, timeout, interrupted, diverged"""
     reason: str = ""
@@ -63,8 +59,6 @@ class TrialEnd(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialWorkload(Record):
-    """What is trained, and by which strategy."""
-
     system: str | None = since(2, None)
     """system under test under which the matrix lists the cell"""
     strategy: str
@@ -80,8 +74,6 @@ class TrialWorkload(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialPlacement(Record):
-    """Devices and nodes of the trial, and the links between them."""
-
     devices: Int32
     """number of devices"""
     nodes: Int32 | None = since(4, None)
@@ -90,7 +82,7 @@ class TrialPlacement(Record):
     """names of the nodes of a multi-node cell, in the order of its ranks"""
     node_facts: str | None = since(4, None)
     """JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU
-    topology of each node"""
+    topology by node"""
     links: str | None = since(5, None)
     """requested emulated link between nodes: none, or rate and one-way delay; null: the nodes' own
     network"""
@@ -98,7 +90,7 @@ class TrialPlacement(Record):
     """payload rate of one TCP stream between the first two nodes, measured before the link's first
     trial"""
     link_latency_seconds: float | None = since(5, None)
-    """half the median round trip of a byte between the same nodes, measured at the same time"""
+    """half the median round trip of a byte between them, measured at the same time"""
     link_emulation: str | None = since(5, None)
     """method: network namespaces, tbf for the rate, netem or a user-space relay for the delay"""
     device: str
@@ -114,8 +106,6 @@ class TrialPlacement(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetting(Record):
-    """How it was trained and launched."""
-
     precision: str
     regime: str
     """strong or weak"""

@@ -1,8 +1,5 @@
-"""Allocates trials to the cells of a run.
-
-A baseline takes part in every comparison of its setting, so it gets more trials. Cells that are
-compared with nothing get no long ones.
-"""
+"""Allocates trials to cells. Baselines take part in many comparisons, so they get more trials;
+cells that are compared with nothing get no long ones."""
 
 from __future__ import annotations
 
@@ -23,24 +20,24 @@ from harness.workloads import make_workload
 
 @dataclass(frozen=True)
 class PlannedHeadline:
-    """The group of cells that will lead a run's report, if its cells run."""
+    """Group of cells that will lead a run's report, if they run."""
 
     cells: tuple[Cell, ...]
     """At least one cell."""
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be advised: no stand-ins, and by their declared tolerances they train the same
-    as a single process."""
+    """Cells that may be advised: no stand-ins, and declared to train the same as a single
+    process."""
 
 
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
-    """Returns cell id -> trials per round, for the cells that have more than one.
+    """Returns cell id -> trials per round, for cells with more than one.
 
     `cores`: of each node; None: unknown.
 
-    A baseline that k cells are compared with gets the square root of k, rounded down. This makes
-    the intervals of all k ratios narrowest (Dunnett, Journal of the American Statistical
-    Association 50, 1955, section 5).
+    A baseline compared with k cells gets the square root of k, rounded down. This makes the
+    intervals of all k ratios narrowest (Dunnett, Journal of the American Statistical Association
+    50, 1955, section 5).
     """
     return {
         baseline.id: launches
@@ -50,8 +47,8 @@ def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Returns the ids of the cells whose throughput is compared with nothing: oversubscribed,
-    expected to diverge, or without a baseline in their setting.
+    """Returns the ids of the cells that are compared with nothing: oversubscribed, expected to
+    diverge, or without a baseline in their setting.
 
     `cores`: of each node; None: unknown.
     """
@@ -61,7 +58,7 @@ def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[s
 
 
 def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, list[Cell]]]:
-    """Returns each setting's baseline with the cells compared with it."""
+    """Returns each baseline with the cells compared with it."""
     return [
         (baseline, [cell for cell in group if cell is not baseline])
         for group in _groups([cell for cell in cells if not _crowded(cell, cores)])
@@ -99,7 +96,7 @@ def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | 
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Returns the cells of each setting, without those expected to diverge."""
+    """Groups cells by setting, without those expected to diverge."""
     settings: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         if cell.expect == "ok":
@@ -120,8 +117,8 @@ def _may_be_advised(cell: Cell) -> bool:
 
 
 def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
-    """Returns DDP by torchrun without options, else the single process.
-    harness/analysis/baseline.py chooses likewise among measured cells."""
+    """Returns DDP by torchrun without options, else the single process, as
+    harness/analysis/baseline.py does for measured cells."""
     plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)

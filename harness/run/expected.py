@@ -1,8 +1,7 @@
 """Predicts how long a trial takes from stated inputs: start-up, FLOPs, and bytes over links, disks
 and host memory.
 
-Uses no clock and no torch, so every machine predicts the same. Earlier measurements take
-precedence.
+Uses no clock and no torch, so every machine predicts the same. Measurements take precedence.
 """
 
 from __future__ import annotations
@@ -23,16 +22,13 @@ from harness.workloads.counts import model_facts
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a prediction, for one kind of device."""
-
     launch_seconds: float
-    """Launching and ending a trial, in addition to what ranks do: forks, answers, records."""
+    """Start and end of a trial, without ranks: forks, answers, records."""
     rank_seconds: float
-    """Time per rank: process, device context, process group, model, its part of the comparison with
-    the reference."""
+    """Per rank: process, device context, process group, model, its part of the comparison with the
+    reference."""
     interpreter_seconds: float
-    """Extra time if ranks start as new interpreters (spawn, mpirun, accelerate launch) instead of
-    forks and each imports everything."""
+    """Extra time if ranks are new interpreters, not forks (spawn, mpirun, accelerate launch)."""
     library_seconds: float
     """Start-up of a library around torch, such as DeepSpeed, Horovod or Accelerate."""
     compile_seconds: float
@@ -40,8 +36,7 @@ class Inputs:
     step_seconds: float
     """Overhead of a micro-batch: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
-    """fp32 rate that one device (a CPU core) reaches; for a GPU with a known peak, a fraction of
-    the peak."""
+    """Rate that a device (a CPU core) reaches in fp32, or its fraction of a GPU's peak if known."""
     bf16_flops_per_second: float
     fp16_flops_per_second: float
     fp32_share_of_peak: float
@@ -51,7 +46,7 @@ class Inputs:
     moved_bytes_per_second: float
     """Rate to and from a disk, or through one process in host memory."""
     compared_bytes_per_second: float
-    """Rate of reading a reference's parameters and comparing with them, on all ranks at once."""
+    """Comparison with a reference's parameters, on all ranks at once."""
 
 
 CPU = Inputs(
@@ -71,8 +66,7 @@ CPU = Inputs(
     compared_bytes_per_second=1e9,
 )
 """Source: fitted to the 585 and 657 trials of two runs of `full` on two cores of an Intel Xeon with
-AMX and AVX-512 FP16. Other CPUs scale with their speed; fp16 is ten times slower without
-instructions for it."""
+AMX and AVX-512 FP16. fp16 is ten times slower without instructions for it."""
 
 
 GPU = Inputs(
@@ -96,21 +90,20 @@ is unknown."""
 
 
 NVLINK_SHARE = 0.3
-"""Fraction of the data sheet's NVLink rate (both directions together) that a collective reaches; an
-estimate."""
+"""Fraction of NVLink's data sheet rate (both directions) that a collective reaches; an estimate."""
 
 
 CONTEXT_SECONDS = 2.5
-"""CUDA context, kernels of its libraries and NCCL's first connections: once per trial, on all ranks
-at once; an estimate."""
+"""CUDA context, kernels of its libraries and NCCL's first connections, once per trial; an
+estimate."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control over that of the steps around it, in a run of `full`."""
+"""Time of the control over that of its steps, in a run of `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""Time limit over the predicted time, generous because it must end hangs, not slow machines."""
+"""Time limit over predicted time: it must end hangs, not slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -121,7 +114,7 @@ def inputs_of(cell: Cell) -> Inputs:
 
 
 def has_control(cell: Cell) -> bool:
-    """Returns whether a control can run between the steps. On a GPU it would need memory there, and
+    """Returns whether a control can run between steps. On a GPU it would need memory there, and
     ranks on several nodes do not pause together."""
     return cell.device == "cpu" and cell.nodes == 1
 
@@ -131,7 +124,7 @@ def trial_seconds(
 ) -> float:
     """Returns the predicted seconds of one trial.
 
-    `cores`: of the host, for CPU ranks; None: assumed to be enough. `gpu`: NVML's name of the GPUs.
+    `cores`: of the host; None: assumed to be enough. `gpu`: NVML's name of the GPUs.
     `timed_seconds`: see Plan.
     """
     known, strategy = inputs_of(cell), make_strategy(cell)
@@ -199,13 +192,13 @@ def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:
 
 
 def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
-    """Returns a time limit for a GPU cell that sets none."""
+    """Returns the time limit of a GPU cell that sets none."""
     return max(LEAST_LIMIT_SECONDS, round(LIMIT_FACTOR * trial_seconds(cell, 1, gpu)))
 
 
 @dataclass(frozen=True)
 class References:
-    """Reference runs that a plan needs if none is cached."""
+    """Reference runs that a plan needs without a cache."""
 
     number: int
     seconds: float
@@ -213,7 +206,7 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the references with their total time; on GPUs each runs twice, to measure noise."""
+    """Returns the references and their total time; on GPUs each runs twice, to measure noise."""
     from harness.parity.judging import in_fp32
     from harness.parity.reference_runs import (
         kept_bytes,
@@ -234,11 +227,11 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
 
 
 MOST_RUNS = 20
-"""Number of recent runs searched for a cell's time; a folder may hold thousands."""
+"""Recent runs searched for a cell's time; a folder may hold thousands."""
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns the median trial time by cell id, from the newest run that has any. Includes other
+    """Returns the median trial time by cell id from the newest run that has any, also of other
     cells found on the way."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
@@ -259,9 +252,9 @@ def expected_seconds(
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:
-    """Returns the expected seconds of a trial by cell id: as measured before, else predicted.
+    """Returns the expected seconds of a trial by cell id: measured, else predicted.
 
-    `gpu`: NVML's name of the target GPUs. `timed_seconds`: see Plan.timed_seconds_of.
+    `gpu`: NVML's name of the GPUs. `timed_seconds`: see Plan.timed_seconds_of.
     """
     before = _seconds_before(store, {cell.id for cell in cells})
     measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}

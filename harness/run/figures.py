@@ -1,7 +1,4 @@
-"""Turns the measurements of a trial's ranks into the figures that are recorded.
-
-Pure arithmetic, no clock.
-"""
+"""Turns measurements of a trial's ranks into recorded figures. Pure arithmetic, no clock."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)
 WINDOW_STEPS = 8
-"""Timed steps per window, shorter than a slow spell of the machine."""
+"""Timed steps per window; slow spells of a machine last longer."""
 
 
 def with_figures(
@@ -39,8 +36,7 @@ def with_figures(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """Returns the trial with everything its ranks measured; all of them must have finished
-    training.
+    """Returns the trial with the measurements of its ranks, all of which finished training.
 
     `cycle`: steps after which the strategy's work repeats. If it averages at every fourth step, its
     median step does not include averaging.
@@ -70,7 +66,7 @@ def with_figures(
 
 
 def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
-    """Returns the loss of each training step, from the first time it was taken."""
+    """Returns the loss of each training step when first taken."""
     all_losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
     losses: list[float | None] = []
     for part in passes(all_losses, [step.training_step for step in ranks[0].steps]):
@@ -142,8 +138,8 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
-    """Returns the seconds of each rank's control after each of these steps, a list of ranks per
-    step."""
+    """Returns the seconds of each rank's control, for each of these steps that a control
+    followed."""
     each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
     return [known for known in each if known]
 
@@ -152,9 +148,9 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
     finishing this one. `by_rank`: steps of each rank, all phases.
 
-    The maximum of the ranks' own step times would count waiting twice: a rank that starts a step
-    early waits in it while others still run the previous step. Times are therefore summed per rank
-    from a common start: after a pause, or at the first timed step.
+    The maximum of the ranks' own times would count waiting twice: a rank that starts a step early
+    waits in it while others still run the previous one. Times are therefore summed per rank from a
+    common start: after a pause, or at the first timed step.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -183,8 +179,8 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks whose memory was measured in the same way: a server's host memory is
-    not comparable with GPU memory."""
+    """Adds the peaks of ranks measured in the same way: a server's host memory is not comparable
+    with GPU memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
@@ -202,7 +198,7 @@ def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds NVML's figures for ranks on GPUs; a server in host memory has none."""
+    """Adds NVML's figures; a server in host memory has none."""
     driving = [(rank, rank.gpu_use) for rank in ranks if rank.gpu_use is not None]
     uses = [use for _, use in driving]
     if not uses:
@@ -218,7 +214,6 @@ def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecor
 
 
 def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds what each rank kept between steps."""
     states = [rank.states for rank in ranks]
     fullest = max(states, key=lambda rank: rank.state_bytes["library"])
 
@@ -244,7 +239,6 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds bytes sent to other ranks and to a disk."""
     trial = replace(
         trial, sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks])
     )
@@ -262,7 +256,6 @@ def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the tokens that each expert got, over all ranks."""
     counts: ExpertTokens = {}
     for rank in ranks:
         for block, tokens in (rank.expert_tokens or {}).items():
@@ -278,7 +271,7 @@ def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
-    """Returns the foreign load of the busiest machine; None if any machine's is unknown."""
+    """Returns the load on the busiest machine; None if any machine's is unknown."""
     by_machine: dict[str | None, list[Load]] = {}
     for answer in answers:
         if answer.trained:
@@ -289,6 +282,6 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    """Returns the values, or an empty tuple if any is None."""
+    """Returns the values, or none if any is None."""
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else ()

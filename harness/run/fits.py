@@ -1,4 +1,4 @@
-"""Checks whether trials that are in GPU memory at the same time fit together."""
+"""Checks whether trials that share GPU memory fit together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """Returns the approximate bytes that a trial holds on each of its GPUs from its first step on,
-    even while another one trains.
+    """Returns the approximate bytes that a trial holds per GPU from its first step on, even while
+    another one trains.
 
-    Sums the strategy's formula for states and temporary needs, its share of a micro-batch's forward
-    and backward (torch's allocator keeps it), and the CUDA context.
+    Sums the strategy's formula for states and temporary memory, its share of a micro-batch's
+    activations (torch's allocator keeps them), and the CUDA context.
     """
     from harness.workloads.activations import activation_bytes
 
@@ -34,8 +34,8 @@ def device_bytes(cell: Cell) -> float:
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Returns why these trials do not fit one GPU of this size together and what to leave out;
-    empty if they fit."""
+    """Returns why these trials do not fit one GPU together and what to leave out; empty if they
+    fit."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds as a fraction of the planned rounds, without a time budget."""
+"""Time for further rounds relative to the planned ones, without a time budget."""
 
 
 class FurtherRound(NamedTuple):
@@ -37,8 +37,8 @@ class FurtherRound(NamedTuple):
 def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
     """Returns the cells whose interval is too wide, or that may still be the answer.
 
-    With a time budget, all compared cells come first until their throughputs are precise enough.
-    Cells that are launched once are never selected. `trials`: of the run so far.
+    With a time budget, all compared cells come first until they are precise enough. Cells that run
+    once are never selected. `trials`: of the run so far.
     """
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
@@ -54,7 +54,7 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
 
 
 class TimeBudget:
-    """The time that a run may still take, counted from its start."""
+    """Remaining time of a run, counted from its start."""
 
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
         """`now`: a clock in seconds."""
@@ -70,8 +70,8 @@ class TimeBudget:
         """Number of planned trials dropped for lack of time."""
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial because the remaining time does not fit it and
-        all shorter ones. This way most cells become precise, not a random few."""
+        """Returns whether to drop a planned trial: the remaining time does not fit it and all
+        shorter ones. Dropping the longest first makes most cells precise."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
@@ -83,12 +83,10 @@ class TimeBudget:
         return late
 
     def _seconds(self, cell: Cell) -> float:
-        """Returns the duration of the cell's latest trial."""
         return self.took.get(cell.id, 0.0)
 
     def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Returns the cells of a further round to launch: as many as fit in the remaining time,
-        shortest first.
+        """Returns the cells of a further round that fit in the remaining time, shortest first.
 
         `seconds`: duration of a trial by cell id.
         """

@@ -1,5 +1,5 @@
-"""Searches for the largest trainable model or the longest sequence: over the number of blocks or
-tokens, with real steps under an enforced memory budget per rank.
+"""Searches for the largest trainable model or the longest sequence, with real steps under an
+enforced memory budget per rank.
 
 Every probe is a recorded trial of matrix `maxsize`, numbered 0; the verified trial at the size
 found is 1. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054,
@@ -49,9 +49,9 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
     divide among the ranks.
 
     Its AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
-    tenth of the budget, and the activations of `tokens` tokens fit. Activations take about 136
-    bytes per token, block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1: 34 in
-    half precision, partly dropout).
+    tenth of the budget, and the activations of `tokens` tokens fit: about 136 bytes per token,
+    block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1: 34 in half precision,
+    partly dropout).
     """
     most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
     return 64 * ranks * max(1, int(most) // (64 * ranks))
@@ -89,23 +89,20 @@ def largest(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The formula's prediction for one strategy."""
-
     step: int
     """Parameters of one block, or tokens, per search step."""
     blocks: int | None
-    """Largest number of steps whose states and temporary needs fit the budget; None: the strategy
-    has no formula."""
+    """Largest number of steps that fit the budget; None: no formula."""
     parameters: int | None
-    """Parameters, or tokens, of that many steps."""
+    """Parameters, or tokens, of these steps."""
     activations: tuple[int, int]
-    """Peak bytes of forward and backward in addition to model and gradients: after the first search
-    step, and for each further one."""
+    """Peak bytes of forward and backward in addition to model and gradients: after the first step,
+    and for each further one."""
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns the tokens by which sequences grow per step: about 1 % of those whose activations
-    fill the budget, as a multiple of twice the ranks, which every strategy can divide."""
+    """Returns the tokens that sequences grow by: about 1 % of those whose activations fill the
+    budget, as a multiple of twice the ranks, which every strategy can divide."""
     from harness.workloads.activations import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -117,10 +114,10 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
     """Returns the bytes of the fullest rank at the peak of a step; None without a formula.
 
-    Adds to the states between steps the larger of activations and the step's temporary needs:
-    gradients grow as activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation,
-    one block's activations remain until the last gradient. From the second micro-batch on, all
-    gradients exist. In a pipeline, `activations` is what exists in addition to all gradients.
+    Adds to the states the larger of activations and temporary memory: gradients grow as activations
+    are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's activations
+    remain until the last gradient. From the second micro-batch on, all gradients exist. In a
+    pipeline, `activations` is what exists in addition to them.
 
     `activations`: see Prediction; `tokens`: see `sized`.
     """
@@ -147,7 +144,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the size for a family of cells, given its one-step cell.
+    """Predicts the largest size of a family, given its one-step cell.
 
     `tokens`: see `sized`.
     """
@@ -155,7 +152,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Falls back to an unsplit model if there is no formula: the first guess needs a number."""
+        """Uses an unsplit model if there is no formula: the first guess needs a number."""
         probe = sized(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -181,8 +178,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
-    """Returns the maximum number of search steps; for sequences, limited by the model's
-    positions."""
+    """Returns the maximum number of search steps; for sequences, the model's positions limit it."""
     positions = make_workload(cell.workload).max_tokens if tokens else 0
     return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
@@ -196,7 +192,7 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of a search: for each strategy, its cell after one step.
 
-    `order`: chains of labels, each in the order of size by theory; `tokens`: see `sized`.
+    `order`: chains of labels by theoretical size; `tokens`: see `sized`.
     """
     predicted = {}
     for cell in cells:
@@ -240,12 +236,12 @@ def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: i
 
 
 class Stopped(Exception):
-    """A probe ended for a reason other than memory: the search cannot go on."""
+    """A probe ended for another reason than memory: the search cannot go on."""
 
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan in turn; recorded probes are not repeated."""
+    """Searches for each cell of a plan; does not repeat recorded probes."""
 
     runner: Runner
     watcher: Watcher
@@ -254,7 +250,7 @@ class Search:
     """(cell id, trial) -> status of each attempt."""
 
     def run(self) -> bool:
-        """Runs the search; returns False if it was interrupted."""
+        """Returns False if interrupted."""
         plan, store = self.runner.plan, self.runner.store
         assert plan.search is not None
         for row in (
@@ -275,8 +271,7 @@ class Search:
         return True
 
     def _search(self, launcher: LauncherProtocol, cell: Cell, search: Mapping[str, Any]) -> None:
-        """Runs all probes of one strategy, then the trial at the size found, verified against a
-        reference run."""
+        """Runs a strategy's probes, then the verified trial at the size found."""
         tokens = search.get("tokens", 0)
         guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
 
@@ -309,8 +304,8 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        """Returns the status of a probe or of the verified trial, launching it unless it is
-        recorded. Unexpected failures get a second try."""
+        """Returns the status of a probe or verified trial, launched unless recorded. Unexpected
+        failures get a second try."""
         known = self._known.setdefault((cell.id, trial), [])
         while (
             not known
@@ -333,8 +328,8 @@ class Search:
         return known[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
-        """Runs the trial against a reference run of the same size without the limit; the
-        reference's parameters are not cached."""
+        """Runs the trial and a reference run of the same size without the limit, whose parameters
+        are not cached."""
         if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.watcher.step

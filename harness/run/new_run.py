@@ -29,6 +29,6 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:
-    """Returns column `device_speed` of a run that has begun; None if no cell needs a GPU, or if the
-    run predates schema version 12."""
+    """Returns column `device_speed` of a run; None if no cell needs a GPU, or before schema version
+    12."""
     return store.run_row(plan.run_id).get("device_speed") if plan.needs_gpu else None

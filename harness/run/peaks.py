@@ -22,7 +22,7 @@ class Peaks:
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
-    """Returns the rates of this host's devices for a cell; `device_speed`: the run's column."""
+    """Returns the rates of this host's devices for a cell. `device_speed`: the run's column."""
     if cell.device != "cuda":
         return Peaks()
     precision = workload.arithmetic or cell.precision

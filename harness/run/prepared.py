@@ -1,4 +1,4 @@
-"""A trial before its launch: launch arguments, state of the host, and whether it can be skipped."""
+"""A trial before its launch: arguments, state of the host, and whether to skip it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Fraction of the available memory that copies of the ranks' states may fill for a rewind."""
+"""Fraction of available memory that copies of the ranks' states may fill for a rewind."""
 
 
 SAMPLES_PER_CONTROL = 8
-"""Samples of a rank per run of its control; for `full`, every second step. After a control, ranks
-start a step together, which favours strategies that synchronise often within a step."""
+"""Samples of a rank per control; for `full`, every second step. Ranks start together after a
+control, which favours strategies that synchronise often within a step."""
 
 
 LAUNCHES_PER_SET_BACK = 3
-"""Trials of a cell per rewind, which takes a second."""
+"""One trial in this many rewinds the state, which takes a second."""
 ANOTHER = "another launch of the cell is"
 
 
 class PreparedTrial:
-    """A trial, and the arguments for its launcher."""
-
     def __init__(
         self,
         cell: Cell,
@@ -58,7 +56,7 @@ class PreparedTrial:
         if self.known:
             mark_used(self.known)
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
-        """Number of GPUs of the first node that it uses."""
+        """GPUs that it uses on the first node."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
@@ -84,7 +82,7 @@ class PreparedTrial:
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
 
     def _why_not_set_back(self, timed_seconds: float | None) -> str:
-        """Returns why the state is never rewound in this trial; empty if it is."""
+        """Returns why the state is never rewound; empty if it is."""
         cell = self.cell
         if self.known is None:
             return "there is no reference run to compare with"
@@ -107,7 +105,7 @@ class PreparedTrial:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """State of the machine just before a launch and just after its end."""
+    """State of the machine just before and after a trial."""
 
     gpus_before: tuple[GpuState, ...]
     gpus_after: tuple[GpuState, ...]
@@ -115,9 +113,9 @@ class Surroundings:
     idle_after: float | None
 
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
-        """Returns the trial with these observations, for a trial that used `gpus` GPUs.
+        """Adds these observations to a trial that used `gpus` GPUs.
 
-        The trial's own ranks, which may still be ending, do not count as foreign processes.
+        Its own ranks, which may still be ending, do not count as foreign processes.
         """
         own = {answer.pid for answer in outcome.answers}
         return replace(
@@ -130,7 +128,7 @@ class Surroundings:
 
 
 def more_of_the_same(cell: Cell, other: Cell) -> bool:
-    """Returns whether `cell` is `other` with a larger model, batch or sequence, or with fewer
+    """Returns whether `cell` is `other` with a larger model, batch or sequence, or fewer
     devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
@@ -155,8 +153,7 @@ def more_of_the_same(cell: Cell, other: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """Returns the modules that the fork server imports for these cells: packages that strategies
-    and workloads require, and their modules."""
+    """Returns the modules of strategies and workloads that the fork server imports."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [
         p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)

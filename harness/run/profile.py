@@ -1,4 +1,4 @@
-"""Profiles the ranks of a cell, and records the result."""
+"""Profiles the ranks of a cell."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Theory:
     states: States | None = None
     """States of the fullest rank."""
     activation_bytes: float | None = None
-    """Activations of a rank's micro-batch, in fp32."""
+    """Bytes for a rank's micro-batch, in fp32."""
 
 
 def profile_record(
@@ -73,10 +73,8 @@ def profile_record(
     theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """Returns the record of a profiled launch, however it ended.
-
-    `servers`: number of trailing ranks that are servers, which compute little.
-    """
+    """Returns the record of a profile, however it ended. `servers`: number of trailing ranks that
+    compute little."""
     record = ProfileRecord(
         run_id=run_id,
         cell_id=cell.id,
@@ -109,8 +107,8 @@ def profile_record(
 def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
-    """Adds the components of one step, which sum to its time: the profiled step with the median
-    slowest rank."""
+    """Adds the components of one profiled step, the one with the median slowest rank. They sum to
+    its time."""
     profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]
@@ -146,7 +144,6 @@ def _with_times(
 
 
 def _on_gpus(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Returns the columns about each rank's GPU, for ranks that have one."""
     names = [f"gpu_{part}" for part in GPU_PARTS]
     by_rank = [step for step in steps if names[0] in step]
     return {f"{name}_seconds": tuple(step[name] for step in by_rank) for name in names}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 SPARE_STEPS = 1.25
-"""Steps of a reference run over the steps requested: trials go on after the parity segment."""
+"""Factor on the steps of a reference run: trials go on after the parity segment."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ReferenceRuns:
     """Caches reference runs on disk, and launches missing ones."""
 
     failures: dict[str, str] = field(default_factory=dict)
-    """Reason why a reference run failed, by its folder."""
+    """Reasons for failures, by reference folder."""
 
     def of(
         self,
@@ -73,8 +73,7 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Launches the missing parts of a reference: the run itself, and the one that measures its
-        noise."""
+        """Launches what a reference lacks: the run itself, or the one that measures its noise."""
         data = _data_of(cell)
         if not reference.exists:
             announce(
@@ -106,8 +105,8 @@ class ReferenceRuns:
     def verify(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """Returns the verdict on a trial, with a reference that covers all its steps. If the losses
-        exceed the assumed effect of low precision, also runs references in that precision."""
+        """Returns the verdict on a trial, with a reference that covers all its steps. If losses
+        exceed the assumed effect of low precision, also runs references in it."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
@@ -126,8 +125,8 @@ class ReferenceRuns:
     def _learn_losses(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
-        """Extends the reference's losses to the trial's number of training steps with another
-        launch, if needed. A launch that fails leaves the reference unchanged."""
+        """Launches the reference again if it has fewer losses than the trial has training steps.
+        Keeps it unchanged if that fails."""
         taken = outcome.trained[0].steps
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
@@ -150,8 +149,8 @@ class ReferenceRuns:
     def _learn_drift_in_precision(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference
     ) -> None:
-        """Adds the reference's drift in the cell's precision: at each step, the larger loss
-        deviation of two runs that differ in rounding."""
+        """Adds the drift in the cell's precision: at each step, the larger loss deviation of two
+        runs that differ in rounding."""
         known = reference.all_losses
         if len(reference.precision_drift(cell.precision)) >= len(known):
             return
@@ -169,7 +168,7 @@ class ReferenceRuns:
 
 
 def _diverged_later(verification: Verification) -> bool:
-    """Returns whether a trial is `diverged` because of a step after the parity segment."""
+    """Returns whether a step after the parity segment made the trial `diverged`."""
     verdict = verification.verdict
     return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
 
@@ -189,7 +188,7 @@ def _on_all_cores(reference: Cell) -> Cell:
 
 
 def _losses_of(outcome: Outcome) -> list[float]:
-    """Returns the losses of a reference run; empty if it failed."""
+    """Returns a run's losses; empty if it failed."""
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
@@ -199,7 +198,7 @@ def _losses_of(outcome: Outcome) -> list[float]:
 def _launch(
     launcher: LauncherProtocol, cell: Cell, data: DataSource, **more: Unpack[TrialOptions]
 ) -> Outcome:
-    """Launches a reference run; raises KeyboardInterrupt if the user stopped it."""
+    """Raises KeyboardInterrupt if the user stopped the launch."""
     if cell.device == "cuda":
         limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
         cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
@@ -210,5 +209,5 @@ def _launch(
 
 
 def compared(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells and their fp32 twins, if any: all that need references."""
+    """Returns the cells and their fp32 twins: all that need references."""
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]

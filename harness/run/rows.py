@@ -30,7 +30,6 @@ from harness.workloads.counts import model_facts
 def left_out_record(
     run_id: str, cell: Cell, status: str, reason: str, attempt: int = 1, position: int = -1
 ) -> TrialRecord:
-    """Returns the record of a cell that was not launched, with the reason."""
     return TrialRecord(
         schema_version=VERSION,
         run_id=run_id,
@@ -76,14 +75,14 @@ class SetBackCheck:
 
     count: int
     why_not: str
-    """Reason why the state was never rewound; empty if it was."""
+    """Why the state was never rewound; empty if it was."""
     loss_deviation: float | None
-    """Largest deviation of the loss; None: never rewound, or not finite."""
+    """Largest deviation; None: never rewound, or not finite."""
     update_deviation: float | None
 
     @classmethod
     def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> SetBackCheck:
-        """Summarises the verdicts of all rewinds; `why_not`: the reason if there are none."""
+        """Summarises the verdicts of all rewinds. `why_not`: the reason if there are none."""
         losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
         updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
         return cls(
@@ -96,16 +95,14 @@ class SetBackCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """How a trial compares with its reference run."""
-
     verdict: ParityVerdict | None
     """None if the trial did not end ok."""
     reference_losses: Sequence[float]
     noise: Noise | None
-    """Noise of the reference; None: unknown."""
+    """None if unknown."""
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
-    """Relative deviation of the loss from the reference's at each step after the parity segment."""
+    """Relative loss deviation from the reference at each step after the parity segment."""
     set_backs: SetBackCheck | None = None
     """None if the trial was not compared, or diverged within the parity segment."""
 
@@ -191,7 +188,7 @@ def trial_record(
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks the trial `diverged` if it ended ok but does not train the same as its reference."""
+    """Marks a trial that ended ok `diverged` if it does not train the same as its reference."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":
@@ -202,7 +199,7 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
 
 
 def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRecord:
-    """Adds what the first rank that ran out of memory held, if it could still report it."""
+    """Adds what the first rank that ran out of memory held, if it could report it."""
     failures = [a.failure for a in answers if a.failure and a.failure.failed_in]
     if not failures:
         return trial
@@ -211,7 +208,6 @@ def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRe
 
 
 def step_records(run_id: str, key: TrialKey, answers: Sequence[RankAnswer]) -> Iterator[StepRecord]:
-    """Yields every step of every rank."""
     for answer in answers:
         for step in answer.trained.steps if answer.trained else ():
             yield StepRecord(

@@ -34,7 +34,7 @@ from harness.spec.cell import Cell
 
 
 class Watcher(Protocol):
-    """Receives a runner's progress; the command line draws it."""
+    """Receives a runner's progress."""
 
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
@@ -57,8 +57,7 @@ class Runner:
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """Share of the plan's cells that this runner runs: (number, of how many). Others run at the
-    same time."""
+    """This runner's share of the plan's cells: (number, of how many)."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
     """Set when `run` begins."""
@@ -69,7 +68,7 @@ class Runner:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Cells of this runner's share: all trials of a cell run where its first one did."""
+        """This runner's share: all trials of a cell run where its first one did."""
         number, of = self.share
         return self.plan.cells[number::of]
 
@@ -83,7 +82,7 @@ class Runner:
         return not replace(self, share=(0, 1)).open_trials()
 
     def open_trials(self) -> list[Todo]:
-        """Returns (position, cell, key) of the trials without a final record."""
+        """Returns (position, cell, key) of trials without a final record."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -111,8 +110,8 @@ class Runner:
         return todo
 
     def make_room(self) -> None:
-        """Raises UsageError if the disk has too little room for the missing reference runs; records
-        nothing in that case."""
+        """Raises UsageError, recording nothing, if the disk has too little room for missing
+        references."""
         make_room(compared([cell for _, cell, _ in self.open_trials()]))
 
     def begin(self) -> bool:
@@ -193,7 +192,7 @@ class Runner:
     ) -> bool:
         """Runs these trials in order; returns False if interrupted.
 
-        `launch`: launches and records the trials of one group.
+        `launch`: launches and records one group.
         """
         for group in self._groups(todo):
             launched = [trial for trial in group if self._is_launched(*trial, watcher)]
@@ -220,10 +219,8 @@ class Runner:
 
     def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
         """Returns False if an earlier trial ran out of memory or time, the time budget is spent, or
-        a cell that needs less memory ran out of it.
-
-        In the last case, the trial is recorded as skipped.
-        """
+        a cell that needs less memory ran out of it. Records the trial as skipped in the last
+        case."""
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
@@ -240,7 +237,7 @@ class Runner:
         return True
 
     def explain(self, watcher: Watcher) -> bool:
-        """Profiles each cell that ended ok and has no profile yet; returns False if interrupted."""
+        """Profiles each cell that ended ok and has no profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
@@ -270,8 +267,7 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        """Launches, verifies and records one trial; without a reference its parity stays
-        unknown."""
+        """Launches, verifies and records one trial; without a reference its parity is unknown."""
         seconds = self.plan.timed_seconds_of(cell)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
@@ -330,8 +326,7 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """Returns why not to try a cell: a cell that needs no more of anything ran out of
-        memory."""
+        """Returns why not to try a cell: one that needs no more of anything ran out of memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue

@@ -19,7 +19,7 @@ from harness.spec.training import Tolerance
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
-    """Returns the verdict on a trial; without a reference it is unknown, for the reason `why_not`.
+    """Returns the verdict on a trial; without a reference it is unknown, because of `why_not`.
 
     While the reference's drift is unknown, later losses are held to the narrowest envelope: a trial
     within it is within every other.
@@ -68,8 +68,6 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 
 @dataclass(frozen=True)
 class _Judging:
-    """Standards for a trial of one cell."""
-
     prepared: PreparedTrial
     allowed: Tolerance
     reference_losses: Sequence[float]
@@ -93,14 +91,14 @@ class _Judging:
         )
 
     def later(self, steps: Pass) -> list[float]:
-        """Returns the deviations of the losses after the segment."""
+        """Returns the loss deviations after the segment."""
         assert self.reference is not None
         segment = self.prepared.cell.parity_steps
         losses = [None] * segment + list(steps.since(segment))
         return deviations_later(losses, self.reference.all_losses, segment)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
-        """Returns the verdict, or `diverged` if one of these deviations leaves the envelope."""
+        """Returns the verdict, or `diverged` if a later deviation leaves the envelope."""
         assert self.reference is not None
         if verdict.verdict not in VERIFIED:
             return verdict

@@ -1,4 +1,4 @@
-"""Publishes results to common tools, each through its own client library."""
+"""Publishes results to common tools through their own client libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from reports.publish.published import Published, quiet
 
 LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
-"""Library that each target needs; its extra has the target's name."""
+"""Library of each target; its extra has the target's name."""
 
 
 def publish(target: str, results: Results, folder: Path) -> Published:

@@ -1,5 +1,5 @@
-"""TensorBoard event files in FOLDER/RUN/CELL: curves of step times and losses per trial, a point
-per trial, and hyperparameters."""
+"""TensorBoard event files in FOLDER/RUN/CELL: step times and losses per trial, a point per trial,
+and hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write(results: Results, folder: Path) -> Published:
-    """Writes a folder for each run atomically; existing runs stay unchanged."""
+    """Writes a folder per run atomically; existing runs stay unchanged."""
     cells = already = 0
     for report in each(results):
         target = folder / report.run_id
@@ -39,8 +39,7 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def cell_folder(record: CellRecord) -> str:
-    """Returns the cell's name in TensorBoard: characters valid on any file system, and the cell's
-    id."""
+    """Returns the cell's name in TensorBoard: characters valid on any file system, and its id."""
     slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", record["cell_name"]).strip("-.")[:80]
     return f"{slug or 'cell'}-{record['cell_id']}"
 
@@ -76,7 +75,7 @@ def _cell(report: RunReport, record: CellRecord, folder: Path) -> None:
 
 
 def _slowest(steps: pd.DataFrame, trial: TrialRecord) -> dict[int, float]:
-    """Returns the seconds of each step of a trial, by its slowest rank."""
+    """Returns seconds by step, of the slowest rank."""
     mine = steps[
         (steps["cell_id"] == trial.cell_id)
         & (steps["trial"] == trial.trial)

@@ -1,8 +1,5 @@
-"""MLflow file store: an MLflow run for each cell of each run, with axes, figures, trials and
-losses.
-
-Needs no server.
-"""
+"""MLflow file store, without a server: an MLflow run for each cell of each run, with axes, figures,
+trials and losses."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000
-"""Numbers of characters that every version of MLflow accepts."""
+"""Characters that every version of MLflow accepts."""
 RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
 _TRIAL = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 
@@ -48,7 +45,7 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
-    """Returns (run, cell) of everything that was written completely."""
+    """Returns (run, cell) of everything written completely."""
     there: set[tuple[str, str]] = set()
     token = None
     while True:
@@ -111,5 +108,5 @@ def _milliseconds(time: datetime) -> int:
 
 
 def _text(value: object, most: int) -> str:
-    """Returns text on one line, within the limits of a file store."""
+    """Returns text on one line, within MLflow's limits."""
     return " ".join(printable(str(value)).split())[:most]

@@ -33,7 +33,7 @@ FIGURES = (
     "parity_max_loss_deviation",
     "parity_max_update_deviation",
 )
-"""Published figures of a cell, under the names in its record."""
+"""Published figures of a cell, by name."""
 
 
 AXES = (
@@ -58,12 +58,10 @@ AXES = (
 
 @dataclass(frozen=True)
 class Published:
-    """Summary of what was written."""
-
     path: Path
     cells: int
     already: int
-    """Number of existing cells left unchanged."""
+    """Existing cells, left unchanged."""
 
 
 @contextmanager
@@ -85,7 +83,6 @@ def quiet() -> Iterator[None]:
 
 
 def figures(record: CellRecord) -> dict[str, float]:
-    """Returns the figures in a cell's record that are not null."""
     return {name: float(record[name]) for name in FIGURES if record[name] is not None}
 
 

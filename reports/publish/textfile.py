@@ -1,5 +1,4 @@
-"""Prometheus textfile of one run for the node exporter's textfile collector: gauges with units in
-their names."""
+"""Prometheus textfile of one run, for the node exporter: gauges with units in their names."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ LABELS = (
 
 
 def write(results: Results, folder: Path) -> Published:
-    """Writes the file atomically, replacing that of the previous run."""
+    """Replaces the file atomically."""
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
     if len(results.runs) != 1:
