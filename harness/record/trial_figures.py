@@ -21,8 +21,8 @@ class TrialSpeed(Record):
     data_seconds_p50: float | None = None
     """median time for getting the batch, slowest rank"""
     samples_per_second: float | None = None
-    """global batch / step_seconds_p50; if a strategy communicates every few steps, the median of
-    whole cycles"""
+    """global batch / step_seconds_p50, or / the median of whole cycles if a strategy communicates
+    every few steps"""
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = since(8, ())

@@ -70,7 +70,7 @@ class TrialMemory(Record):
     """memory of each rank's process by NVML after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
     """NVML memory minus what the allocator had reserved: CUDA context, communication buffers,
-    libraries"""
+    libraries; empty: unknown"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
     """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
