@@ -113,8 +113,6 @@ class RankDetail:
 
 @dataclass(frozen=True)
 class CellDetail:
-    """Everything recorded about a cell."""
-
     started_at: datetime
     hardware: str
     cell: CellResult
@@ -147,7 +145,8 @@ class CellDetail:
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
-    """`results`: of the cell's run; `steps`: its table `steps`."""
+    """Returns everything recorded about a cell. `results`: of its run; `steps`: its table
+    `steps`."""
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
     ranked = [

@@ -28,7 +28,6 @@ FOLDED = ("added", "no difference seen", "not compared")
 
 
 def words(line: ComparedCell) -> list[str]:
-    """Returns the texts of a table row."""
     speed = line.throughput
     interval = (
         f"{speed.low:.3f} to {speed.high:.3f}"
@@ -55,7 +54,6 @@ def memory(line: ComparedCell) -> str:
 
 
 def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
-    """Returns cells and their disturbed trials."""
     return [
         (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
     ]

@@ -36,8 +36,6 @@ class LinkSeries:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Two strategies that change order."""
-
     clearness: float
     """Smaller absolute log ratio of their throughputs on the two sides."""
     words: str
@@ -101,7 +99,6 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
-    """Returns the log ratio of their throughputs."""
     first, second = (strategy.by_link[link].samples_per_second or 1.0 for strategy in (a, b))
     return math.log(first / second)
 

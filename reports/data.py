@@ -55,13 +55,11 @@ class Bars:
 
 
 def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
-    """Returns the legend of the marks that occur."""
     seen = "".join(marks(cell) for cell in cells)
     return tuple(text for mark, text in NOTES.items() if mark in seen)
 
 
 def rest(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
-    """Returns a note on omitted rows."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()
 
 

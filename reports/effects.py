@@ -33,7 +33,6 @@ class EffectsPart:
     title: str
     baseline: CellResult
     best: str
-    """Description of the best combinations."""
     rows: tuple[tuple[str, ...], ...]
     panels: tuple[Panel, ...]
 
@@ -93,7 +92,6 @@ def _against(cell: CellResult, base: CellResult) -> str:
 
 
 def throughput_bars(effects: Effects, name: str) -> Bars:
-    """Returns the mean effects on throughput, with intervals."""
     bars = [
         Bar(
             effect.value,
@@ -112,8 +110,6 @@ def throughput_bars(effects: Effects, name: str) -> Bars:
 
 
 def memory_bars(effects: Effects, name: str) -> Bars:
-    """Returns the mean effects on peak memory, smallest first."""
-
     def size(effect: Effect) -> float:
         return effect.together_memory or 0.0
 

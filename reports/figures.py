@@ -173,7 +173,6 @@ def scaling(data: Scaling) -> Figure:
 
 
 def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
-    """Labels a tick for each of these numbers of devices."""
     axes.minorticks_off()
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.yaxis.set_major_formatter(lambda value, _: plain(value))
@@ -182,7 +181,6 @@ def axis_of_devices(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def legend_below(figure: Figure, handles: list[Artist], labels: list[str]) -> None:
-    """Draws the legend below a figure, a line per handle."""
     figure.legend(
         handles,
         labels,

@@ -89,7 +89,6 @@ def headings(columns: Sequence[Column[AnyCell]]) -> tuple[Heading, ...]:
 def full_grid(
     name: str, label: str, cells: Sequence[AnyCell], columns: Sequence[Column[AnyCell]]
 ) -> Grid[AnyCell]:
-    """Returns a table with all columns."""
     return Grid(name, label, headings(columns), tuple(table_row(cell, columns) for cell in cells))
 
 
@@ -114,7 +113,6 @@ def some_grid(
 
 
 def figure(field: str, text: Callable[[float | None], str]) -> Callable[[CellResult], Td]:
-    """Returns a formatter of a result's numeric field."""
     return lambda cell: numeral(text(getattr(cell, field)), field, getattr(cell, field))
 
 
@@ -136,7 +134,6 @@ def in_mebibytes(size: float | None) -> str:
 
 
 def word(field: str) -> Callable[[CellResult], Td]:
-    """Returns a formatter of text."""
     return lambda cell: words(getattr(cell, field) or "")
 
 

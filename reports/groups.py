@@ -106,7 +106,6 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
 
 
 def ranking(cells: Sequence[CellResult]) -> RankedGroup:
-    """Ranks cells by throughput."""
     ordered = sorted(cells, key=lambda cell: -(cell.samples_per_second or 0.0))
     places = enumerate(zip(ordered, alike(ordered), strict=True), 1)
     return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))

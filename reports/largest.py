@@ -35,7 +35,6 @@ class LargestModel(CellResult):
     next: int | None = None
     """Smallest size that does not train."""
     predicted: int | None = None
-    """Size by the formula."""
     ratio: float | None = None
     step: int | None = None
     setup_peak_memory_bytes: int | None = None

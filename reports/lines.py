@@ -42,7 +42,6 @@ class Lines:
         return _TOP + (index + 0.7) * LINE
 
     def words(self, index: int, label: str, text: str, kind: str = "ink") -> None:
-        """Adds the label above a line and the number at its right."""
         self._text(_LEFT, _TOP + (index + 0.28) * LINE, shortened(label, LABEL))
         self._text(_RIGHT + 7, self.middle(index), text, kind)
 

@@ -13,8 +13,6 @@ from reports.text import DASH, number, plain
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link as requested and as measured."""
-
     asked: str
     bits_per_second: float | None
     latency_seconds: float | None

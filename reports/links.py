@@ -57,8 +57,6 @@ class LinkedCell(CellResult):
 
 @dataclass(frozen=True)
 class Chapter:
-    """One setting on all its links."""
-
     title: str
     links: tuple[MeasuredLink, ...]
     """Links by bandwidth, slowest first; delayed and unknown ones last."""

@@ -65,7 +65,6 @@ def verdict_text(report: RunReport) -> Paragraphs:
 
 
 def _advised(group: RankedGroup) -> Paragraphs:
-    """Lists which strategy to use."""
     advised = answer(group.rows)
     if advised is None:
         return []

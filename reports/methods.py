@@ -82,7 +82,6 @@ def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str
 
 
 def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
-    """Returns (name, description) of each method."""
     memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
     estimated = any(cell.log_throughput for cell in cells)
     comparison = within_a_run(any(cell.turns for cell in cells), estimated)

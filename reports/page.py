@@ -108,7 +108,6 @@ def fill(template: str, more_style: str = "", printed: bool = False, **values: o
 
 
 def _as_printed(style: str) -> str:
-    """Returns the style with the print layout for screens."""
     changes = {
         "@media screen and (prefers-color-scheme: dark)": "@media not all",
         "@media print": "@media all",

@@ -43,8 +43,6 @@ MOST_PANELS = 12
 
 @dataclass(frozen=True)
 class Parity:
-    """Counts of parity verdicts."""
-
     passed: int
     judged: int
     steps: str

@@ -26,8 +26,6 @@ MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A row of the table of layouts."""
-
     name: str
     step: str
     speed: str

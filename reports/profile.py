@@ -26,8 +26,6 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ProfiledCell(CellResult):
-    """A cell with its newest profile."""
-
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Seconds by component of the step, and of overlaps: mean of the ranks."""
     plain_step: float = 0.0

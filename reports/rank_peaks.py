@@ -42,7 +42,6 @@ def imbalance(cell: CellResult) -> float:
 
 
 def chart(cells: Sequence[CellResult]) -> Ranks | None:
-    """Returns the most uneven cells."""
     rows = _of_ranks(cells)
     if not rows:
         return None
@@ -68,7 +67,6 @@ def chart(cells: Sequence[CellResult]) -> Ranks | None:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns all cells' peaks in MiB."""
     rows = _of_ranks(cells)
     columns = [
         Column("Workload", "", "", word("workload")),

@@ -56,7 +56,7 @@ class RunReport:
 
     @functools.cached_property
     def largest(self) -> Largest | None:
-        """None for runs other than searches."""
+        """Outcome of a search; None for other runs."""
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property

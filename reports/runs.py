@@ -90,7 +90,6 @@ class Runs:
 
     @functools.cached_property
     def rows(self) -> list[ComparedRow]:
-        """Compared cells of the newest run, by name."""
         rows: dict[str, ComparedRow] = {}
         for place, run in enumerate(self.shown):
             for line in run.against.lines if run.against else ():

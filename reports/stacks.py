@@ -22,8 +22,6 @@ WITHIN = 0.05
 
 @dataclass(frozen=True)
 class Stack:
-    """One stacked bar, in the chart's unit."""
-
     label: str
     parts: tuple[float, ...]
     """Values in the order of `Stacks.kinds`."""

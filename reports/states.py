@@ -30,7 +30,6 @@ def with_states(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def charts(cells: Sequence[CellResult]) -> list[Stacks]:
-    """Returns a chart per setting with several cells."""
     groups = [group for group in by_setting(with_states(cells)) if len(group.rows) > 1]
     return [
         state_stacks(group.rows, f"states-{i}", group.title_beside(groups[0].workload), named)

@@ -142,7 +142,6 @@ def _themed(part: str) -> str:
 
 
 def _drawn(picture: Picture) -> tuple[str, dict[str, str]]:
-    """Returns SVG, and the declarations of its classes."""
     import matplotlib
 
     buffer, name = io.BytesIO(), picture.shown.name

@@ -23,8 +23,6 @@ _PARITY = ("exact", "within tolerance", "diverged as expected", "diverged", "unk
 
 @dataclass(frozen=True)
 class Reason:
-    """Cells not launched for the same reason."""
-
     what: str
     reason: str
     """Includes what would change it."""
@@ -33,8 +31,6 @@ class Reason:
 
 @dataclass(frozen=True)
 class Missing:
-    """A system with cells that did not run."""
-
     system: str
     launched: int
     total: int

@@ -96,7 +96,6 @@ def _over(cell: CellResult) -> Td:
 
 
 def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns all cells, in bytes."""
     groups = by_setting(with_traffic(cells))
     rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
     columns = [
@@ -114,7 +113,6 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    """Returns the cells that keep states on a disk."""
     rows = [cell for cell in cells if cell.status == "ok" and cell.offload_kept_bytes is not None]
     columns = [
         Column("Workload", "", "", word("workload")),

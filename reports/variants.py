@@ -16,8 +16,6 @@ from reports.text import DASH, deviation, number, percent, plain
 
 @dataclass(frozen=True)
 class Variants:
-    """A model and its variants, trained by the same strategy in the same setting."""
-
     title: str
     stacks: Stacks | None
     grid: Grid[CellResult]

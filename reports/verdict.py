@@ -16,7 +16,6 @@ class Pick:
 
     row: RankedCell
     value: str
-    """Value with its unit."""
     interval: str
     tied: tuple[RankedCell, ...]
     """Cells tied with it."""

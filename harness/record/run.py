@@ -10,8 +10,6 @@ from harness.record.table import Int32, Int64, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Record):
-    """A run: its request and its host."""
-
     schema_version: Int32
     """version of this schema"""
     run_id: str

@@ -30,7 +30,6 @@ def family(cell: Cell, tokens: int = 0) -> Cell:
 
 
 def steps_of(cell: Cell, tokens: int = 0) -> int:
-    """Returns how many search steps this cell is."""
     return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
 
 

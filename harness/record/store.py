@@ -154,7 +154,6 @@ class Store:
         return [EndedTrial(**row) for rows in tables for row in plain_rows(rows)]
 
     def statuses(self, run_id: str) -> dict[TrialKey, str]:
-        """Returns the status of each recorded trial."""
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
@@ -190,7 +189,7 @@ class Store:
         return Results(runs, trials, steps_frame, explained, conclusions)
 
     def gather(self, run_id: str) -> None:
-        """See `RunFiles.gather`."""
+        """Copies a run's rows into one file per table."""
         self._files.gather(run_id)
 
     def _frame(

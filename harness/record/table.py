@@ -33,7 +33,7 @@ _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
 
 
 def since(version: int, default: T) -> T:
-    """Default of a column added in this schema version."""
+    """Returns the default of a column added in this schema version."""
     field: Any = dataclasses.field(default=default, metadata={"since": version})
     return typing.cast("T", field)
 

@@ -9,8 +9,6 @@ from harness.record.table import Int32, Record, since
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSpeed(Record):
-    """Step times and throughput."""
-
     step_seconds_p50: float | None = None
     """median step time of the timed steps: from the slowest rank finishing the previous step to it
     finishing this one"""

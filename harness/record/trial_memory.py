@@ -43,8 +43,6 @@ class TrialStates(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTraffic(Record):
-    """Bytes sent between ranks, and read from and written to disks."""
-
     sent_bytes_per_step: tuple[float, ...] = since(2, ())
     """payload that each rank sent over TCP in a timed step, control messages included"""
     offload_read_bytes_per_step: float | None = since(2, None)

@@ -58,7 +58,6 @@ def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[s
 
 
 def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, list[Cell]]]:
-    """Returns each baseline with the cells compared with it."""
     return [
         (baseline, [cell for cell in group if cell is not baseline])
         for group in _groups([cell for cell in cells if not _crowded(cell, cores)])
@@ -96,7 +95,6 @@ def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | 
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Groups cells by setting, without those expected to diverge."""
     settings: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         if cell.expect == "ok":

@@ -27,8 +27,6 @@ FURTHER_SHARE = 0.25
 
 
 class FurtherRound(NamedTuple):
-    """Cells worth another trial, and why."""
-
     cell_ids: set[str]
     why: str
     """Continuation of `cells that`."""
@@ -65,7 +63,6 @@ class TimeBudget:
         self.first_rounds_seconds: float | None = None
         """Duration of the planned rounds; None before their end."""
         self.took: dict[str, float] = {}
-        """Seconds of each cell's latest trial, by cell id."""
         self.left_out = 0
         """Number of planned trials dropped for lack of time."""
 

@@ -71,8 +71,6 @@ def left_out_record(
 
 @dataclass(frozen=True)
 class SetBackCheck:
-    """Outcome of verifying the steps after each rewind."""
-
     count: int
     why_not: str
     """Why the state was never rewound; empty if it was."""

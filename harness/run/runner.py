@@ -34,8 +34,6 @@ from harness.spec.cell import Cell
 
 
 class Watcher(Protocol):
-    """Receives a runner's progress."""
-
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
     def time_is_spent(self, left_out: int) -> None: ...
@@ -309,7 +307,6 @@ class Runner:
         surroundings: Surroundings,
         launcher: LauncherProtocol,
     ) -> TrialRecord:
-        """Verifies and records a trial; launches what its reference lacks."""
         cell = prepared.cell
         verification = self._references.verify(launcher, prepared, outcome)
         trial = trial_record(

@@ -75,7 +75,6 @@ def _cell(report: RunReport, record: CellRecord, folder: Path) -> None:
 
 
 def _slowest(steps: pd.DataFrame, trial: TrialRecord) -> dict[int, float]:
-    """Returns seconds by step, of the slowest rank."""
     mine = steps[
         (steps["cell_id"] == trial.cell_id)
         & (steps["trial"] == trial.trial)
