@@ -214,6 +214,7 @@ def plan(
 
 def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
     """Writes the cells of the best layout and its ties; returns sentences to print."""
+    from bench.cli.terminal import measure_command
     from harness.planner.follow_up import cells_of_layout, write_matrix
 
     first = answer.candidates[0]
@@ -228,7 +229,8 @@ def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
         for layout in (first.layout, *open_layouts)
     }
     cells = [cell for cells in by_layout.values() for cell in cells]
-    sentences = [write_matrix(file, cells, "Cells that a prediction ties.")]
+    written = write_matrix(file, cells, "Cells that a prediction ties.")
+    sentences = [f"{written}; {measure_command(file)}"]
     if missing := [layout.text for layout, cells in by_layout.items() if not cells]:
         sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")
     return sentences

@@ -78,6 +78,7 @@ def _written(
     plan: LocalPlan, variants: Sequence[LocalVariant], options: LocalPlanOptions
 ) -> list[str]:
     """Writes the requested files; returns a sentence for each."""
+    from bench.cli.terminal import measure_command
     from harness.planner.follow_up import export_first, write_matrix
     from harness.planner.local.local_plan import open_questions
 
@@ -87,7 +88,8 @@ def _written(
     if options.matrix:
         chosen = (candidates[0], *open_questions(candidates))
         ordered = [cells[candidate.cell_id] for candidate in chosen]
-        written.append(write_matrix(options.matrix, ordered, "Cells that a prediction ties."))
+        sentence = write_matrix(options.matrix, ordered, "Cells that a prediction ties.")
+        written.append(f"{sentence}; {measure_command(options.matrix)}")
     if options.export:
         ranked = ((cells[candidate.cell_id], candidate.seconds) for candidate in candidates)
         written.append(export_first(ranked, options.export))

@@ -59,6 +59,11 @@ def duration(seconds: float) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
+def measure_command(file: Path) -> str:
+    """Returns how to measure the cells of a matrix that was just written."""
+    return f"measure them with: python -m bench run --matrix {file}"
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
     """Makes SIGTERM stop a run as Ctrl-C does; ignores a second one."""

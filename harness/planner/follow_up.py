@@ -61,10 +61,7 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
         raise UsageError(f"file {str(file)!r} exists already; name another one") from None
     except OSError as error:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
-    return (
-        f"wrote {len(cells)} cells to {file}; measure them with: python -m bench run --matrix"
-        f" {file}"
-    )
+    return f"wrote {len(cells)} cells to {file}"
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:

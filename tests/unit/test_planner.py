@@ -174,7 +174,7 @@ def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
 def test_nothing_fits_a_node_without_links_to_others() -> None:
     alone = cluster_of("rtx-4090", 8, "pcie")
     asked = dataclasses.replace(question("llama-405b", 1, 1), cluster=alone, sequence_length=10**6)
-    with pytest.raises(UsageError, match=r"has 25\.8 GB.*nodes of 8 to --link"):
+    with pytest.raises(UsageError, match=r"has 25\.8 GB.*nodes of 8 to the link"):
         plan(asked, CALIBRATION)
 
 

@@ -326,7 +326,7 @@ def _nothing_fits(
         return f"{words}; it fits {devices} of them"
     remedies = []
     if len(cluster.reduce.nodes) == 1:
-        remedies.append(f"add the rate between nodes of {cluster.per_node} to --link")
+        remedies.append(f"add the rate between nodes of {cluster.per_node} to the link")
     if shorter := _shorter_sequence(question, calibration):
         remedies.append(f"give a sequence of {shorter} tokens, which fits")
     else:

@@ -60,16 +60,16 @@ class PlanRequest:
             raise UsageError(f"--precision {self.precision!r}: give fp32, bf16 or fp16")
         links = self.links
         if self.per_node is not None and not links:
-            raise UsageError("--per-node needs --link here: without it all ranks are on one node")
+            raise UsageError("ranks per node need a link: without one all ranks are on one node")
         devices, per_node = self.devices or DEFAULT_RANKS, self.per_node or 1
         if links and (devices % per_node or devices == per_node):
             raise UsageError(
-                f"--devices {devices} with --per-node {per_node}: a link needs at least two nodes,"
-                " all of them full"
+                f"{devices} devices, {per_node} per node: a link needs at least two nodes, all of"
+                " them full"
             )
         if self.goal not in get_args(LocalGoal):
             goals = " or ".join(get_args(LocalGoal))
-            raise UsageError(f"--goal {self.goal!r} with --here: give {goals}")
+            raise UsageError(f"--goal {self.goal!r}: on this machine give {goals}")
 
     @property
     def links(self) -> str:
