@@ -36,14 +36,11 @@ class Accelerate(AccelerateEngine):
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        if not self.config_file:
-            return None
+        return OwnLauncher("accelerate launch", self._launch_command) if self.config_file else None
 
-        def command(cell: Cell, scratch: Path) -> list[str]:
-            fsdp2, deepspeed = self.fsdp2_settings(cell), self.deepspeed_config(cell)
-            return launch_command(cell, scratch, fsdp2, deepspeed)
-
-        return OwnLauncher("accelerate launch", command)
+    def _launch_command(self, cell: Cell, scratch: Path) -> list[str]:
+        fsdp2, deepspeed = self.fsdp2_settings(cell), self.deepspeed_config(cell)
+        return launch_command(cell, scratch, fsdp2, deepspeed)
 
     def export(self, cell: Cell, to: str) -> Export | None:
         if to != "accelerate":

@@ -63,13 +63,10 @@ class Horovod(Strategy):
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        if self.controller != "mpi":
-            return None
+        return OwnLauncher("mpirun", self._mpirun) if self.controller == "mpi" else None
 
-        def command(cell: Cell, scratch: Path) -> list[str]:
-            return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp")
-
-        return OwnLauncher("mpirun", command)
+    def _mpirun(self, cell: Cell, scratch: Path) -> list[str]:
+        return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp")
 
     @property
     def costs(self) -> HorovodCosts:

@@ -112,7 +112,11 @@ def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | 
     """Returns a function from scratch folder to the launch command, or to None for the cell's
     launcher."""
     launcher = strategy.own_launcher
-    return functools.partial(launcher.command, cell) if launcher else lambda scratch: None
+    return functools.partial(launcher.command, cell) if launcher else _no_command
+
+
+def _no_command(scratch: Path) -> None:
+    """A named function, because trials that share their ranks are pickled."""
 
 
 def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:

@@ -55,7 +55,7 @@ def _lines_of_training(source: str) -> int:
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: _lines_of_training(p.read_text()) for p in FILES}
     assert min(lengths.values()) <= 45
-    assert max(lengths.values()) <= 90, lengths
+    assert max(lengths.values()) <= 100, lengths
 
 
 def test_the_seam_is_narrow() -> None:
