@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the unit tests and the matrices smoke and quick with another torch, in an environment of its own: several GB to download, then half an
-# hour on 2 cores. It has no Horovod and no DeepSpeed, whose cells are unavailable. Variables:
+# hour on 2 cores. It has no Horovod, and DeepSpeed without its compiled parts: cells that need these are unavailable. Variables:
 # TORCH         version, such as 2.11.0
 # TRANSFORMERS  version [default: the pinned one]
 # PYTHON        interpreter [default: python3]
@@ -29,7 +29,7 @@ pip() { "$python" -m pip --disable-pip-version-check --quiet --quiet "$@"; }
 # install: everything in pinned versions, but what torch and transformers require in versions of their own, and what is built from source.
 install() {
   local pins=$venv/pins.txt versions=$venv/constraints.txt
-  grep -vE '^(#|(torch|triton|setuptools|cuda-[a-z]+|nvidia-(c|n[cv])[a-z0-9-]*|transformers|huggingface-hub|tokenizers|horovod|deepspeed)==)' \
+  grep -vE '^(#|(torch|triton|setuptools|cuda-[a-z]+|nvidia-(c|n[cv])[a-z0-9-]*|transformers|huggingface-hub|tokenizers|horovod)==)' \
     constraints.txt >"$pins"
   { cat "$pins" && echo "torch==$torch" && if [ -n "$transformers" ]; then echo "transformers==$transformers"; else grep ^transformers== constraints.txt; fi; } >"$versions"
   say "1/3 installing torch $torch"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from harness.workloads.recompute import experts_backward, grouped_products
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.autograd.function import BackwardCFunction
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -61,9 +62,11 @@ def without_memory() -> Iterator[None]:
         yield
 
 
-def _without_numbers_of_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _without_numbers_of_rows(
+    ctx: BackwardCFunction, gradient: Tensor
+) -> tuple[Tensor, Tensor, None]:
     """Gradients of a grouped product in as many operations as transformers computes them in, where
     its own backward would read how many rows each expert has."""
-    rows, matrices = ctx.saved_tensors
+    rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # counted; each row has part in the gradient of one matrix
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

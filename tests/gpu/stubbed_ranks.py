@@ -57,6 +57,7 @@ def replace_streams() -> None:
     cuda.Stream, cuda.stream = IdleStream, on
     cuda.current_stream = lambda: IdleStream.current
     cuda.synchronize = lambda: None
+    cuda.is_current_stream_capturing = lambda: False
     cpu: Any = torch.cpu
     cpu.Stream.synchronize = lambda stream: None
     anything: Any = Tensor

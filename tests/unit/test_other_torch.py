@@ -59,6 +59,7 @@ def test_an_environment_is_filled_once_and_used(tmp_path: Path) -> None:
     names = {pin.partition("==")[0] for pin in pins}
     assert {"nvidia-ml-py", "pydantic", "accelerate", "pytest"} <= names
     assert not names & {"torch", "triton", "nvidia-nccl-cu13", "huggingface-hub", "horovod"}
+
     code, asked = calls(tmp_path, TRANSFORMERS="5.17.0")
     assert (code, [line for line in asked if " install " in line]) == (0, [])
     code, asked = calls(tmp_path, TRANSFORMERS="5.18.0")
