@@ -378,8 +378,8 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]), as in
-    `step_time`.
+    """Returns the seconds of a micro-batch in each stage, shape [layouts, stages], with the same
+    formulas as `step_time`.
 
     All layouts must have equally long pipelines.
     """
