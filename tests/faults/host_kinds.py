@@ -127,7 +127,6 @@ def no_port(place: Place) -> None:
     run = Run(place, before=[sys.executable, "-m", "tests.faults.no_ports"])
     for status, reason in run.ended():
         assert status == "failed", (status, reason)
-        assert "could not be started: " in reason, reason
         assert "in use" in reason, reason
 
 

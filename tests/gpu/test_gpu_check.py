@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_a_missing_folder_is_made_before_anything_runs(folder: Path) -> None:
     assert (code, verdicts(report)) == (0, {"one": ("confirmed", 0)})
     assert report.stand_in
     (folder / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="file"):
         gpu_check(CheckOptions(folder / "file", device="cpu", plan=folder / "plan.yaml"))
     assert begun("holds", folder) == begun("holds", folder)[:1]
 
@@ -236,7 +237,7 @@ def test_another_machine_goes_on_with_the_folder(
     with pytest.raises(UsageError, match="no report"):
         Folders.prepare(folder / "new").resume("cpu")
     (out / "report.json").write_text("[]")
-    with pytest.raises(UsageError, match="no report of a GPU check"):
+    with pytest.raises(UsageError, match=re.escape(str(out / "report.json"))):
         Folders.prepare(out).resume("cpu")
 
 

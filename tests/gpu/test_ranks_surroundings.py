@@ -181,7 +181,7 @@ def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
 
     cell = Cell(strategy="horovod", workload="llama-nano", device="cuda")
     monkeypatch.setattr(_horovod, "built", lambda part: part != b"NCCLAllreduce")
-    with pytest.raises(Unavailable, match="built for the CPU alone"):
+    with pytest.raises(Unavailable, match="CPU"):
         Horovod().check(cell, make_workload(cell.workload))
     monkeypatch.setattr(_horovod, "built", lambda part: True)
     Horovod().check(cell, make_workload(cell.workload))

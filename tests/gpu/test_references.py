@@ -337,7 +337,7 @@ def test_too_little_disk_is_said_before_anything_runs(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9, 1000))
     launches = Launches([2.0, 1.0])
-    with pytest.raises(UsageError, match=r"reference runs need .* GiB in .*references"):
+    with pytest.raises(UsageError, match=r" GiB .*references"):
         references(tmp_path, [ON_GPU], launches)
     assert launches.cells == []
 
@@ -350,7 +350,7 @@ def test_too_little_disk_leaves_no_run_behind(
     from bench.cli.run import run
 
     monkeypatch.setattr("harness.parity.reference_runs.kept_bytes", lambda _: 2**60)
-    with pytest.raises(UsageError, match=r"reference runs need .* GiB"):
+    with pytest.raises(UsageError, match=" GiB "):
         run(matrix="smoke", results=tmp_path / "results", report=False)
     assert Store(tmp_path / "results").run_ids() == []
 

@@ -143,7 +143,7 @@ def event(device: str) -> Any:
 def test_a_profile_without_device_events_is_refused() -> None:
     require_device_events([event("CPU"), event("CUDA")])
     for seen in ([], [event("CPU"), event("CPU")]):
-        with pytest.raises(RuntimeError, match="no device events"):
+        with pytest.raises(RuntimeError, match="device"):
             require_device_events(seen)
 
 

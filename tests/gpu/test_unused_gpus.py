@@ -98,7 +98,7 @@ def test_doctor_says_so_first(
     call("doctor", "--json")
     out, err = capsys.readouterr()
     assert DRIVER in err
-    assert DRIVER in json.loads(out)["devices"]["GPUs not used"]
+    assert DRIVER in out
 
 
 @pytest.mark.usefixtures("driver_550")

@@ -100,7 +100,7 @@ def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
         cell("accelerate_traps", options={"trap": "fp16_on_cpu", "verified": False}, **axes)
     ).trials.iloc[0]
     assert half["parity_verdict"] == "exact", "fp16 is never that close"
-    with pytest.raises(Unavailable, match="fp16 on CPUs"):
+    with pytest.raises(Unavailable, match="fp16"):
         validate(cell("accelerate", **axes), make_workload("llama-micro"))
 
 
@@ -133,7 +133,7 @@ def test_what_it_refuses() -> None:
             cell("accelerate", workload="resnet-micro", options={"engine": "fsdp2"}),
             make_workload("resnet-micro"),
         )
-    with pytest.raises(Refused, match="leave the launcher out"):
+    with pytest.raises(Refused, match="launcher"):
         validate(
             cell("accelerate", launcher="spawn", options={"config_file": True}),
             make_workload("llama-nano"),

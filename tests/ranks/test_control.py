@@ -155,6 +155,6 @@ def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
     results = run_cells(cell(strategy, parity_steps=5), timed_seconds=0.5)
     (trial,) = TrialRecord.from_frame(results.trials)
     assert trial.status == "ok", trial.log_tail
-    assert trial.not_set_back == "the number of its steps is fixed"
+    assert "fixed" in (trial.not_set_back or "")
     assert set(results.steps.groupby("rank")["step"].nunique()) == {8}
     assert trial.window_control_seconds

@@ -171,7 +171,7 @@ def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(
     known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
     monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": known})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
-    with pytest.raises(Unavailable, match=f"{part} is not compiled.*{needs}"):
+    with pytest.raises(Unavailable, match=f"{part} .*{needs}"):
         validate(one, make_workload(one.workload))
 
 
@@ -185,7 +185,7 @@ def test_disk_buffers_that_may_not_be_locked_are_said(
     monkeypatch.setattr(harness.strategies._deepspeed_swap, "lockable_bytes", lambda: 2**40)
     validate(one, make_workload(one.workload))
     monkeypatch.setattr(harness.strategies._deepspeed_swap, "lockable_bytes", lambda: allowed)
-    with pytest.raises(Unavailable, match=f"a process may lock {needs} MiB: ulimit -l unlimited"):
+    with pytest.raises(Unavailable, match=f"{needs} MiB.*ulimit -l unlimited"):
         validate(one, make_workload(one.workload))
 
 

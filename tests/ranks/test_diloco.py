@@ -74,7 +74,7 @@ def test_outer_steps_to_the_mean_are_the_same_training(run_cells: RunCells) -> N
 
 
 def test_a_period_without_a_verified_outer_step_is_refused(run_cells: RunCells) -> None:
-    with pytest.raises(Refused, match="no outer step would be verified"):
+    with pytest.raises(Refused, match="outer step"):
         run_cells(cell("diloco", options={"period": 9}))
 
 

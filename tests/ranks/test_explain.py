@@ -166,7 +166,7 @@ def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher
     )
     assert mean(row.logical_bytes) == pytest.approx(row.theory_bytes, rel=0.02)
     assert len(row.compute_seconds) == 2
-    assert row.memory_reason.startswith("torch's memory tracker")
+    assert "memory tracker" in row.memory_reason
     assert row.peak_tracked_bytes == ()
 
 

@@ -92,7 +92,7 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
     monkeypatch.setenv("PARALLELISM_BENCH_HANG_SECONDS", "3")
     row = run_cells(faulty("hangs", time_limit_seconds=300)).trials.iloc[0]
     assert row["status"] == "timeout"
-    assert row["reason"].startswith("hangs: nothing was finished for ")
+    assert row["reason"].startswith("hangs: ")
     assert "in step 2; rank 1 never entered gloo:all_reduce" in row["reason"]
     assert "rank 0:" in row["stacks"]
     assert "faulty.py" in row["stacks"].partition("rank 1:")[2]
@@ -117,7 +117,7 @@ def test_out_of_memory_under_a_limit(run_cells: RunCells) -> None:
     if len(launched) == 1:  # the smaller one came first in the shuffled order
         assert launched.index[0] == 8
         assert trials.loc[16, "status"] == "skipped", "a guess is not a result"
-        assert "ran out of memory and this needs more" in trials.loc[16, "reason"]
+        assert trials.loc[8, "cell_name"] in trials.loc[16, "reason"]
     assert "can't allocate memory" in launched["reason"].iloc[0]
     assert launched["reason"].iloc[0].startswith("rank 1")
 
@@ -135,7 +135,7 @@ def test_not_a_number_is_diverged(run_cells: RunCells) -> None:
 def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
     row = run_cells(faulty("shows_nothing")).trials.iloc[0]
     assert row["status"] == "failed"
-    assert "did not call job.register" in row["reason"]
+    assert "job.register" in row["reason"]
 
 
 def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:

@@ -28,9 +28,7 @@ def test_states_are_dealt_out_by_whole_parameters(
     ).trials.iloc[0]
     assert row["parity_verdict"] == "exact", row["reason"]
     states_follow_the_formula(row)
-    assert ("reduce buckets of ShardedDataParallel" in row["library_buffers"]) == (
-        devices > 1 and buffer > 0
-    )
+    assert ("ShardedDataParallel" in row["library_buffers"]) == (devices > 1 and buffer > 0)
     assert sum(row["optimizer_bytes"]) == pytest.approx(8 * row["trained_parameters"], rel=1e-3)
 
 
@@ -122,15 +120,15 @@ def test_the_mathematics_of_fully_sharded(run_cells: RunCells, axes: dict[str, A
 
 def test_fully_sharded_needs_a_gpu() -> None:
     one = cell("fairscale_fsdp")
-    with pytest.raises(Unavailable, match="it needs a GPU"):
+    with pytest.raises(Unavailable, match="GPU"):
         FairscaleFsdp().check(one, make_workload(one.workload))
     on_gpu = cell("fairscale_fsdp", device="cuda")
     FairscaleFsdp(cpu_offload=True).check(on_gpu, make_workload(one.workload))
-    with pytest.raises(Refused, match="use fsdp1 or fsdp2"):
+    with pytest.raises(Refused, match="fsdp1.*fsdp2"):
         FairscaleFsdp().check(on_gpu, make_workload("llama-nano+lora"))
 
 
 def test_an_option_that_would_be_ignored_is_refused() -> None:
     one = cell("fairscale_oss")
-    with pytest.raises(Refused, match="set reduce_buffer_size to 0"):
+    with pytest.raises(Refused, match="reduce_buffer_size"):
         FairscaleOss(reduce_fp16=True).check(one, make_workload(one.workload))

@@ -211,12 +211,12 @@ def check(strategy: Horovod, **axes: Any) -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_horovod, "built", lambda part: False)
     with pytest.raises(
-        Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev, then make setup"
+        Unavailable, match=r"apt-get install openmpi-bin libopenmpi-dev.*make setup"
     ):
         check(Horovod(controller="mpi"))
     with pytest.raises(Unavailable, match="without Gloo"):
         check(Horovod())
-    with pytest.raises(Unavailable, match="built for the CPU alone"):
+    with pytest.raises(Unavailable, match="CPU"):
         check(Horovod(), device="cuda")
     monkeypatch.setattr(_horovod, "built", lambda part: True)
     check(Horovod(), device="cuda")

@@ -123,7 +123,7 @@ def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
     elsewhere.write_run(RunRecord(**run_row(run_id=NEW, cpu_cores=64)))
     for row in trial_rows(CELL, [100.0, 100.1]) + trial_rows(OTHER, [100.0, 100.1]):
         elsewhere.write_trial(TrialRecord(**(row | {"run_id": NEW})))
-    with pytest.raises(UsageError, match="nothing is guarded"):
+    with pytest.raises(UsageError, match="--fail-on|guarded"):
         ask(folder, OLD, str(elsewhere.folder), "--fail-on", "regression")
     assert ask(folder, OLD, str(elsewhere.folder))[0] == 0
 
@@ -174,5 +174,5 @@ def test_a_files_name_tells_its_format(folder: Path, tmp_path: Path, name: str) 
     }[name]
     assert text.lstrip().startswith(begins)
     assert "\x1b" not in text
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
         ask(folder, "latest~1", "latest", "--out", str(tmp_path))

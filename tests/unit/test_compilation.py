@@ -60,7 +60,7 @@ def test_compiling_in_a_timed_step_fails_and_asks_for_more_warm_up(
 
 def test_what_compiles_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_seconds", lambda: 0.0)
-    with pytest.raises(RuntimeError, match=r"torch\.compile compiled nothing"):
+    with pytest.raises(RuntimeError, match=r"torch\.compile"):
         checked_compile_seconds(COMPILED, 0.0)
 
 

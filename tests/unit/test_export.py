@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_a_pair_without_export_says_what_there_is() -> None:
         export_files(small("tensor", workload="gpt2-nano"), "torchrun")
     with pytest.raises(UsageError, match="in fp16 on cpu has no export to accelerate"):
         export_files(small("ddp", precision="fp16"), "accelerate")
-    with pytest.raises(UsageError, match=r"cannot run: .* does not divide"):
+    with pytest.raises(UsageError, match=r"3.*2"):
         export_files(small("ddp", global_batch=3), "torchrun")
     with pytest.raises(UsageError, match="known are torchrun, slurm"):
         export_files(small("ddp"), "kubernetes")
@@ -211,7 +212,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         write_files({"a": "b", "nowhere/b": "c"}, tmp_path / "other")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "file" / "folder"))):
         write_files({"a": "b"}, tmp_path / "file" / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "new"]
     (tmp_path / "empty").mkdir()
@@ -237,7 +238,7 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
     mine = small("ddp", learning_rate=0.123)
     Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
     assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
-    with pytest.raises(UsageError, match="nor an id or a name in"):
+    with pytest.raises(UsageError, match="0123456789ab"):
         find("0123456789ab", "smoke", [], tmp_path / "results")
 
 

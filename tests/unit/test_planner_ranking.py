@@ -94,7 +94,7 @@ def test_few_micro_batches_are_refused_where_the_measured_software_refuses_them(
         parse_shape("llama-1b"), cluster_of("h100-80gb", 8, "playbook-h100"), 4096, 8, 8
     )
     dropped = plan(asked, CALIBRATION).dropped
-    assert dropped["fewer micro-batches than the pipeline needs"] > 0
+    assert any(count > 0 for reason, count in dropped.items() if "micro-batches" in reason)
 
 
 def test_activations_are_those_that_are_counted() -> None:

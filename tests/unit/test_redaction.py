@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_the_end_of_a_log_begins_with_no_half_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/b", "..", ".hidden", "a\0b", ""])
 def test_a_run_is_named_so_that_its_files_stay_in_the_folder(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path / "results")
-    with pytest.raises(UsageError, match="cannot be the name of a file"):
+    with pytest.raises(UsageError, match=re.escape(repr(name))):
         store.write_run(RunRecord(**(run_row(run_id="x") | {"run_id": name})))
     assert list(tmp_path.rglob("*")) == []
 

@@ -165,7 +165,7 @@ def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
 @quiet
 @pytest.mark.parametrize("sizes", [{"sequence_length": 10**9}, {"global_batch": 10**20}])
 def test_sizes_that_overflow_are_answered_with_what_to_make_smaller(sizes: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="give a smaller batch or shorter samples"):
+    with pytest.raises(UsageError, match="batch"):
         rehearse(cell("ddp", 2, **sizes), ranks=[0])
 
 

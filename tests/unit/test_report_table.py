@@ -200,6 +200,6 @@ def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
     from reports.table import throughput_column
 
     assert estimate([10.0, 20.0, 90.0]).value == 20.0, "their mean is 40"
-    assert throughput_column([]).tip == "with its 95 % interval over trials"
+    assert "95 % interval" in (throughput_column([]).tip or "")
     for file in (Path(__file__).parents[2] / "reports").rglob("*.py"):
         assert "mean over trials" not in file.read_text(), file

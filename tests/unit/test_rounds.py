@@ -149,7 +149,7 @@ def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of
     assert runner.run(Recorder())
     loaded = store.load().trials.set_index("cell_id")
     assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
-    assert loaded.loc[large.id, "reason"] == f"{small.name} ran out of memory and this needs more"
+    assert small.name in loaded.loc[large.id, "reason"]
     assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], (
         "nor by a run that goes on with it"
     )

@@ -213,7 +213,7 @@ def test_searches_are_no_runs_to_compare(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add(store, 0, trials(DDP, 100.0))
     add(store, 1, trials(DDP, 1.0), plan=json.dumps({"cells": [], "search": {"budget": 1}}))
-    with pytest.raises(UsageError, match="comparing takes two runs"):
+    with pytest.raises(UsageError, match="two runs"):
         runs.compare_all(store.load(steps=False))
 
 
@@ -259,7 +259,7 @@ def test_command_for_several_runs_and_the_index(
         f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}",
         page.text,
     )
-    with pytest.raises(UsageError, match="--out names one file"):
+    with pytest.raises(UsageError, match="--out"):
         ask("latest~1", "latest", "--each", "--out", "x.html", *folder)
 
 

@@ -45,11 +45,11 @@ def test_runs(store: Store, tmp_path: Path) -> None:
     assert find_runs(store, []) == [new]
     assert find_runs(store, [], every=True) == [old, new]
     assert find_runs(store, ["latest", "20260101", "latest~1"]) == [old, new]
-    with pytest.raises(UsageError, match="--all means every run"):
+    with pytest.raises(UsageError, match="--all"):
         find_runs(store, ["latest"], every=True)
-    with pytest.raises(UsageError, match="is not clear"):
+    with pytest.raises(UsageError, match="'2026'"):
         find_runs(store, ["2026"])
-    with pytest.raises(NoRuns, match="no runs in results folder"):
+    with pytest.raises(NoRuns, match="empty"):
         find_runs(Store(tmp_path / "empty"), [])
 
 

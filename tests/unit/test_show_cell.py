@@ -19,7 +19,7 @@ from harness.record.step import StepRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from harness.spec.errors import NoRuns, UsageError
 from reports.cell_detail import in_full
 from tests import commands
 from tests.unit.html_page import HOSTILE
@@ -187,7 +187,7 @@ def test_which_cell_is_not_clear(store: Store, words: list[str], said: str) -> N
 
 
 def test_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no runs in results folder"):
+    with pytest.raises(NoRuns, match=re.escape(str(tmp_path))):
         ask(Store(tmp_path), "ddp")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.spec.errors import NotRecorded, UsageError
+from harness.spec.errors import NoRuns, NotRecorded, NotWritable, UsageError
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -165,13 +166,13 @@ def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> N
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no runs in results folder"):
+    with pytest.raises(NoRuns, match=re.escape(str(tmp_path))):
         load(tmp_path)
     with pytest.raises(UsageError, match=r"no run 'x'.*run-1"):
         filled(tmp_path).load(["x"])
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(NotWritable, match=re.escape(str(file / "results"))):
         Store(file / "results").require_writable()
 
 

@@ -75,4 +75,4 @@ def test_the_command_line_says_what_helps(tmp_path: Path) -> None:
         folder = nowhere.folder if "written" in remedy else store.folder
         assert type(error.value) in REMEDIES
         assert with_remedy(error.value).startswith(remedy.format(repr(str(folder))))
-    assert with_remedy(UsageError("as it is")) == "as it is"
+    assert with_remedy(UsageError("unchanged")) == "unchanged"

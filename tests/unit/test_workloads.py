@@ -422,10 +422,8 @@ def test_without_a_library_exactly_its_variants_are_unavailable(
     assert {cell.workload for cell in expanded.cells} == left
     assert {x.cell.workload for x in expanded.left_out} == set(names) - left
     for one in expanded.left_out:
-        assert (one.status, one.reason) == (
-            "unavailable",
-            f"package {missing} is not installed: pip install 'parallelism-bench[{missing}]'",
-        )
+        assert one.status == "unavailable"
+        assert f"pip install 'parallelism-bench[{missing}]'" in one.reason
 
 
 def test_a_matrix_names_variants_of_its_workloads() -> None:
