@@ -163,7 +163,8 @@ def two_runs(place: Place) -> None:
     """Two runs that write to one folder at the same time, and a reader."""
     runs = [Run(place), Run(place)]
     while any(run.process.poll() is None for run in runs):
-        place.store.load(steps=False)
+        if place.store.run_ids():  # none until the first of them has started
+            place.store.load(steps=False)
         time.sleep(0.2)
     for run in runs:
         run.finish()
