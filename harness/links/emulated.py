@@ -18,7 +18,7 @@ from harness.links.switch import LOG, TOOLS, NodeShare, Request
 from harness.nodes.coordinator import Nodes
 from harness.nodes.node import Node
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 MEASUREMENTS = 2
 """Measurements per link. The best counts, since other work only slows a link."""
 

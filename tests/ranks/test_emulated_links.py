@@ -144,8 +144,8 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
     run_cells: Callable[..., Results],
 ) -> None:
     """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little
-    compute, whose noise would be the test's; where a launch was disturbed, the best of it and
-    another. On the slowest link strategies rank by their bytes.
+    compute, whose noise would be the test's. The fastest of up to four launches counts, since
+    others may use this machine. On the slowest link strategies rank by their bytes.
     """
     cells = [
         *(
@@ -156,11 +156,13 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
         over("100mbit", "deepspeed", options={"stage": 3}, **MODEL),
     ]
     trials = run_cells(*cells).trials
-    if not takes_what_its_bytes_take(trials):
+    for _ in range(3):
+        if takes_what_its_bytes_take(trials):
+            return
         trials = pd.concat([trials, run_cells(*cells).trials])
-        assert takes_what_its_bytes_take(trials), trials[
-            ["label", "links", "step_seconds_p50", "link_bits_per_second", "sent_bytes_per_step"]
-        ].to_string()
+    assert takes_what_its_bytes_take(trials), trials[
+        ["label", "links", "step_seconds_p50", "link_bits_per_second", "sent_bytes_per_step"]
+    ].to_string()
 
 
 def takes_what_its_bytes_take(trials: pd.DataFrame) -> bool:
@@ -208,7 +210,7 @@ def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
         for of in ("bounding-set", "inh-caps")
     ]
     done = subprocess.run(
-        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=120
+        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=240
     )
     if "does not let this user" in done.stderr:
         pytest.skip("this system has no user namespaces")
