@@ -75,9 +75,9 @@ class Driver:
         for name in ("logs", "traces"):
             (self.folders.work / name).mkdir(exist_ok=True)
         self.folders.write_report(self.report)
+        late = [step for step in self.plan.probes if self._was_late(step)]
         with self._stopped_by_signals():
-            with ThreadPoolExecutor(max(1, len(self._cores) // CORES_PER_LANE)) as pool:
-                self._wait_for(pool, [functools.partial(self._step, s) for s in self.plan.probes])
+            self._probe([step for step in self.plan.probes if step not in late])
             self.at_the_gate = not self._passes_the_gate()
             if not self.at_the_gate:
                 self._lanes(self.plan.lanes, self._end - self._alone_seconds())
@@ -85,7 +85,12 @@ class Driver:
                     self._step(step)
                 self._lanes(self.plan.lanes, self._end)
                 self._lanes(self.plan.later, self._end)
+                self._probe(late)
         self._collect()
+
+    def _probe(self, steps: Sequence[Step]) -> None:
+        with ThreadPoolExecutor(max(1, len(self._cores) // CORES_PER_LANE)) as pool:
+            self._wait_for(pool, [functools.partial(self._step, step) for step in steps])
 
     @property
     def stopped(self) -> bool:

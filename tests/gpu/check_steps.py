@@ -60,6 +60,6 @@ def waits(device: str) -> Finding:
 
 
 def trains_nothing(device: str) -> Finding:
-    """Fails, unless the file `mended` is there."""
+    """Fails, unless the file `fixed` is there."""
     folder = note("gate")
-    return Finding.of((folder / "mended").exists(), "it trains", None)
+    return Finding.of((folder / "fixed").exists(), "it trains", None)

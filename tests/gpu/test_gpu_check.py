@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from bench.gpu_check.driver import Driver, Timing, interleaved
 from bench.gpu_check.out_folder import Folders, packed
 from bench.gpu_check.plan import Plan, Step
 from bench.gpu_check.process import Ended, Limits
-from bench.gpu_check.report import Report
+from bench.gpu_check.report import Outcome, Report
 from harness.spec.errors import UsageError
 from tests.conftest import runs
 from tests.gpu.check_steps import FOLDER, begun
@@ -133,6 +134,19 @@ def test_a_step_that_dies_is_recorded_with_its_last_lines(folder: Path) -> None:
     assert len(begun("dies", folder)) == 1, "that it died is its answer"
 
 
+def test_a_probe_that_hung_goes_last_in_the_next_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(Driver, "_step", lambda self, step, *rest: began.append(step.name))
+    folders = Folders.prepare(folder / "out")
+    hung = Outcome("stuck", "probes", "it runs", "not checked", "", seconds=1e9)
+    report = replace(folders.start("cpu"), outcomes=(hung,))
+    steps = {"probes": [step("stuck"), step("one")], "lanes": [[step("two")]]}
+    Driver(Plan.model_validate(steps), report, folders, Timing(120), print).run()
+    assert began == ["one", "two", "stuck"]
+
+
 def test_a_step_that_hangs_is_ended_with_all_its_processes(folder: Path) -> None:
     lanes = [[step("stuck", "hangs", limit=2), step("good")]]
     report = drive(folder, {"lanes": lanes}, Timing(120, stop_seconds=1))
@@ -210,7 +224,7 @@ def test_a_check_ends_where_nothing_trains_and_tries_again(folder: Path) -> None
     assert (code, verdicts(report)) == (1, {"one": ("confirmed", 0), "gate": ("refuted", 0)})
     code, _ = check(folder, plan, resume=True)
     assert (code, len(begun("gate", folder))) == (1, 2)
-    (folder / "mended").touch()
+    (folder / "fixed").touch()
     code, report = check(folder, plan, resume=True)
     assert (code, set(verdicts(report).values())) == (0, {("confirmed", 0)})
     check(folder, plan, resume=True)
