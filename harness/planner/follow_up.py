@@ -110,10 +110,7 @@ def workload_of(model: str) -> str:
 
 
 def cells_of_layout(
-    question: ClusterQuestion,
-    model: str,
-    layout: PlannedLayout,
-    tried: Sequence[StrategyOptions],
+    question: ClusterQuestion, model: str, layout: PlannedLayout, tried: Sequence[StrategyOptions]
 ) -> list[Cell]:
     """Returns the cells that train with a layout; empty if no strategy of the suite does.
 

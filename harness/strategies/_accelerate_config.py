@@ -8,7 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from harness.strategy import Cell, Export, Refused, Unavailable, Workload, make_workload
+from harness.spec.errors import Refused, Unavailable
+from harness.strategy import Cell, Export
+from harness.workloads import Workload, make_workload
 
 PROGRAM = Path(sys.executable).with_name("accelerate")
 
@@ -89,15 +91,12 @@ def check_launch(cell: Cell) -> None:
         )
     if not PROGRAM.exists():
         raise Unavailable(
-            f"there is no program accelerate beside {sys.executable}: install the package anew"
+            f"there is no program accelerate next to {sys.executable}: reinstall the package"
         )
 
 
 def launch_command(
-    cell: Cell,
-    scratch: Path,
-    fsdp: dict[str, object] | None,
-    deepspeed: dict[str, object] | None,
+    cell: Cell, scratch: Path, fsdp: dict[str, object] | None, deepspeed: dict[str, object] | None
 ) -> list[str]:
     """Writes config files to `scratch`; returns the `accelerate launch` command line."""
     file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"

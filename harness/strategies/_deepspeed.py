@@ -6,7 +6,9 @@ import ast
 import functools
 import importlib.util
 import logging
+import math
 import os
+import resource
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from harness.host.unbuilt import unbuilt
 from harness.spec.errors import Refused, Unavailable
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
+_CAP_IPC_LOCK = 14
+"""Bit of this Linux capability (linux/capability.h)."""
 
 
 @functools.cache
@@ -72,6 +76,19 @@ def require_disk(folder: str) -> None:
             f"folder {folder!r} is not one to which states may be offloaded on this host; name it"
             f" in the environment variable {DISKS}"
         )
+
+
+def lockable_bytes() -> float:
+    """Returns the bytes a process may lock; unlimited with CAP_IPC_LOCK, which root has."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    capabilities = next(
+        (int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0
+    )
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return (
+        math.inf if capabilities >> _CAP_IPC_LOCK & 1 or limit == resource.RLIM_INFINITY else limit
+    )
 
 
 def check_prebuilt(*parts: str) -> None:
@@ -142,8 +159,8 @@ def keep_dtype(device: str) -> None:
 
     DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
     else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
-    in bf16, which layers reject. The CPU therefore claims fp16 support; `check_zero` handles fp16
-    cells.
+    in bf16, which layers reject. The CPU therefore claims fp16 support; fp16 cells
+    are refused earlier.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.strategy import Batch, Job, Retained, Tolerance, TrainStep, own_precision
+from harness.spec.training import Batch, Retained, Tolerance, TrainStep
+from harness.strategy import Job
 from harness.strategy.job import Wait
+from harness.strategy.step import own_precision
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from harness.strategies._deepspeed_engine import full_parameters
-from harness.strategy import Workload
 from harness.strategy.job import Router
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Layout
 from harness.strategies._deepspeed import (
     check_prebuilt,
     fp16_on_cpu,
     in_memory,
+    lockable_bytes,
     missing,
     require_disk,
 )
-from harness.strategies._deepspeed_swap import (
-    SWAP_BUFFERS,
-    SWAP_ELEMENTS,
-    SWAPPED_BYTES,
-    Place,
-    Swapping,
-    largest_part,
-    require_locked,
-)
-from harness.strategy import Capabilities, Cell, CostModel, Layout, Strategy, Workload, model_facts
+from harness.strategy import Capabilities, Cell, Strategy
+from harness.workloads import Workload
+from harness.workloads.counts import model_facts
 
+Place = Literal["none", "cpu", "nvme"]
+SWAPPED_BYTES = 2**20
+"""Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
+SWAP_ELEMENTS = 2**20
+"""Elements of the optimizer swapped at a time; DeepSpeed's default of 1e9 would buffer all of them
+in memory."""
+SWAP_BUFFERS = 5
+"""Number of buffers through which parameters are swapped."""
+ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS = 1000
@@ -38,6 +43,72 @@ DeepSpeed's default of 1e5 would keep nearly all of a model of hidden size 256 w
 LOSS_SCALE_POWER = 12
 """Exponent of the initial loss scale, as in harness.strategy.step.LOSS_SCALE; DeepSpeed's 2^16
 overflows and skips the first steps."""
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """Inputs that determine a rank's disk buffers."""
+
+    sizes: Sequence[int]
+    """Elements of each trained parameter, unsharded."""
+    ranks: int
+    """Number of ranks that shard each parameter."""
+    width: int
+    """Bytes per parameter element."""
+    optimizer: Place
+    parameters: Place
+
+    @property
+    def parts(self) -> list[int]:
+        """Elements of this rank's part of each parameter."""
+        return [-(-size // self.ranks) for size in self.sizes]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Parts in consecutive sub-groups, each updated at once and full at SWAP_ELEMENTS."""
+        groups: list[list[int]] = [[]]
+        for part in self.parts:
+            if sum(groups[-1]) >= SWAP_ELEMENTS:
+                groups.append([])
+            groups[-1].append(part)
+        return groups
+
+    @property
+    def optimizer_buffer_bytes(self) -> int:
+        """Bytes of the optimizer's swap buffers: four of the largest sub-group; 0 if not on
+        disk."""
+        if self.optimizer != "nvme":
+            return 0
+        return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
+
+    @property
+    def parameter_buffer_bytes(self) -> int:
+        """Bytes of swap buffers for parameters and a sub-group's updates; 0 if not on disk.
+
+        They are sized for whole parameters, although a rank writes only its parts.
+        """
+        if self.parameters != "nvme":
+            return 0
+        buffers = SWAP_BUFFERS * _aligned(largest_part(self.sizes, self.ranks), self.width)
+        updated = sum(_aligned(size, self.width) for size in self._largest_group())
+        return self.width * (buffers + updated)
+
+    def _largest_group(self) -> Sequence[int]:
+        """Returns parameter sizes in the first largest sub-group."""
+        groups = self.groups
+        largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
+        before = sum(len(group) for group in groups[:largest])
+        return self.sizes[before : before + len(groups[largest])]
+
+
+def largest_part(sizes: Sequence[int], ranks: int) -> int:
+    """Returns elements of a rank's largest part; a generous bound if sizes are unknown."""
+    return max((-(-size // ranks) for size in sizes), default=10**8)
+
+
+def _aligned(elements: int, width: int) -> int:
+    step = ALIGNED_BYTES // width
+    return -(-elements // step) * step
 
 
 def _compiled_parts() -> dict[str, str]:
@@ -78,18 +149,78 @@ class ZeroOptions(Strategy):
         return "states are on a disk" if self.on_disk else super().rewind_skipped_reason
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        check_zero(self, cell, workload)
-        facts = model_facts(workload, cell.sequence_length)
-        require_locked(self.swapping(cell, cell.devices, facts.sizes))
+        require_disk(self.folder)
+        if cell.precision == "fp16" and self.stage == 0:
+            raise Refused(
+                "without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never"
+                " applied; use stage 1, 2 or 3, or bf16"
+            )
+        if cell.precision == "fp16" and cell.device == "cpu" and not fp16_on_cpu():
+            raise Unavailable(
+                "DeepSpeed has no fp16 on this CPU: use one with AVX512-FP16 or AMX-FP16, a GPU, or"
+                " bf16"
+            )
+        if cell.precision != "fp32" and workload.kind == "image":
+            raise Refused(
+                "DeepSpeed keeps images and BatchNorm's statistics in fp32 but halves the weights,"
+                " and torch does not mix them; use amp"
+            )
+        if cell.recompute == "selective" and self.stage == 3:
+            raise Refused(
+                "DeepSpeed's stage 3 gathers parameters within a block, and not at the same"
+                " operators when the block is recomputed, so torch's selective checkpoint fails;"
+                " use recompute full, or stage 2"
+            )
+        self._check_offload(cell, workload)
+
+    def _check_offload(self, cell: Cell, workload: Workload) -> None:
+        optimizer, on_cpu = self.offload_optimizer, self.offload_optimizer != "none"
+        if on_cpu and self.stage == 0:
+            raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
+        if self.stage < 3 and (self.offload_parameters != "none" or optimizer == "nvme"):
+            raise Refused(
+                "DeepSpeed offloads parameters, and offloads to disk, in stage 3 only; stage"
+                f" {self.stage} would keep them in memory"
+            )
+        if on_cpu and cell.optimizer != "adamw":
+            raise Refused(
+                "offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not"
+                f" {cell.optimizer}"
+            )
+        sizes = model_facts(workload, cell.sequence_length).sizes
+        if self.on_disk:
+            self._check_swapped(cell, workload, sizes)
+        check_prebuilt(*["cpu_adam"] * on_cpu, *["async_io"] * self.on_disk)
+        folder = self.folder or tempfile.gettempdir()
+        if self.on_disk and in_memory(folder):
+            raise Unavailable(
+                f"{folder} is in memory (tmpfs), so offloading would free nothing; set option"
+                " folder to a folder on a disk"
+            )
+        require_locked(self.swapping(cell, cell.devices, sizes))
+
+    def _check_swapped(self, cell: Cell, workload: Workload, sizes: Sequence[int]) -> None:
+        """Raises Refused if all tensors are too small for DeepSpeed to swap."""
+        largest: dict[str, float] = {}
+        if self.offload_optimizer == "nvme":
+            largest["optimizer state"] = 4 * sum(sizes) / cell.devices
+        if self.offload_parameters == "nvme":
+            width = 4 if cell.precision == "fp32" else 2
+            largest["parameter"] = width * max(sizes) / cell.devices
+        for what, size in largest.items():
+            if size < SWAPPED_BYTES:
+                raise Refused(
+                    f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of"
+                    f" {cell.devices} ranks, and DeepSpeed keeps all below 1 MiB in memory; use a"
+                    " larger model or fewer devices"
+                )
 
     def stand_in(self, cell: Cell) -> str | None:
         places = {"optimizer states": self.offload_optimizer, "parameters": self.offload_parameters}
         moved = " and ".join(what for what, place in places.items() if place == "cpu")
-        return (
-            f"no device to leave: {moved} are already in host memory"
-            if moved and cell.device == "cpu"
-            else None
-        )
+        if not moved or cell.device != "cpu":
+            return None
+        return f"no device to leave: {moved} are already in host memory"
 
     def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
         places = self.offload_optimizer, self.offload_parameters
@@ -142,10 +273,6 @@ class ZeroOptions(Strategy):
             zero["offload_param"] = pinned | (disk | buffers if place == "nvme" else {})
         return config | {"zero_optimization": zero}
 
-    @property
-    def costs(self) -> ZeroOptionsCosts:
-        return ZeroOptionsCosts(self)
-
 
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
@@ -171,86 +298,16 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     return config
 
 
-def check_zero(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
-    """Raises Refused if DeepSpeed would silently do something else, Unavailable if this host lacks
-    support."""
-    stage, optimizer, parameters = (
-        options.stage,
-        options.offload_optimizer,
-        options.offload_parameters,
-    )
-    folder = options.folder or tempfile.gettempdir()
-    require_disk(options.folder)
-    if cell.precision == "fp16" and stage == 0:
-        raise Refused(
-            "without ZeRO, DeepSpeed divides fp16 gradients by a loss scale that it never applied;"
-            " use stage 1, 2 or 3, or bf16"
-        )
-    if cell.precision == "fp16" and cell.device == "cpu" and not fp16_on_cpu():
+def require_locked(swapping: Swapping) -> None:
+    """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
+
+    DeepSpeed does not check whether locking failed and writes to an invalid address.
+    """
+    size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
+    allowed = lockable_bytes()
+    if size > allowed:
         raise Unavailable(
-            "DeepSpeed has no fp16 on a CPU without arithmetic for it: use one with AVX512-FP16 or"
-            " AMX-FP16, a GPU, or bf16"
+            f"DeepSpeed locks {size / 2**20:.1f} MiB of each rank's memory for its disk buffers,"
+            f" and a process may lock {allowed / 2**20:.1f} MiB: ulimit -l unlimited (memlock in"
+            " /etc/security/limits.conf; docker run --ulimit memlock=-1)"
         )
-    if cell.precision != "fp32" and workload.kind == "image":
-        raise Refused(
-            "DeepSpeed leaves images and BatchNorm's statistics in fp32 beside half weights, which"
-            " torch does not mix; use amp"
-        )
-    if cell.recompute == "selective" and stage == 3:
-        raise Refused(
-            "DeepSpeed's stage 3 gathers parameters within a block, in forward others than when the"
-            " block is computed again, and torch's selective checkpoint fails where operators"
-            " differ; use recompute full, or stage 2"
-        )
-    if optimizer != "none" and stage == 0:
-        raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
-    if stage < 3 and (parameters != "none" or optimizer == "nvme"):
-        raise Refused(
-            f"DeepSpeed offloads parameters, and to disks, in stage 3 only; stage {stage} would"
-            " keep them in memory"
-        )
-    if optimizer != "none" and cell.optimizer != "adamw":
-        raise Refused(
-            "offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not"
-            f" {cell.optimizer}"
-        )
-    if options.on_disk:
-        _require_swapped(options, cell, workload)
-    check_prebuilt(*["cpu_adam"] * (optimizer != "none"), *["async_io"] * options.on_disk)
-    if options.on_disk and in_memory(folder):
-        raise Unavailable(
-            f"{folder} is in memory (tmpfs), which nothing would leave; give a folder on a disk,"
-            " option folder"
-        )
-
-
-def _require_swapped(options: ZeroOptions, cell: Cell, workload: Workload) -> None:
-    """Raises Refused if all tensors are too small for DeepSpeed to swap."""
-    sizes = model_facts(workload, cell.sequence_length).sizes
-    width = 4 if cell.precision == "fp32" else 2
-    largest: dict[str, float] = {}
-    if options.offload_optimizer == "nvme":
-        largest["optimizer state"] = 4 * sum(sizes) / cell.devices
-    if options.offload_parameters == "nvme":
-        largest["parameter"] = width * max(sizes) / cell.devices
-    for what, size in largest.items():
-        if size < SWAPPED_BYTES:
-            raise Refused(
-                f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of"
-                f" {cell.devices} ranks, and DeepSpeed keeps all below 1 MiB in memory; use a"
-                " larger model or fewer devices"
-            )
-
-
-class ZeroOptionsCosts(CostModel[ZeroOptions]):
-    @property
-    def zero_stage(self) -> int:
-        return self.strategy.stage
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.strategy.stage == 3
-
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        return self.strategy.stage > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import shutil
 import socket
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.unbuilt import unbuilt
-from harness.parity.verdict import widest
-from harness.spec.errors import Refused, Unavailable
-from harness.strategy import Cell, Job, Retained, Tolerance, Workload
+from harness.spec.training import Retained
+from harness.strategy import Job
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
 GRADIENTS_FUSED = 4
 """Approximate number of gradients ready in one cycle of 1 ms: backward makes some tens in tens of
 milliseconds."""
@@ -52,44 +49,6 @@ def compiled() -> dict[str, str]:
     return {
         f"Horovod's controller {name}": missing(name, "cpu") or "built" for name in ("gloo", "mpi")
     }
-
-
-def check(cell: Cell, workload: Workload, controller: str, adasum: bool) -> None:
-    """Raises Refused for unsupported options, Unavailable for missing build features."""
-    if workload.arithmetic == "bf16":
-        raise Refused(
-            "Horovod has no all-reduce of bf16: keep the weights in fp32 and set the precision to"
-            " bf16"
-        )
-    if adasum:
-        if controller != "mpi":
-            raise Refused("Horovod has Adasum over MPI only: set controller to mpi")
-        if cell.devices & (cell.devices - 1):
-            raise Refused(
-                f"Adasum combines ranks in pairs: it needs a power of two, not {cell.devices}"
-            )
-        if cell.precision == "fp16":
-            raise Refused(
-                "Adasum updates during backward, before the loss scale can be taken off: use bf16"
-                " or fp32"
-            )
-    if controller == "mpi" and cell.launcher == "spawn":
-        raise Refused(
-            "the ranks of the MPI controller are started by mpirun: leave the launcher out"
-        )
-    if lacks := missing(controller, cell.device):
-        raise Unavailable(lacks)
-
-
-def tolerance(cell: Cell, fp16: bool, adasum: bool) -> Tolerance:
-    """Returns the allowed deviation: Adasum's log2(ranks) steps add differences that the reference
-    averages."""
-    reasons = [HALF] if fp16 else []
-    if adasum and cell.devices > 1:
-        steps = math.log2(cell.devices)
-        reason = "Adasum adds what differs between the ranks' updates: another training"
-        reasons.append(Tolerance(3e-2 * steps, 1.0 * steps, reason))
-    return widest(*reasons)
 
 
 def missing(controller: str, device: str) -> str:

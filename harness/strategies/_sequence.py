@@ -7,21 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from harness.strategies._collectives import average_gradients
-from harness.strategy import (
-    Batch,
-    Cell,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    TrainStep,
-    Workload,
-    all_reduced,
-    make_workload,
-    passed_once,
-    standard_step,
-)
+from harness.spec.errors import Refused
+from harness.spec.training import Batch, Layout, TrainStep
+from harness.strategies.collectives import average_gradients
+from harness.strategy import Cell, Job
+from harness.strategy.formulas import passed_once
+from harness.strategy.step import standard_step
+from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -202,11 +194,6 @@ def exchanged_for_heads(
     exchanged = passed_once(ranks, 4.0 * tokens * widths) * passes
     gathered = passed_once(ranks, 8.0 * cell.sequence_length) * (passes - 1) * cell.micro_batches
     return workload.blocks * (exchanged + (gathered if gathers_positions else 0.0))
-
-
-def averaged(layout: Layout, facts: ModelFacts) -> float:
-    """Returns bytes a rank must send per step to average gradients over all ranks."""
-    return all_reduced(layout.replicas, facts.trained_bytes)
 
 
 def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:

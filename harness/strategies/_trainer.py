@@ -13,12 +13,13 @@ from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from harness.strategies._accelerate import pretend_gpus, verify
+from harness.spec.training import Batch
+from harness.strategies._accelerate import AccelerateEngine, pretend_gpus, verify
 from harness.strategies._accelerate_config import fsdp2_settings
-from harness.strategies._accelerate_engine import AccelerateEngine
 from harness.strategies._deepspeed import settle
-from harness.strategy import Batch, Job, Workload
+from harness.strategy import Job
 from harness.strategy.step import LOSS_SCALE
+from harness.workloads import Workload
 from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
@@ -85,12 +86,7 @@ class SteppedTrainer(Trainer):
     harness's samples.
     """
 
-    def __init__(
-        self,
-        stepped: Stepped,
-        model: nn.Module,
-        args: TrainingArguments,
-    ) -> None:
+    def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
         self.stepped, self.job = stepped, stepped.job
         self.inputs = functools.partial(named_inputs, self.job.workload, model)
         self.loss = torch.zeros((), device=self.job.device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.spec.training import TrainStep
 from harness.strategies import _accelerate
+from harness.strategies._accelerate import AccelerateEngine, recompute_by_transformers
 from harness.strategies._accelerate_config import accelerate_export, check_launch, launch_command
-from harness.strategies._accelerate_engine import AccelerateEngine, recompute_by_transformers
-from harness.strategies._ddp import ddp_buckets
-from harness.strategy import Cell, Export, Job, OwnLauncher, TrainStep, Workload
+from harness.strategies.ddp import ddp_buckets
+from harness.strategy import Cell, Export, Job, OwnLauncher
+from harness.workloads import Workload
 
 
 class Accelerate(AccelerateEngine):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from harness.spec.errors import Refused
-from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import EXACT, Cell, CostModel, Job, Strategy, Tolerance, TrainStep, Workload
+from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.strategies.ddp import wrap_in_ddp
+from harness.strategy import Cell, CostModel, Job, Strategy
 from harness.strategy.step import loss_scaler, own_precision, standard_step
+from harness.workloads import Workload
 from harness.workloads.precision import halve
 
 WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
@@ -81,6 +83,4 @@ class Amp(Strategy):
 
 
 class AmpCosts(CostModel[Amp]):
-    @property
-    def backend_library(self) -> str:
-        return "ddp"
+    backend_library = "ddp"

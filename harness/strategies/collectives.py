@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.strategies._collectives import average, average_gradients, broadcast
-from harness.strategy import (
-    EXACT,
-    Batch,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    Strategy,
-    Tolerance,
-    TrainStep,
-)
+from harness.spec.training import EXACT, Batch, Layout, Tolerance, TrainStep
+from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced
 from harness.strategy.step import standard_step
 from harness.workloads import Workload
-from harness.workloads.counts import ModelFacts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from torch import Tensor, nn
 
 REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other"
 LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
@@ -96,3 +85,25 @@ class CollectivesCosts(CostModel[Collectives]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts one message per parameter and period."""
         return len(facts.sizes) / self.strategy.period
+
+
+def broadcast(parameters: Iterable[nn.Parameter]) -> None:
+    """Sends rank 0's values to all ranks."""
+    import torch.distributed as dist
+
+    for parameter in parameters:
+        dist.broadcast(parameter.detach(), 0)
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    """Averages the tensors over all ranks, in place."""
+    import torch.distributed as dist
+
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Averages existing gradients over all ranks, in place."""
+    average([p.grad for p in parameters if p.grad is not None])

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from harness.spec.errors import Unavailable
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Batch, Layout, States, TrainStep
 from harness.strategies import _sequence
-from harness.strategy import (
-    Batch,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    States,
-    Strategy,
-    TrainStep,
-    Workload,
-)
+from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
-from harness.strategies._ddp import COMPRESSED, compress, ddp_buckets, least_bucket_mib, wrap_in_ddp
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    ModelFacts,
-    Strategy,
-    Workload,
-    make_workload,
-)
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
 from harness.strategy.step import standard_step
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+
+COMPRESSED = {
+    "fp16": Tolerance(1e-3, 0.2, "gradients travel in fp16"),
+    "bf16": Tolerance(5e-3, 0.5, "gradients travel in bf16"),
+    "powersgd": Tolerance(
+        2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
+    ),
+}
+"""Deviation from the reference allowed for each compression hook."""
 
 
 class Ddp(Strategy):
@@ -31,8 +37,7 @@ class Ddp(Strategy):
     """
 
     capabilities = Capabilities(
-        compiles=("block", "block_cudagraphs"),
-        extra_optimizers=("adamw_8bit", "muon"),
+        compiles=("block", "block_cudagraphs"), extra_optimizers=("adamw_8bit", "muon")
     )
 
     bucket_cap_mb: float | None = None
@@ -113,3 +118,63 @@ class DdpCosts(CostModel[Ddp]):
             return None
         buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))
         return 1.0 + BESIDE_BACKWARD * (buckets - 1)
+
+
+def wrap_in_ddp(
+    job: Job,
+    model: nn.Module,
+    *,
+    bucket_cap_mb: float | None = None,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = False,
+) -> DistributedDataParallel:
+    """Wraps the model in DDP on this rank's device, with torch's defaults for options not given."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model,
+        device_ids=[job.device] if job.device.type == "cuda" else None,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+
+
+def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
+    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes."""
+    data = model._get_ddp_logging_data()
+    # Rebuilt sizes appear one step after the rebuild.
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    views = (
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        if model.gradient_as_bucket_view
+        else 0
+    )
+    total = sum(int(size) for size in sizes.split(","))
+    yield "library", "gradient buckets of DDP's reducer", total - views
+
+
+def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
+    """Returns the minimum bucket size in MiB under this hook; 0: any size.
+
+    PowerSGD reduces each bucket several times, from callbacks in another thread, in no common order
+    across ranks. With several buckets gloo pairs the wrong ones and aborts ("Received data size
+    doesn't match", 3 of 3 trials). So on CPUs one bucket must hold all gradients.
+    """
+    if hook != "powersgd" or cell.device != "cpu":
+        return 0
+    return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20)
+
+
+def compress(model: DistributedDataParallel, hook: str) -> None:
+    """Compresses gradients by torch's hook of this name: fp16, bf16 or powersgd."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    model.register_comm_hook(None, hooks[hook])

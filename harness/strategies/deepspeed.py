@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from harness.spec.training import EXACT, Layout, States, Tolerance
-from harness.strategies import _deepspeed_formulas as formulas
-from harness.strategies._deepspeed_engine import HALF
-from harness.strategies._deepspeed_export import zero_export
-from harness.strategies._deepspeed_training import ZeroTraining
-from harness.strategies._deepspeed_zero import ZeroOptionsCosts
-from harness.strategy import Cell, Export
-from harness.workloads import Workload
-from harness.workloads.counts import ModelFacts
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.strategies import _deepspeed_engine as engines
+from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
+from harness.strategies._deepspeed import settle
+from harness.strategies._deepspeed_zero import SWAPPED_BYTES, ZeroOptions
+from harness.strategy import Cell, CostModel, Export, Job, ModelFacts
+from harness.strategy.formulas import all_reduced, passed_once
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed import DeepSpeedEngine
+    from torch import Tensor, nn
 
 
-class Deepspeed(ZeroTraining):
+class Deepspeed(ZeroOptions):
     """DeepSpeed ZeRO stages 0 to 3: shard nothing, the optimizer, gradients too, parameters too.
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
@@ -24,29 +37,229 @@ class Deepspeed(ZeroTraining):
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return HALF if cell.precision == "bf16" else EXACT
+        return engines.HALF if cell.precision == "bf16" else EXACT
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         plain = self.stage == 0 and self.model_fields_set <= {"stage"}
         return "DeepSpeed stage 0" if plain else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return zero_export(self, cell, to)
+        """Returns DeepSpeed's script with its config file, or Accelerate's script with the same
+        config."""
+        sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
+        layout = self.layout(cell.devices)
+        config = self.config(cell, layout, sizes, self.folder or "offload")
+        on_cpu = cell.device == "cpu" and cell.precision == "fp32"
+        asked = {
+            "cpu_adam": self.offload_optimizer != "none" and cell.optimizer == "adamw",
+            "undo_first_step": self.stage == 0 and cell.precision != "fp32",
+            "keep_dtype": self.offload_parameters == "nvme" and on_cpu,
+        }
+        if to == "accelerate":
+            return accelerate_export(cell, deepspeed=config, about_deepspeed=asked)
+        files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
+        variables = deepspeed_variables(cell)
+        plain = {"autocast": False, "mpu": "", "called": "engine", "trained_loss": "loss"}
+        return Export("deepspeed.py.j2", {**plain, **asked}, files, variables)
 
     @property
     def costs(self) -> DeepspeedCosts:
         return DeepspeedCosts(self)
 
+    def setup(self, job: Job) -> TrainStep:
+        settle(job.device.type, job.local_processes)
+        import deepspeed
 
-class DeepspeedCosts(ZeroOptionsCosts):
+        model = self.build(job)
+        folder = engines.emptied_folder(job, self.folder)
+        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+        config = self.config(job.cell, job.layout, sizes, folder)
+        optimizer = engines.zero_optimizer(job, model, self.offload_optimizer != "none")
+        groups = self.groups(job, model)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, mpu=groups
+        )
+        if self.stage == 0:
+            engines.undo_first_step(engine)
+        self.register(job, engine, folder if self.on_disk else None)
+        return self.train_step(job, engine)
+
+    def build(self, job: Job) -> nn.Module:
+        return job.model()
+
+    def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
+        """Returns DeepSpeed's `mpu`, which assigns ranks to groups; None: all ranks are data
+        parallel."""
+        return None
+
+    def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
+        return engines.engine_step(job, engine)
+
+    def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
+        """Registers an engine, which another library may have built, with the harness."""
+        job.register(
+            engine.module,
+            engine.basic_optimizer,
+            gather=lambda: self.whole(engine),
+            states=lambda: engines.retained_by_engine(engine),
+            waits=engines.engine_waits(engine),
+            offload_folder=folder,
+        )
+
+    def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole parameters by name, or their fp32 masters if any."""
+        return engines.full_parameters(engine)
+
+
+class DeepspeedCosts(CostModel[Deepspeed]):
+    """Formulas of ZeRO (arXiv 1910.02054), with the library's deviations."""
+
+    @property
+    def zero_stage(self) -> int:
+        return self.strategy.stage
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.strategy.stage == 3
+
+    @property
+    def copies_to_flat_buffers(self) -> bool:
+        return self.strategy.stage > 0
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return formulas.zero_states(self.strategy, cell, layout, facts)
+        """Returns the fullest rank's states: ZeRO's (section 3.1), and what DeepSpeed 0.19.8 adds.
+
+        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 also keeps the
+        partition's gradients and reduction buckets between steps. States offloaded from a GPU are
+        not on the device.
+        """
+        chosen = self.strategy
+        width, moments = 4 if cell.precision == "fp32" else 2, cell.moments
+        whole, ranks, sizes = sum(facts.sizes), layout.replicas, facts.sizes
+        buffers = float(facts.buffer_bytes)
+        frozen = (facts.parameter_bytes - facts.trained_bytes) * width / 4
+        if chosen.stage == 0:
+            masters = 0 if width == 4 else 4 * whole
+            kept = (width * whole + frozen, 0, 4 * moments * whole, buffers + masters)
+            return States(*kept, transient=2 * width * whole)
+        if chosen.stage == 3:
+            states = self._states_3(cell, layout, facts)
+            return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)
+        part = 2 * -(-whole // (2 * ranks))
+        held_until_reduced = whole if chosen.stage == 1 else chosen.bucket(sizes)
+        transient = max(width * (held_until_reduced + part), 12 * part)
+        states = States(
+            width * part * ranks + frozen, 0, 4 * moments * part, buffers + 4 * part, transient
+        )
+        if chosen.offload_optimizer == "none":
+            return states
+        if cell.device == "cuda":
+            return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
+        accumulated = width * part if cell.micro_batches > 1 and chosen.stage == 2 else 0
+        return dataclasses.replace(
+            states,
+            gradients=4 * part + accumulated,
+            library=states.library + width * (part + 2 * max(sizes)),
+        )
+
+    def _states_3(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """Returns stage 3's states of trained parameters, without those on disk and, for a GPU, in
+        host memory."""
+        chosen = self.strategy
+        swapping = chosen.swapping(cell, layout.replicas, facts.sizes)
+        width, parts, groups = swapping.width, swapping.parts, swapping.groups
+        moments = cell.moments
+        bucket = chosen.bucket(facts.sizes)
+        optimizer_leaves = chosen.offload_optimizer != "none" and cell.device == "cuda"
+        parameters_leave = chosen.offload_parameters != "none" and cell.device == "cuda"
+        swapped_groups = [
+            group
+            for group in groups
+            if chosen.offload_optimizer == "nvme" and 4 * sum(group) >= SWAPPED_BYTES
+        ]
+        swapped_parts = [
+            part
+            for part in parts
+            if chosen.offload_parameters == "nvme" and width * part >= SWAPPED_BYTES
+        ]
+        updated = sum(parts) - sum(sum(group) for group in swapped_groups)
+        persistent = sum(size for size in facts.sizes if size <= chosen.persistent_elements)
+        library = float(facts.buffer_bytes) + width * (bucket + persistent)
+        gradients = width * sum(parts) + (4 * updated if chosen.offload_optimizer != "none" else 0)
+        if not optimizer_leaves:
+            library += 4 * updated + (swapping.optimizer_buffer_bytes if swapped_groups else 0)
+        if not parameters_leave:
+            library += swapping.parameter_buffer_bytes
+        return States(
+            parameters=0.0 if parameters_leave else width * (sum(parts) - sum(swapped_parts)),
+            gradients=0.0 if optimizer_leaves else float(gradients),
+            optimizer=0.0 if optimizer_leaves else 4 * moments * updated,
+            library=library,
+            transient=max(4.0 * width * bucket, 12.0 * max(sum(group) for group in groups)),
+        )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return formulas.zero_traffic(self.strategy, cell, layout, facts)
+        """Returns 3P elements for stages 1 and 2, about 3P for stage 3 (the paper's section 7: 2P,
+        2P, 3P).
+
+        DeepSpeed all-reduces gradients in stages 1 and 2, and gathers the updated parameters. Stage
+        3 gathers for forward and backward, except parameters reused soon (`_reused`); persistent
+        ones after the update. Stages 2 and 3 keep no whole gradients, so they reduce after each
+        micro-batch. None for stage 3 with recomputation, whose gathers depend on prefetching.
+        """
+        chosen = self.strategy
+        width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas
+        parts = cell.micro_batches
+        model_bytes = float(width * sum(facts.sizes))
+        if chosen.stage < 3:
+            reduced = all_reduced(ranks, model_bytes) * (parts if chosen.stage == 2 else 1)
+            return reduced + (passed_once(ranks, model_bytes) if chosen.stage else 0.0)
+        if cell.recompute != "none":
+            return None
+        threshold = chosen.persistent_elements
+        kept = float(width * sum(size for size in facts.sizes if size <= threshold))
+        reused = width * _reused(facts.sizes, chosen.bucket(facts.sizes), threshold)
+        return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return formulas.zero_messages(self.strategy, cell, facts)
+        """Returns collectives per step, each of one bucket.
+
+        Bucket sizes are `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
+        `stage3_prefetch_bucket_size` (forward and backward).
+        """
+        chosen = self.strategy
+        if chosen.stage == 0:
+            return 1.0
+        buckets = float(math.ceil(sum(facts.sizes) / chosen.bucket(facts.sizes)))
+        parts = cell.micro_batches
+        if chosen.stage == 3:
+            return 3 * parts * buckets
+        return buckets * (1 + (parts if chosen.stage == 2 else 1))
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return formulas.zero_moves(self.strategy, facts)
+        """Counts masters and two moments in and out, gradients out, parameters in twice and out
+        once.
+
+        Host memory is about ten times as fast, so its bytes count a tenth.
+        """
+        chosen = self.strategy
+        share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
+        return (
+            7.0 * facts.trained_bytes * share[chosen.offload_optimizer]
+            + 3.0 * facts.parameter_bytes * share[chosen.offload_parameters]
+        )
+
+
+def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
+    """Returns elements of the last parameters, which stage 3 keeps for backward within the reuse
+    distance.
+
+    Parameters up to the threshold are persistent and never gathered.
+    """
+    between, kept = 0, 0
+    for size in reversed(sizes):
+        if between >= distance:
+            break
+        kept += size if size > threshold else 0
+        between += 2 * size
+    return kept

@@ -6,22 +6,12 @@ import dataclasses
 
 from pydantic import Field
 
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, States, TrainStep
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
-from harness.strategies._deepspeed_formulas import zero_states
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.workloads import Workload, make_workload
 
 
@@ -34,10 +24,7 @@ class DeepspeedMoe(Strategy):
     """
 
     requires = ("deepspeed",)
-    capabilities = Capabilities(
-        preload=Deepspeed.capabilities.preload,
-        precisions=("fp32",),
-    )
+    capabilities = Capabilities(preload=Deepspeed.capabilities.preload, precisions=("fp32",))
 
     expert: int = Field(default=2, ge=1)
     """Ranks among which the experts of each layer are divided (`ep_size`)."""
@@ -100,7 +87,7 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
         own = dataclasses.replace(
             facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
         )
-        return zero_states(Deepspeed(stage=0), cell, layout, own)
+        return Deepspeed(stage=0).costs.states(cell, layout, own)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts all-to-alls to and from experts in each block, and two gradient reductions."""

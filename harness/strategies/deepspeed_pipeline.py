@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from harness.spec.training import Batch, Layout, Retained, TrainStep
 from harness.strategies._deepspeed import settle
-from harness.strategies._deepspeed_pipe import pipeline_buffers, timed_instructions
 from harness.strategies._deepspeed_zero import deepspeed_config
-from harness.strategy import (
-    Batch,
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    Strategy,
-    TrainStep,
-    Workload,
-)
+from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
+from harness.strategy.formulas import KEPT_RESULTS, logits_bytes
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec
+    from deepspeed.runtime.pipe.engine import PipelineEngine
     from torch import Tensor
 
     from harness.strategy import ModelFacts, States
@@ -93,7 +87,6 @@ class DeepspeedPipeline(Strategy):
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Returns a stage's states and engine buffers, see `engine_buffers`."""
-        from harness.strategies._deepspeed_pipe_formulas import engine_buffers
         from harness.strategy.formulas import a_stage_each, pipeline_states
         from harness.workloads import make_workload
 
@@ -114,3 +107,49 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 
         engine = Engine("1f1b", copies_inputs=True)
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+
+
+def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
+    """Returns the engine's compute methods, for TrainState.
+
+    The engine looks methods up in its class; this makes it use the instance's, which the harness
+    wraps to time them.
+    """
+    names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
+    engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
+    computing = ("_exec_forward_pass", "_exec_backward_pass", "_exec_optimizer_step")
+    return [(engine, name) for name in computing]
+
+
+def _by_name(name: str) -> Callable[..., object]:
+    return lambda engine, **arguments: getattr(engine, name)(**arguments)
+
+
+def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
+    """Yields activations and gradients that the engine keeps until the next batch."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    kept = (engine.pipe_buffers, engine.pipe_recv_buf, engine.grad_layer, engine._grad_layer_buf)
+    for leaf in tree_leaves(kept):
+        if isinstance(leaf, torch.Tensor):
+            yield "library", "activations in the pipeline", leaf
+
+
+def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
+    """Returns bytes of the engine's buffers in stage `stage` of `count`, between steps.
+
+    Each boundary adds a buffer for one micro-batch's hidden states, or their gradients. The first
+    stage keeps its latest token ids, the last its latest results and labels; ids have 8 bytes.
+    Source: DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`.
+    `hidden`: bytes of hidden states of all of a rank's samples.
+    """
+    parts = cell.micro_batches
+    samples, tokens = cell.global_batch // parts, cell.sequence_length
+    kept = ((stage > 0) + (stage < count - 1)) * hidden / parts
+    if stage == 0:
+        kept += min(parts, max(KEPT_RESULTS, count)) * samples * tokens * 8
+    if stage == count - 1:
+        labels = samples * (1 if workload.num_labels else tokens) * 8
+        kept += min(parts, KEPT_RESULTS) * (logits_bytes(workload, samples, tokens) + labels)
+    return kept

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import psutil
 from pydantic import Field
 
+from harness.host.store import LOOPBACK, open_store
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategies._outer import outer_optimizer, outer_tolerance
-from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload
-from harness.workloads.counts import ModelFacts
+
+if TYPE_CHECKING:
+    from torchft.checkpointing.transport import CheckpointTransport
+    from torchft.coordination import ManagerServer
+    from torchft.manager import Manager
+
+
+_LISTENING: list[object] = []
+"""Servers that must live as long as this rank."""
 
 
 class DiLoCo(Strategy):
@@ -54,20 +65,30 @@ class DiLoCo(Strategy):
         if mean and (linear or cell.devices == 1):
             return EXACT
         periods = cell.parity_steps // self.period
-        return outer_tolerance(self.outer_learning_rate, self.outer_momentum, periods)
+        gain = outer_gain(self.outer_learning_rate, self.outer_momentum, periods)
+        return Tolerance(
+            0.3,
+            0.75 + abs(gain - 1),
+            "ranks step on their own gradients for a period, and the outer optimizer goes further"
+            " or less far than they did",
+        )
 
     @property
     def costs(self) -> DiLoCoCosts:
         return DiLoCoCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
+        import torch
         from torchft.local_sgd import DiLoCo as TorchftDiLoCo
 
-        from harness.strategies._torchft import manager_of
-
-        model = job.model()
+        model, momentum = job.model(), self.outer_momentum
         inner = job.optimizer(model.parameters())
-        outer = outer_optimizer(model, self.outer_learning_rate, self.outer_momentum)
+        outer = torch.optim.SGD(
+            model.parameters(),
+            lr=self.outer_learning_rate,
+            momentum=momentum,
+            nesterov=momentum > 0,
+        )
         manager = manager_of(job)
         diloco = TorchftDiLoCo(manager, [model], inner, outer, sync_every=self.period)
         diloco.__enter__()  # hooks the inner optimizer until the trial ends
@@ -96,3 +117,101 @@ class DiLoCoCosts(CostModel[DiLoCo]):
             library=inner.library + facts.parameter_bytes,
             transient=inner.transient + 2 * facts.parameter_bytes,
         )
+
+
+def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
+    """Returns the outer optimizer's distance over these periods, relative to the ranks'.
+
+    Assumes equal displacement in each period, and torch's Nesterov momentum.
+    """
+    buffer, way = 0.0, 0.0
+    for _ in range(periods):
+        buffer = momentum * buffer + 1
+        way += learning_rate * (1 + momentum * buffer)
+    return way / periods
+
+
+def manager_of(job: Job) -> Manager:
+    """Returns this rank's manager, which requires one replica per device of the cell.
+
+    Losing a replica changes the training, so an uncommitted period is an error.
+    `use_async_quorum=False`: DiLoCo's constructor raises ValueError for a manager that agrees in
+    the background.
+
+    Everything listens only on the address of the job's interface. torchft's manager would listen on
+    all interfaces, whatever its host. So would its checkpoint HTTP server, which is left out,
+    because no replica joins later.
+    """
+    import torchft.manager
+    from torchft.coordination import ManagerServer
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    address = _address(job.interface)
+    store = open_store(address)
+    _LISTENING.append(store)
+    limit = timedelta(seconds=job.cell.time_limit_seconds)
+
+    def listening_here(**arguments: Any) -> ManagerServer:
+        return ManagerServer(**{**arguments, "bind": f"{address}:0"})
+
+    torchft.manager.ManagerServer = listening_here
+    group = ProcessGroupNCCL if job.device.type == "cuda" else ProcessGroupGloo
+    return Manager(
+        pg=group(timeout=limit),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=job.layout.data,
+        use_async_quorum=False,
+        timeout=limit,
+        quorum_timeout=limit,
+        connect_timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=_lighthouse(job, address),
+        replica_id=f"replica_{job.rank}",
+        hostname=address,
+        checkpoint_transport=_no_transport(),
+        init_sync=False,
+        max_retries=0,
+    )
+
+
+def _lighthouse(job: Job, address: str) -> str:
+    """Returns the address of the server by which replicas find each other; rank 0 starts it."""
+    import torch.distributed as dist
+    from torchft.coordination import LighthouseServer
+
+    where: list[str | None] = [None]
+    if job.rank == 0:
+        server = LighthouseServer(bind=f"{address}:0", min_replicas=job.layout.data)
+        _LISTENING.append(server)
+        port = server.address().rpartition(":")[2]
+        where = [f"http://{address}:{port}"]
+    dist.broadcast_object_list(where)
+    return cast("str", where[0])
+
+
+def _address(interface: str | None) -> str:
+    """Returns an interface's IPv4 address; loopback by default."""
+    known = psutil.net_if_addrs().get(interface or "", [])
+    return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
+
+
+def _no_transport() -> CheckpointTransport[Any]:
+    """Returns a transport that refuses every checkpoint transfer."""
+    from torchft.checkpointing.transport import CheckpointTransport
+
+    class NoTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # untyped
+        def metadata(self) -> str:
+            return ""
+
+        def send_checkpoint(self, *_: object, **__: object) -> None:
+            raise RuntimeError("a replica asked for a checkpoint, but all started together")
+
+        def recv_checkpoint(self, *_: object, **__: object) -> Any:
+            raise RuntimeError("a replica needs a checkpoint, but all started together")
+
+    return NoTransport()

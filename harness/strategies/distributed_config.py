@@ -6,16 +6,15 @@ import dataclasses
 
 from pydantic import Field
 
-from harness.strategies import _distributed_config as mesh
-from harness.strategies import _distributed_formulas as formulas
-from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
-from harness.strategies._fsdp import sharded_messages
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep
+from harness.spec.training import Layout, TrainStep
+from harness.strategies import _distributed as mesh
+from harness.strategies.fsdp2 import sharded_messages
+from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
 
 
-class DistributedConfigParallel(MeshStrategy):
+class DistributedConfigParallel(mesh.MeshStrategy):
     """transformers' native FSDP2, tensor and expert parallelism (`DistributedConfig`).
 
     Expert parallelism drops no token, and an expert's gradient is the mean over all samples.
@@ -51,15 +50,15 @@ class DistributedConfigParallel(MeshStrategy):
         return standard_step(job, model, optimizer)
 
 
-class DistributedConfigParallelCosts(MeshStrategyCosts):
+class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns `sharded_traffic` or `tensor_traffic`; None in bf16 and for both axes at once."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
-            return formulas.sharded_traffic(cell, layout, workload, sizes, facts)
+            return mesh.sharded_traffic(cell, layout, workload, sizes, facts)
         if layout.data > 1:
             return None
-        return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
+        return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts FSDP2's collectives, and exchanges of tokens and their counts with experts.

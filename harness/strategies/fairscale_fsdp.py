@@ -7,24 +7,16 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Unavailable
-from harness.strategies import _fairscale
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Layout, Retained, States, TrainStep
+from harness.strategies.fairscale_oss import check_recompute, recompute_by_fairscale
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
     from torch import Tensor
 
 
@@ -43,7 +35,12 @@ class FairscaleFsdp(Strategy):
     """Reduce gradients only after the last micro-batch; until then ranks hold them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        _fairscale.check_flat(cell, workload)
+        check_recompute(cell)
+        if workload.partly_frozen:
+            raise Refused(
+                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
+                " frozen as a whole: use fsdp1 or fsdp2"
+            )
         if cell.device != "cuda":
             raise Unavailable(
                 "fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward:"
@@ -67,7 +64,7 @@ class FairscaleFsdp(Strategy):
             compute_device=job.device,
         )
         at_home = dataclasses.replace(job, device=home)
-        whole, job.recomputes = at_home.model(_fairscale.recompute_by_fairscale), at_home.recomputes
+        whole, job.recomputes = at_home.model(recompute_by_fairscale), at_home.recomputes
         if job.workload.block_path:
             blocks = whole.get_submodule(job.workload.block_path)
             for name, block in list(blocks.named_children()):
@@ -79,28 +76,27 @@ class FairscaleFsdp(Strategy):
                 yield from model.named_parameters()
 
         optimizer = job.optimizer(model.parameters())
-        job.register(
-            model, optimizer, gather=gather, library=lambda: _fairscale.pinned_gradients(model)
-        )
+        job.register(model, optimizer, gather=gather, library=lambda: pinned_gradients(model))
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)
 
 
 class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
-    @property
-    def recomputes_whole_blocks(self) -> bool:
-        return True
+    recomputes_whole_blocks = True
 
-    @property
-    def shards_parameters(self) -> bool:
-        return True
+    shards_parameters = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=layout.data)
         if self.strategy.cpu_offload:
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
-        return (
-            shard
-            if self.strategy.reshard_after_forward
-            else dataclasses.replace(shard, transient=4.0 * facts.parameters)
-        )
+        if self.strategy.reshard_after_forward:
+            return shard
+        return dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+
+def pinned_gradients(model: FullyShardedDataParallel) -> Iterator[Retained]:
+    """Yields pinned host gradients that FullyShardedDataParallel keeps for offloaded shards."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "_cpu_grad"):
+            yield "library", "pinned gradients", parameter._cpu_grad

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from harness.measure.states import retained_by
 from harness.parity.verdict import widest
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategies import _fairscale
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy, Workload
+from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, model_states
 from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.workloads import Workload
+
+if TYPE_CHECKING:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import OSS
+    from torch import nn
 
 
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Gradients must be cleared through the model, not the optimizer: see `clear` in _fairscale.py. In
+    Gradients must be cleared through the model, not the optimizer: see `clear` in py. In
     fp16 all ranks must skip the same steps. torch's sharded loss scaler works on both devices;
     fairscale's ShardedGradScaler is disabled without CUDA.
     """
@@ -35,7 +43,7 @@ class FairscaleOss(Strategy):
     """Send updated parameters in fp16."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        _fairscale.check_recompute(cell)
+        check_recompute(cell)
         if self.reduce_fp16 and self.reduce_buffer_size and cell.devices > 1:
             raise Refused(
                 "fairscale reduces buckets in fp32 and would ignore reduce_fp16: set"
@@ -43,8 +51,8 @@ class FairscaleOss(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        reduced = _fairscale.REDUCED if self.reduce_fp16 else EXACT
-        return widest(reduced, _fairscale.BROADCAST if self.broadcast_fp16 else EXACT)
+        reduced = REDUCED if self.reduce_fp16 else EXACT
+        return widest(reduced, BROADCAST if self.broadcast_fp16 else EXACT)
 
     @property
     def costs(self) -> FairscaleOssCosts:
@@ -54,7 +62,7 @@ class FairscaleOss(Strategy):
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        whole = job.model(_fairscale.recompute_by_fairscale)
+        whole = job.model(recompute_by_fairscale)
         factory, kwargs = job.optimizer_class()
         optimizer = OSS(whole.parameters(), factory, broadcast_fp16=self.broadcast_fp16, **kwargs)
         model = ShardedDataParallel(
@@ -63,27 +71,21 @@ class FairscaleOss(Strategy):
             reduce_buffer_size=self.reduce_buffer_size,
             reduce_fp16=self.reduce_fp16,
         )
-        job.register(
-            model, optimizer.optim, states=lambda: _fairscale.retained_by_oss(model, optimizer)
-        )
+        job.register(model, optimizer.optim, states=lambda: retained_by_oss(model, optimizer))
         return standard_step(
             job,
             model,
             optimizer,
             no_sync=model.no_sync,
             scaler=sharded_loss_scaler(job),
-            clear=lambda: _fairscale.clear(model, optimizer),
+            clear=lambda: clear(model, optimizer),
         )
 
 
 class FairscaleOssCosts(CostModel[FairscaleOss]):
-    @property
-    def recomputes_whole_blocks(self) -> bool:
-        return True
+    recomputes_whole_blocks = True
 
-    @property
-    def zero_stage(self) -> int:
-        return 2
+    zero_stage = 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns whole parameters, gradient buckets, and the fullest rank's optimizer state."""
@@ -108,3 +110,54 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         """Counts a reduction per rank (per gradient if unbucketed) and a broadcast per rank."""
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced
+
+
+REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
+BROADCAST = Tolerance(
+    1e-3,
+    0.6,
+    "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
+)
+
+
+def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
+    """Zeroes gradients in buckets and frees all others.
+
+    OSS's `zero_grad` sets all to None, torch's default since 2.0. That detaches them from
+    ShardedDataParallel's buckets, and from the second step ranks update with local gradients. The
+    inner optimizer's clears only this rank's parameters, so other gradients accumulate.
+    """
+    model.zero_grad(set_to_none=True)
+
+
+def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:
+    """Yields buckets before the gradients and parameters that are views of them."""
+    for bucket in model._bucket_list:
+        yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
+    for device in optimizer.buckets.values():
+        for bucket in device.values():
+            yield "parameters", "broadcast buckets of OSS", bucket.buffer
+    yield from retained_by(model, [optimizer.optim])
+
+
+def check_recompute(cell: Cell) -> None:
+    """Raises Refused if fairscale's checkpoint_wrapper would not recompute the same."""
+    if cell.recompute == "selective":
+        raise Refused(
+            "fairscale's checkpoint_wrapper computes whole blocks again: use recompute full, or"
+            " ddp or fsdp2 for selective"
+        )
+    if cell.recompute == "full" and cell.precision != "fp32":
+        raise Refused(
+            "fairscale's checkpoint_wrapper computes blocks again in CUDA's default autocast"
+            f" precision, fp16, and on CPUs without autocast: use precision fp32, not"
+            f" {cell.precision}"
+        )
+
+
+def recompute_by_fairscale(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Recomputes the blocks by fairscale's checkpoint_wrapper, which replaces their forward."""
+    from fairscale.nn.checkpoint import checkpoint_wrapper
+
+    for block in blocks:
+        checkpoint_wrapper(block)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._fsdp import (
-    backward_prefetch,
-    sharded_messages,
-    summoned_parameters,
-    wrap_policy,
-)
-from harness.strategy import (
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
+from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.sharding import check_hybrid, shard_mesh
 from harness.strategy.step import sharded_loss_scaler, standard_step
 from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
 
 class Fsdp1(Strategy):
@@ -83,9 +74,7 @@ class Fsdp1(Strategy):
 
 
 class Fsdp1Costs(CostModel[Fsdp1]):
-    @property
-    def backend_library(self) -> str:
-        return "fsdp2"
+    backend_library = "fsdp2"
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
@@ -96,10 +85,31 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         again = self.strategy.sharding != "shard_grad_op"
         return sharded_messages(cell, units, again, self.strategy.sharding == "hybrid_shard")
 
-    @property
-    def shards_parameters(self) -> bool:
-        return True
+    shards_parameters = True
 
     @property
     def zero_stage(self) -> int:
         return 2 if self.strategy.sharding == "shard_grad_op" else 3
+
+
+def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
+    """Returns FSDP1's wrap policy: by block, or if unnamed, modules with an eighth of the
+    parameters or more."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    if blocks := job.workload.blocks_of(model):
+        return ModuleWrapPolicy({type(block) for block in blocks})
+    parameters = sum(p.numel() for p in model.parameters())
+    return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters // 8)
+
+
+def backward_prefetch(when: str) -> BackwardPrefetch | None:
+    from torch.distributed.fsdp import BackwardPrefetch
+
+    return None if when == "none" else BackwardPrefetch[f"BACKWARD_{when.upper()}"]
+
+
+def summoned_parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields FSDP1's parameters by name, whole during iteration; iterate on all ranks."""
+    with type(model).summon_full_params(model, writeback=False):
+        yield from model.named_parameters()

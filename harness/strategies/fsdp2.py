@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategies import _fsdp
 from harness.strategies._accelerate_config import fsdp2_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
-from harness.strategy.sharding import shard_mesh
 from harness.strategy.step import own_precision, standard_step
 from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+MIXED = Tolerance(
+    5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32"
+)
 
 
 class Fsdp2(Strategy):
     """FSDP2 (`fully_shard`): parameters sharded individually and gathered block by block."""
 
-    capabilities = Capabilities(
-        compiles=("block",),
-        extra_optimizers=("muon",),
-    )
+    capabilities = Capabilities(compiles=("block",), extra_optimizers=("muon",))
 
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3) or keep them (ZeRO-2)."""
@@ -37,10 +47,21 @@ class Fsdp2(Strategy):
     """Reduce gradients only after the last micro-batch; until then ranks hold them whole."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        _fsdp.check_options(cell, self.hybrid, self.mixed_precision, self.cpu_offload)
+        if self.hybrid:
+            check_hybrid(cell)
+        if self.mixed_precision and cell.precision != "bf16":
+            raise Refused(
+                "mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, not"
+                f" {cell.precision}"
+            )
+        if self.cpu_offload and cell.device == "cuda" and cell.precision == "fp16":
+            raise Refused(
+                "loss scaling would have to reduce infinities of gradients in host memory, which"
+                " NCCL cannot; use bf16"
+            )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return _fsdp.MIXED if self.mixed_precision else EXACT
+        return MIXED if self.mixed_precision else EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
@@ -58,27 +79,32 @@ class Fsdp2(Strategy):
         return Fsdp2Costs(self)
 
     def setup(self, job: Job) -> TrainStep:
-        from torch.distributed.fsdp import fully_shard
+        import torch
+        from torch.distributed import fsdp
 
         model = job.model()
-        policies = _fsdp.policies(job, self.mixed_precision, self.cpu_offload)
-        shard = functools.partial(fully_shard, mesh=shard_mesh(job, self.hybrid), **policies)
+        mixed = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        host = fsdp.CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
+        shard = functools.partial(
+            fsdp.fully_shard,
+            mesh=shard_mesh(job, self.hybrid),
+            mp_policy=mixed if self.mixed_precision else fsdp.MixedPrecisionPolicy(),
+            offload_policy=host if self.cpu_offload else fsdp.OffloadPolicy(),
+        )
         shard_block = functools.partial(shard, reshard_after_forward=self.reshard_after_forward)
         blocks = [shard_block(block) for block in job.workload.blocks_of(model)]
         root = shard(model, reshard_after_forward=False)  # backward needs it first
         if self.prefetch:
-            _fsdp.prefetch_neighbours(blocks)
+            prefetch_neighbours(blocks)
         optimizer = job.optimizer_of(model)
-        job.register(model, optimizer, gather=lambda: _fsdp.shards_on_device(job, model))
+        job.register(model, optimizer, gather=lambda: shards_on_device(job, model))
         job = own_precision(job) if self.mixed_precision else job
-        no_sync = functools.partial(_fsdp.without_sync, root) if self.no_sync else None
+        no_sync = functools.partial(without_sync, root) if self.no_sync else None
         return standard_step(job, model, optimizer, no_sync=no_sync)
 
 
 class Fsdp2Costs(CostModel[Fsdp2]):
-    @property
-    def shards_parameters(self) -> bool:
-        return True
+    shards_parameters = True
 
     @property
     def zero_stage(self) -> int:
@@ -113,9 +139,63 @@ class Fsdp2Costs(CostModel[Fsdp2]):
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         blocks, chosen = make_workload(cell.workload).blocks, self.strategy
-        return _fsdp.sharded_messages(
+        return sharded_messages(
             cell, blocks, chosen.reshard_after_forward, chosen.hybrid, chosen.no_sync
         )
 
     def _shards(self, cell: Cell) -> int:
         return cell.devices // 2 if self.strategy.hybrid else cell.devices
+
+
+def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
+    """Makes FSDP2 prefetch the next block in forward, and the previous one in backward."""
+    for block, after in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([block])
+
+
+def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters by name, on the device so that its process group can gather offloaded
+    shards."""
+    return ((name, p.detach().to(job.device)) for name, p in model.named_parameters())
+
+
+@contextlib.contextmanager
+def without_sync(root: FSDPModule) -> Iterator[None]:
+    """Disables FSDP2's gradient reduction within the context."""
+    root.set_requires_gradient_sync(False)
+    yield
+    root.set_requires_gradient_sync(True)
+
+
+def sharded_messages(
+    cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
+) -> float:
+    """Returns collectives per step.
+
+    Each micro-batch gathers every unit, and freed blocks again. Each unit's gradients are
+    scattered, and for hybrid sharding all-reduced, after the last micro-batch or, without
+    `no_sync`, after each.
+    """
+    units, parts = blocks + 1, cell.micro_batches
+    gathers = parts * (units + (blocks if gathered_again else 0))
+    return float(gathers + (parts if not no_sync else 1) * units * (2 if hybrid else 1))
+
+
+def check_hybrid(cell: Cell) -> None:
+    """Raises Refused if there are too few devices to both shard and replicate."""
+    if cell.devices < 4 or cell.devices % 2:
+        raise Refused(
+            "hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ..."
+            f" devices, not {cell.devices}"
+        )
+
+
+def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
+    """Returns a mesh (shards) or, for hybrid sharding, (2 replicas, shards)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    devices, kind = job.cell.devices, job.device.type
+    if hybrid:
+        return init_device_mesh(kind, (2, devices // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, (devices,), mesh_dim_names=("shard",))

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import EXACT, Layout, Tolerance, TrainStep
 from harness.strategies import _accelerate
-from harness.strategies import _distributed_formulas as formulas
+from harness.strategies import _distributed as mesh
+from harness.strategies._accelerate import FSDP2_HALF, recompute_by_transformers
 from harness.strategies._accelerate_config import fsdp2_settings
-from harness.strategies._accelerate_engine import FSDP2_HALF, recompute_by_transformers
-from harness.strategies._distributed_config import check_version, load, retained_parts
-from harness.strategies._distributed_mesh import MeshStrategy, MeshStrategyCosts
-from harness.strategy import (
-    EXACT,
-    Cell,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    Tolerance,
-    TrainStep,
-    Unavailable,
-)
+from harness.strategy import Cell, Job, ModelFacts
 from harness.workloads import Workload, make_workload
 
 
-class ParallelismConfigMesh(MeshStrategy):
+class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, within replicas or not, or tensor parallelism.
 
     Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; its own
@@ -35,7 +25,7 @@ class ParallelismConfigMesh(MeshStrategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.tensor > 1:
-            check_version()
+            mesh.check_version()
         super().check(cell, workload)
         sizes = self.sizes(cell.devices)
         if sizes.tensor > 1 and sizes.shards * sizes.replicas > 1:
@@ -65,7 +55,7 @@ class ParallelismConfigMesh(MeshStrategy):
         from accelerate.parallelism_config import ParallelismConfig
 
         sizes = self.sizes(job.cell.devices)
-        whole = load(job, sizes) if self.tensor > 1 else job.model(recompute_by_transformers)
+        whole = mesh.load(job, sizes) if self.tensor > 1 else job.model(recompute_by_transformers)
         config = ParallelismConfig(
             dp_replicate_size=sizes.replicas, dp_shard_size=sizes.shards, tp_size=sizes.tensor
         )
@@ -73,14 +63,14 @@ class ParallelismConfigMesh(MeshStrategy):
         accelerator = _accelerate.make_accelerator(job, fsdp2, None, False, config)
         _accelerate.verify(job, accelerator, bool(fsdp2), deepspeed=False)
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
-        job.register(model, optimizer, states=lambda: retained_parts(model, optimizer))
+        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
         return _accelerate.train_step(job, accelerator, model, optimizer)
 
 
-class ParallelismConfigMeshCosts(MeshStrategyCosts):
+class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the traffic of transformers' mesh with a single gradient reduction."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
-            return formulas.tensor_traffic(cell, layout, workload, sizes, facts)
-        return formulas.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)
+            return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
+        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)

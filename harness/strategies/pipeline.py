@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.strategies._pipeline_export import pipeline_export
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
+from harness.workloads.family import Split
 
 
 class Pipeline(Strategy):
@@ -46,8 +38,8 @@ class Pipeline(Strategy):
             )
         if cell.recompute != "none" and self.schedule in WEIGHTS_APART:
             raise Refused(
-                f"schedule {self.schedule} computes gradients of weights in passes of their own, in"
-                " each of which torch's checkpoint would compute the block again; use gpipe, 1f1b,"
+                f"schedule {self.schedule} computes weight gradients in separate passes, and"
+                " torch's checkpoint would recompute the block in each; use gpipe, 1f1b,"
                 " interleaved_1f1b or looped_bfs"
             )
         workload.check_split(Layout(pipeline=cell.devices * self._per_rank))
@@ -66,7 +58,15 @@ class Pipeline(Strategy):
         return tuple(range(rank, count, ranks))
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return pipeline_export(cell, to, self.schedule, self._per_rank)
+        """Returns a script whose stages are transformers' model without other stages' layers.
+
+        Parameters tied across ranks have two copies, whose gradients are summed.
+        """
+        split = make_workload(cell.workload).split
+        if to not in ("torchrun", "slurm") or split is None:
+            return None
+        values = pipeline_values(split, self.schedule, cell.devices, self._per_rank)
+        return Export("pipeline.py.j2", values)
 
     @property
     def costs(self) -> PipelineCosts:
@@ -115,3 +115,30 @@ class PipelineCosts(CostModel[Pipeline]):
         apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
+
+
+def pipeline_values(split: Split, schedule: Schedule, ranks: int, per_rank: int) -> dict[str, Any]:
+    """Returns the template's values for a pure pipeline of this many ranks."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    from harness.strategy.pipelining import SCHEDULES
+
+    kind = SCHEDULES[schedule]
+    both_ends = schedule in V_SHAPED or ranks == 1
+    return {
+        "schedule_class": kind.__name__,
+        "single": issubclass(kind, PipelineScheduleSingle),
+        "stages": ranks * per_rank,
+        "per_rank": per_rank,
+        "v_shaped": schedule in V_SHAPED,
+        "weights_apart": schedule in WEIGHTS_APART,
+        "blocks": split.blocks,
+        "embedding": list(split.embedding),
+        "head": list(split.head),
+        "tied_on_a_rank": split.tied if both_ends and per_rank > 1 else {},
+        "tied_across_ranks": split.tied if not both_ends else {},
+        "sharded": False,
+        "between_ends": ranks - 1,
+        "loss_said": "The loss is that of the last stage.",
+        "loss_of_all": "total.item()",
+    }

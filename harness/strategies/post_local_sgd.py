@@ -6,19 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import (
-    EXACT,
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Strategy,
-    Tolerance,
-    TrainStep,
-    Workload,
-)
+from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.strategies.ddp import wrap_in_ddp
+from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.step import standard_step
+from harness.workloads import Workload
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
 LOCAL = Tolerance(
@@ -39,7 +31,7 @@ class PostLocalSgd(Strategy):
 
     capabilities = Capabilities(
         # fp16 loss scaling would skip a step and its average on one rank only.
-        precisions=("fp32", "bf16"),
+        precisions=("fp32", "bf16")
     )
 
     start_step: int = Field(default=4, ge=0)
@@ -77,6 +69,4 @@ class PostLocalSgd(Strategy):
 
 
 class PostLocalSgdCosts(CostModel[PostLocalSgd]):
-    @property
-    def backend_library(self) -> str:
-        return "ddp"
+    backend_library = "ddp"

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.step import standard_step
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from harness.strategies._batch_norm import all_reduced_batch_norm
-from harness.strategies._ddp import wrap_in_ddp
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    Strategy,
-    TrainStep,
-    Workload,
-    standard_step,
-)
+from typing import TYPE_CHECKING, Any
+
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, TrainStep
+from harness.strategies.ddp import wrap_in_ddp
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.step import standard_step
+from harness.workloads import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class SyncBatchNorm(Strategy):
@@ -68,3 +64,56 @@ class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
         A convolution and its BatchNorm have three parameters, the last layer two.
         """
         return 1.0 + 2 * (len(facts.sizes) - 2) // 3
+
+
+def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
+    """Makes every BatchNorm2d use statistics over all ranks, which must hold equally many
+    samples."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    ranks = dist.get_world_size()
+
+    def total(part: Tensor) -> Tensor:
+        summed = part.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    # torch's functional all-reduce is differentiable only from 2.11.
+    class Total(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, part: Tensor) -> Tensor:
+            return total(part)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return total(gradients[0])
+
+    def mean_over_ranks(part: Tensor) -> Tensor:
+        summed: Tensor = Total.apply(part)  # type: ignore[no-untyped-call]
+        return summed / ranks
+
+    class AllReducedBatchNorm(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            if not self.training:
+                return super().forward(input)
+            x = input.float()
+            # The variance is exchanged separately: E[x^2] - E[x]^2 would cancel significant digits.
+            mean = mean_over_ranks(x.mean((0, 2, 3)))
+            centred = x - mean[:, None, None]
+            variance = mean_over_ranks(centred.square().mean((0, 2, 3)))
+            samples = ranks * x.numel() // x.shape[1]
+            count, running = self.num_batches_tracked, (self.running_mean, self.running_var)
+            if count is not None and running[0] is not None and running[1] is not None:
+                count += 1
+                momentum = self.momentum if self.momentum is not None else 1 / int(count)
+                running[0].lerp_(mean.detach(), momentum)
+                running[1].lerp_(variance.detach() * samples / (samples - 1), momentum)
+            scale = self.weight * (variance + self.eps).rsqrt()
+            return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
+
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = AllReducedBatchNorm
+    return model

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import TYPE_CHECKING, Any
+
 from harness.spec.errors import Refused
-from harness.strategies._tensor_export import tensor_export
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
 from harness.strategy.step import standard_step
 from harness.workloads import Workload, make_workload
+from harness.workloads.family import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class TensorParallel(Strategy):
     """Tensor parallelism: attention and MLP weights split over the ranks by column, then by row."""
 
-    capabilities = Capabilities(
-        precisions=("fp32", "bf16"),
-        compiles=("block",),
-    )
+    capabilities = Capabilities(precisions=("fp32", "bf16"), compiles=("block",))
 
     sequence_parallel: bool = False
     """Also split the sequence over the ranks in token-wise operations (norms, residuals)."""
@@ -51,7 +44,12 @@ class TensorParallel(Strategy):
             )
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return tensor_export(cell, to, self.sequence_parallel)
+        """Returns a script that splits transformers' model by torch's own plan."""
+        workload = make_workload(cell.workload)
+        if to not in ("torchrun", "slurm") or workload.split is None:
+            return None
+        values = tensor_values(workload, workload.split, self.sequence_parallel)
+        return Export("tensor.py.j2", values)
 
     @property
     def costs(self) -> TensorParallelCosts:
@@ -127,3 +125,38 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         of_block = 8 if self.strategy.sequence_parallel else split
         norms = 2 * workload.blocks + 1 if self.strategy.sequence_parallel else 0
         return float(workload.blocks * cell.micro_batches * of_block + norms)
+
+
+def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
+    """Returns torch's plan as source text; raises Refused if the suite replaces modules before
+    splitting."""
+    if type(split).prepare_tensor is not Split.prepare_tensor:
+        raise Refused(
+            f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
+            " replaces first and a script of the library alone would not; take a llama workload"
+        )
+    plan = split.tensor_plan(sequence_parallel)
+    written = {path: written_style(style) for path, style in plan.items()}
+    named = " ".join(written.values())
+    return {
+        "plan": written,
+        "styles": sorted({type(style).__name__ for style in plan.values()}),
+        "placements": [name for name in ("Replicate", "Shard") if f"{name}(" in named],
+    }
+
+
+def written_style(style: ParallelStyle) -> str:
+    """Returns the constructor call of a parallel style, with only its non-default arguments."""
+    kind = type(style)
+    usual, accepted = vars(kind()), inspect.signature(kind).parameters
+    given = {
+        name: value
+        for name, value in vars(style).items()
+        if name in accepted and value != usual[name]
+    }
+    return f"{kind.__name__}({', '.join(f'{n}={_written(v)}' for n, v in given.items())})"
+
+
+def _written(value: object) -> str:
+    """Formats a tuple of one placement as the placement, as torch's styles expect."""
+    return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)

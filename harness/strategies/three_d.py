@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.strategies._three_d_export import three_d_export
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategies.pipeline import pipeline_values
+from harness.strategies.tensor import tensor_values
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy.formulas import (
+    a_stage_each,
+    dealt_out_states,
+    model_states,
+    pipeline_states,
+    whole_model_states,
 )
-from harness.strategy.formulas import a_stage_each, pipeline_states
 from harness.strategy.schedules import check_micro_batches
-from harness.workloads import Workload
+from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from harness.strategy.stage import Stage
 
 
 class ThreeD(Strategy):
@@ -54,7 +59,27 @@ class ThreeD(Strategy):
             workload.split.check_tensor(sequence_parallel=False)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return three_d_export(cell, to, self.layout(cell.devices), self.data_axis, self.schedule)
+        """Returns the pipeline's script, with stages split by torch's tensor plan and the data axis
+        applied.
+
+        Raises Refused as `tensor_values` does.
+        """
+        workload, layout = make_workload(cell.workload), self.layout(cell.devices)
+        if to not in ("torchrun", "slurm") or workload.split is None:
+            return None
+        values = pipeline_values(workload.split, self.schedule, layout.pipeline, per_rank=1)
+        values |= {"plan": {}, "styles": [], "placements": []}
+        if layout.tensor > 1:
+            values |= tensor_values(workload, workload.split, sequence_parallel=False)
+        values |= {
+            "axis": self.data_axis,
+            "shape": (layout.data, layout.pipeline, layout.tensor),
+            "sharded": self.data_axis == "fsdp2",
+            "between_ends": (layout.pipeline - 1) * layout.tensor,
+            "loss_said": "The loss is the mean over the ranks that have the last stage.",
+            "loss_of_all": f"total.item() / {layout.data * layout.tensor}",
+        }
+        return Export("three_d.py.j2", values)
 
     @property
     def costs(self) -> ThreeDCosts:
@@ -64,7 +89,6 @@ class ThreeD(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from harness.strategies._three_d import stage_optimizer, wrap_stage
         from harness.strategy.pipelining import Pipe, train_step
         from harness.strategy.stage import Stage, split_tensors
 
@@ -94,8 +118,6 @@ class ThreeDCosts(CostModel[ThreeD]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Returns states of the rank's part, sharded on the data axis (see `axis_states`), and
         receive buffers."""
-        from harness.strategies._three_d_formulas import axis_states
-
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
         return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
@@ -107,3 +129,62 @@ class ThreeDCosts(CostModel[ThreeD]):
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
         engine = Engine(self.strategy.schedule, layout.tensor, shards)
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+
+
+def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
+    """Returns the states of a rank that shares this part of the model with `ranks` ranks on the
+    data axis.
+
+    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5). ZeroRedundancyOptimizer
+    shards moments by whole parameters; DDP adds gradient buckets.
+    """
+    if axis == "fsdp2":
+        return model_states(cell, part, shards=ranks)
+    if axis == "ddp":
+        return whole_model_states(cell, part)
+    states = model_states(cell, part)
+    return dealt_out_states(states, part, ranks) if axis == "zero1" else states
+
+
+def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
+    """Removes DTensors between forwards, which DDP and ZeroRedundancyOptimizer reject; wraps the
+    stage in DDP on that axis.
+
+    A schedule's first forward, for shapes, has no backward. DDP fails at it without
+    find_unused_parameters.
+    """
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+    from torch.nn.parallel import DistributedDataParallel
+
+    if axis == "fsdp2":
+        return stage
+    _pre_dp_module_transform(stage)
+    stage.register_forward_pre_hook(_with_gradients, prepend=True)
+    if axis != "ddp":
+        return stage
+    return DistributedDataParallel(stage, process_group=group, find_unused_parameters=True)
+
+
+def _with_gradients(stage: nn.Module, inputs: object) -> None:
+    """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
+
+    Before torch 2.12 the first forward runs without gradients; DTensors built by torch's own hook
+    would never pass any on.
+    """
+    import torch
+    from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
+
+    with torch.enable_grad():
+        _reconstruct_dtensor(stage, inputs)
+
+
+def stage_optimizer(
+    job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
+) -> Optimizer:
+    """Returns the cell's optimizer, its state sharded over this group if given."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if shards is None:
+        return job.optimizer(parameters)
+    kind, kwargs = job.optimizer_class()
+    return ZeroRedundancyOptimizer(parameters, kind, shards, **kwargs)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.strategies._tiled_linear import join_tiles, tile_largest
+from harness.spec.errors import Refused
 from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
-from harness.strategy import Cell, Job, Refused, Workload
+from harness.strategy import Cell, Job
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
+    import torch
     from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero import TiledLinear
     from torch import Tensor, nn
 
 
@@ -50,6 +53,69 @@ class TiledLinear(Deepspeed):
 
 
 class TiledLinearCosts(DeepspeedCosts):
-    @property
-    def backend_library(self) -> str:
-        return "deepspeed"
+    backend_library = "deepspeed"
+
+
+def tile_largest(
+    model: nn.Module, out_tiles: int, in_tiles: int, device: torch.device
+) -> nn.Module:
+    """Replaces every `torch.nn.Linear` of the largest size, in place; returns the model."""
+    from deepspeed.runtime.zero import TiledLinear
+    from torch import nn
+
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    largest = max(module.weight.numel() for module in linear.values())
+    for name, layer in linear.items():
+        if layer.weight.numel() == largest:
+            tiled = TiledLinear(
+                layer.in_features,
+                layer.out_features,
+                in_splits=in_tiles,
+                out_splits=out_tiles,
+                bias=layer.bias is not None,
+                init_linear=layer,
+                device=device,
+            )
+            model.set_submodule(name, tiled)
+    return model
+
+
+def join_tiles(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields whole parameters by name, with tiles joined under their original layer's name.
+
+    `named` must yield a layer's tiles consecutively. A gathered tensor is valid only until the next
+    is requested.
+    """
+    from deepspeed.runtime.zero import TiledLinear
+
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, TiledLinear)}
+    tiles: dict[str, Tensor] = {}
+    for name, tensor in named:
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.linears.")), None)
+        if layer is None:
+            yield name, tensor
+            continue
+        tiles[name.removeprefix(f"{layer}.linears.")] = tensor.detach().clone()
+        if len(tiles) == _count(layers[layer]):
+            yield from _joined(layer, layers[layer], tiles)
+            tiles.clear()
+
+
+def _count(layer: TiledLinear) -> int:
+    """Returns the number of parameters: one weight per tile, and a bias in each row's last
+    column."""
+    return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
+
+
+def _joined(
+    name: str, layer: TiledLinear, tiles: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    rows, columns = range(layer.out_splits), range(layer.in_splits)
+    weights = [torch.cat([tiles[f"{r}.{c}.weight"] for c in columns], 1) for r in rows]
+    yield f"{name}.weight", torch.cat(weights)
+    if layer.use_bias:
+        yield f"{name}.bias", torch.cat([tiles[f"{r}.{columns[-1]}.bias"] for r in rows])

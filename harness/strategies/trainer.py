@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from harness.spec.errors import Refused
-from harness.strategies._accelerate_engine import AccelerateEngine
-from harness.strategies._ddp import ddp_buckets
-from harness.strategy import Capabilities, Cell, Job, TrainStep, Workload
+from harness.spec.training import TrainStep
+from harness.strategies._accelerate import AccelerateEngine
+from harness.strategies.ddp import ddp_buckets
+from harness.strategy import Capabilities, Cell, Job
+from harness.workloads import Workload
 
 
 class TransformersTrainer(AccelerateEngine):

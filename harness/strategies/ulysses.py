@@ -10,8 +10,9 @@ from harness.spec.training import Layout, States, TrainStep
 from harness.strategies import _sequence
 from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies._deepspeed import settle
-from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy, Workload
-from harness.strategy.formulas import model_states
+from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy.formulas import all_reduced, model_states
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,7 +86,11 @@ class UlyssesCosts(CostModel[Ulysses]):
         """Returns bytes of the all-to-alls around attention, forward and backward, and gradient
         all-reduces."""
         exchanged = _sequence.exchanged_for_heads(cell, layout)
-        return None if exchanged is None else exchanged + _sequence.averaged(layout, facts)
+        return (
+            None
+            if exchanged is None
+            else exchanged + all_reduced(layout.replicas, facts.trained_bytes)
+        )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         return _sequence.exchanges(cell, layout) + len(facts.sizes)

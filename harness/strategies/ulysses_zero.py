@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from harness.spec.training import Layout, TrainStep
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
-from harness.strategies._deepspeed_export import ulysses_export
 from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
-from harness.strategy import Cell, Export, Job, Layout, ModelFacts, TrainStep, Workload
+from harness.strategy import Cell, Export, Job, ModelFacts
+from harness.workloads import Workload
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,7 +46,20 @@ class UlyssesZero(Deepspeed):
         return None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return ulysses_export(self, cell, to, self.gradient_factor(self.layout(cell.devices)))
+        """Returns DeepSpeed's script with samples split over ranks; None for Accelerate."""
+        plain, layout = super().export(cell, to), self.layout(cell.devices)
+        if to == "accelerate" or plain is None or layout.sequence == 1:
+            return None if to == "accelerate" else plain
+        values = {
+            "sequence": layout.sequence,
+            "samples": cell.global_batch // layout.data // cell.micro_batches,
+            "mpu": ", mpu=groups",
+            "called": "model_at_positions",
+            "trained_loss": "loss / parts" if self.gradient_factor(layout) > 1 else "loss",
+        }
+        return dataclasses.replace(
+            plain, template="ulysses_zero.py.j2", values=plain.values | values
+        )
 
     def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
         if job.layout.sequence == 1:
@@ -83,9 +97,7 @@ class UlyssesZero(Deepspeed):
 
 
 class UlyssesZeroCosts(DeepspeedCosts):
-    @property
-    def backend_library(self) -> str:
-        return "deepspeed"
+    backend_library = "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of ZeRO, all-to-alls around attention, and an all-gather of token positions

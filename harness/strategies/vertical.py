@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from harness.strategy import (
-    Capabilities,
-    Cell,
-    CostModel,
-    Job,
-    Layout,
-    ModelFacts,
-    Refused,
-    States,
-    Strategy,
-    TrainStep,
-    Workload,
-)
+from harness.spec.errors import Refused
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import a_stage_each, pipeline_states
+from harness.workloads import Workload
 
 
 class Vertical(Strategy):

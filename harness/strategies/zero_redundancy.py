@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from harness.strategies._ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import (
-    Cell,
-    CostModel,
-    Export,
-    Job,
-    Layout,
-    ModelFacts,
-    States,
-    Strategy,
-    TrainStep,
-)
+from harness.spec.training import Layout, States, TrainStep
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
+from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
@@ -56,13 +47,9 @@ class ZeroRedundancy(Strategy):
 
 
 class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
-    @property
-    def backend_library(self) -> str:
-        return "ddp"
+    backend_library = "ddp"
 
-    @property
-    def zero_stage(self) -> int:
-        return 1
+    zero_stage = 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)

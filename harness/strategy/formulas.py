@@ -63,11 +63,7 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
 
 
 def facts_of_stages(
-    workload: Workload,
-    facts: ModelFacts,
-    own: Collection[int],
-    count: int,
-    tensor_ranks: int = 1,
+    workload: Workload, facts: ModelFacts, own: Collection[int], count: int, tensor_ranks: int = 1
 ) -> ModelFacts | None:
     """Returns the facts of a rank with the stages `own` of `count`; None if the model defines no
     split."""

@@ -118,11 +118,7 @@ def _ahead(part: Part) -> int:
 
 
 def held_beside_gradients(
-    cell: Cell,
-    layout: Layout,
-    workload: Workload,
-    own: Sequence[tuple[int, ...]],
-    engine: Engine,
+    cell: Cell, layout: Layout, workload: Workload, own: Sequence[tuple[int, ...]], engine: Engine
 ) -> float | None:
     """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
     states and the optimizer's gradients (`States.transient`).

@@ -7,13 +7,7 @@ from typing import Literal
 from harness.spec.errors import Refused
 
 Schedule = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
+    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which a rank has one stage on each arm of a V; the first rank has both ends."""

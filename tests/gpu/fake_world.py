@@ -32,7 +32,7 @@ from harness.planner.rehearsal.substitutes import (
 )
 from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
-from harness.strategies import _data_parallel, _parameter_server
+from harness.strategies import data_parallel, parameter_server
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
 from harness.strategy.registry import validate
@@ -69,7 +69,7 @@ def one_rank(
 
 
 def threads(job: Job) -> Iterator[Patch]:
-    yield put(_data_parallel, "ThreadPoolExecutor", lambda *_, **__: InThisThread())
+    yield put(data_parallel, "ThreadPoolExecutor", lambda *_, **__: InThisThread())
 
 
 class InThisThread:
@@ -96,11 +96,11 @@ def server_or_worker(job: Job) -> Iterator[Patch]:
 
     workers = [*range(job.layout.data)] * 2
     pushes = ((worker, whole(), mock.Mock()) for worker in workers)
-    yield put(_parameter_server, "join", lambda job, tcp: None)
+    yield put(parameter_server, "join", lambda job, tcp: None)
     yield put(rpc, "rpc_sync", push)
     yield put(rpc, "rpc_async", lambda *_: CompletedWork(torch.zeros(())))
-    yield put(_parameter_server, "next_push", lambda: next(pushes))
-    yield put(_parameter_server, "next_confirmation", lambda: 0)
+    yield put(parameter_server, "next_push", lambda: next(pushes))
+    yield put(parameter_server, "next_confirmation", lambda: 0)
 
 
 MORE = (

@@ -11,11 +11,15 @@ import pandas as pd
 import pytest
 
 import harness.strategies._deepspeed
-import harness.strategies._deepspeed_swap
+import harness.strategies._deepspeed_zero
 from harness.launch.launcher import Launcher
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies._deepspeed import compiled_parts, fp16_on_cpu, in_memory
-from harness.strategies._deepspeed_swap import lockable_bytes
+from harness.strategies._deepspeed import (
+    compiled_parts,
+    fp16_on_cpu,
+    in_memory,
+    lockable_bytes,
+)
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
@@ -182,9 +186,9 @@ def test_disk_buffers_that_may_not_be_locked_are_said(
     """DeepSpeed does not look whether its call of mlock succeeded, and a rank of an ordinary user
     died by SIGSEGV."""
     one = cell("deepspeed", workload="llama-512x2", options={**NVME, "folder": str(disk)})
-    monkeypatch.setattr(harness.strategies._deepspeed_swap, "lockable_bytes", lambda: 2**40)
+    monkeypatch.setattr(harness.strategies._deepspeed_zero, "lockable_bytes", lambda: 2**40)
     validate(one, make_workload(one.workload))
-    monkeypatch.setattr(harness.strategies._deepspeed_swap, "lockable_bytes", lambda: allowed)
+    monkeypatch.setattr(harness.strategies._deepspeed_zero, "lockable_bytes", lambda: allowed)
     with pytest.raises(Unavailable, match=f"{needs} MiB.*ulimit -l unlimited"):
         validate(one, make_workload(one.workload))
 
@@ -192,17 +196,17 @@ def test_disk_buffers_that_may_not_be_locked_are_said(
 def test_a_process_that_has_the_capability_locks_without_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limit = harness.strategies._deepspeed_swap.resource.RLIMIT_MEMLOCK
+    limit = harness.strategies._deepspeed.resource.RLIMIT_MEMLOCK
     monkeypatch.setattr(
-        harness.strategies._deepspeed_swap.resource,
+        harness.strategies._deepspeed.resource,
         "getrlimit",
         lambda which: {limit: (4096, 4096)}[which],
     )
     capable = "CapEff:\t0000000000004000\n"
     monkeypatch.setattr(Path, "read_text", lambda _: capable)
-    assert harness.strategies._deepspeed_swap.lockable_bytes() == math.inf
+    assert harness.strategies._deepspeed.lockable_bytes() == math.inf
     monkeypatch.setattr(Path, "read_text", lambda _: "CapEff:\t0000000000000000\n")
-    assert harness.strategies._deepspeed_swap.lockable_bytes() == 4096
+    assert harness.strategies._deepspeed.lockable_bytes() == 4096
 
 
 def _makes_no_shared_memory() -> None:

@@ -40,7 +40,7 @@ def test_the_agent_before_torch_2_12(run_cells: RunCells, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("axis", ["all_reduce", "zero1"])
 def test_split_parameters_train_after_a_first_forward_without_gradients(axis: str) -> None:
     """A pipeline's stage finds out its shapes so."""
-    from harness.strategies._three_d import wrap_stage
+    from harness.strategies.three_d import wrap_stage
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

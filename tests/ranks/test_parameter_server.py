@@ -98,7 +98,7 @@ def test_one_that_fails_ends_the_trial(run_cells: RunCells, fault: str, rank: in
 
 
 def test_no_worker_is_heard_twice_in_a_step() -> None:
-    from harness.strategies import _parameter_server as calls
+    from harness.strategies import parameter_server as calls
 
     def sent(*workers: int) -> None:
         for worker in workers:

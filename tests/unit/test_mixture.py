@@ -19,7 +19,7 @@ from harness.record.trial import TrialRecord
 from harness.run import figures
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
-from harness.strategies import _distributed_config as mesh
+from harness.strategies import _distributed as mesh
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts

@@ -239,10 +239,13 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
         ({"strategy": "fairscale_oss"}, "whole blocks again"),
         ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
         ({"strategy": "deepspeed", "options": {"stage": 3}}, "gathers parameters within a block"),
-        ({"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}}, "again"),
+        (
+            {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}},
+            "schedule zbv",
+        ),
         (
             {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "dualpipev"}},
-            "passes of their own",
+            "schedule dualpipev",
         ),
     ],
     ids=str,

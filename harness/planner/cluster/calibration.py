@@ -357,11 +357,7 @@ class CalibratedRange:
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
         few, many = self.nodes
         total: Floats = model + np.maximum(0.0, np.log2(few / np.maximum(nodes, 1)))
-        for value, most in (
-            (nodes, many),
-            (tensor, self.tensor),
-            (pipeline, self.pipeline),
-        ):
+        for value, most in ((nodes, many), (tensor, self.tensor), (pipeline, self.pipeline)):
             total = total + np.maximum(0.0, np.log2(np.maximum(value, 1) / most))
         return total
 

@@ -136,9 +136,7 @@ def predict_with(
 def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
     """Predicts each part of the rows with a calibration fitted to all others."""
     return _predicted(
-        runs,
-        cluster,
-        ((part, calibrate(runs.take(~part), cluster, "held out")) for part in parts),
+        runs, cluster, ((part, calibrate(runs.take(~part), cluster, "held out")) for part in parts)
     )
 
 

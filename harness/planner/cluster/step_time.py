@@ -299,8 +299,7 @@ def _layer(
     width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
     passes = 2.0 * tokens * width / tensor / memory_rate
     again = np.choose(
-        layouts.recompute,
-        [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention],
+        layouts.recompute, [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention]
     )
     # Backward has twice the products; attention's backward costs 2.5 forwards (FlashAttention-2,
     # arXiv 2307.08691, section 3).

@@ -109,10 +109,7 @@ def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
 
 
 def plan_setting(
-    setting: Setting,
-    request: PlanRequest,
-    measured: LocalMeasurements,
-    calibration: CpuCalibration,
+    setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> tuple[LocalPlan, list[LocalVariant]]:
     """Returns the plan of a setting and its variants; raises UsageError if nothing can run."""
     goal: LocalGoal = next(goal for goal in get_args(LocalGoal) if goal == request.goal)
@@ -123,10 +120,7 @@ def plan_setting(
 
 
 def sweep_settings(
-    setting: Setting,
-    request: PlanRequest,
-    measured: LocalMeasurements,
-    calibration: CpuCalibration,
+    setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> dict[str, dict[int, LocalPlan | str]]:
     """Returns plans, or the reason why nothing can run, by workload and number of ranks.
 

@@ -17,14 +17,8 @@ class Gpt2Split(Split):
     embedding = ("transformer.wte", "transformer.wpe")
     head = ("transformer.ln_f", "lm_head")
     tied: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
-    by_column = (
-        "transformer.h.*.attn.c_attn",
-        "transformer.h.*.mlp.c_fc",
-    )
-    by_row = (
-        "transformer.h.*.attn.c_proj",
-        "transformer.h.*.mlp.c_proj",
-    )
+    by_column = ("transformer.h.*.attn.c_attn", "transformer.h.*.mlp.c_fc")
+    by_row = ("transformer.h.*.attn.c_proj", "transformer.h.*.mlp.c_proj")
 
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
         import torch

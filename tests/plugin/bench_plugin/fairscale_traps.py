@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from harness.strategies import _fairscale
+from harness.strategies import fairscale_oss
 from harness.strategies.fairscale_oss import FairscaleOss
 from harness.strategy import Job, TrainStep
 
@@ -21,5 +21,5 @@ class FairscaleTraps(FairscaleOss):
 
     def setup(self, job: Job) -> TrainStep:
         if self.through != "model":
-            _fairscale.clear = self.clear
+            fairscale_oss.clear = self.clear
         return super().setup(job)

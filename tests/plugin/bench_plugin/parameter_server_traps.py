@@ -15,9 +15,9 @@ class ParameterServerTraps(ParameterServer):
     """Workers keep their first parameters, or the server leaves out one worker's gradients."""
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategies import _parameter_server
+        from harness.strategies import parameter_server
 
-        update = _parameter_server.update
+        update = parameter_server.update
 
         def update_without_worker_1(optimizer: Any, scaler: Any, pushes: Any) -> None:
             heard = [push for push in pushes if push[0] != 1]
@@ -25,9 +25,9 @@ class ParameterServerTraps(ParameterServer):
                 update(optimizer, scaler, heard)
 
         if self.trap == "never_fetches":
-            _parameter_server.take = lambda parameters, fetched: None
+            parameter_server.take = lambda parameters, fetched: None
         if self.trap == "deaf_to_one":
-            _parameter_server.update = update_without_worker_1
+            parameter_server.update = update_without_worker_1
         return super().setup(job)
 
 

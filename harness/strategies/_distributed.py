@@ -1,0 +1,365 @@
+"""Model-defined parallel plans, and loading by transformers' `DistributedConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from harness.measure.states import local_part, retained_by
+from harness.spec.errors import Refused, Unavailable
+from harness.spec.training import Layout, Retained, States
+from harness.strategies._accelerate import recompute_by_transformers
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.formulas import all_reduced, hidden_bytes, model_states, passed_once
+from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+ADDED_UP = "replicated_with_grad_allreduce"
+"""Style of a whole parameter whose gradients are summed over ranks."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Number of ranks along each mesh dimension."""
+
+    replicas: int
+    shards: int
+    tensor: int
+    expert: int = 1
+    """Ranks among which the experts of a layer are divided."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks of a replica that hold the same experts, and shard them."""
+        return self.shards * self.tensor // self.expert
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A model's own plans: style by module or parameter name, in which `*` matches any block."""
+
+    tensor: Mapping[str, str]
+    expert: Mapping[str, str]
+    shards: Mapping[str, str]
+
+    def style(self, name: str) -> str | None:
+        """Returns a parameter's tensor-parallel style; None: every rank holds it whole."""
+        name = any_block(name)
+        return self.tensor.get(name, self.tensor.get(name.rpartition(".")[0]))
+
+    def is_expert(self, name: str) -> bool:
+        """Returns whether expert parallelism divides this parameter among the ranks."""
+        return any_block(name) in self.expert
+
+    def gathered_twice(self, name: str) -> bool:
+        """Returns whether FSDP frees this parameter between forward and backward."""
+        name = any_block(name)
+        return any(
+            style == "free_full_weight" and name.startswith(module + ".")
+            for module, style in self.shards.items()
+        )
+
+
+def any_block(name: str) -> str:
+    """Replaces block numbers: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+@functools.cache
+def plans_of(workload: Workload) -> Plans:
+    """Returns the plans of the model's transformers class."""
+    import torch
+
+    with torch.device("meta"):
+        model: Any = workload.build(0, saved_weights=False)
+    experts = getattr(model, "ep_plan", {})  # from transformers 5.19 on
+    return Plans(dict(model.tp_plan), dict(experts), dict(model.fsdp_plan))
+
+
+def check_version() -> None:
+    """Raises Unavailable if transformers is too old to be handed such a mesh."""
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) < (5, 23):
+        raise Unavailable(
+            f"transformers {installed} cannot divide ranks into replicas, shards and experts;"
+            " install transformers 5.23 or newer"
+        )
+
+
+def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:
+    """Raises Refused if the model lacks a required plan, or sizes do not match each other or the
+    model."""
+    if cell.devices == 1:
+        raise Refused("1 device makes no mesh and changes nothing; use 2 devices or more")
+    if workload.kind == "image" or workload.suffixes:
+        raise Refused(
+            f"transformers splits a language model as it is when it loads it, and {workload.name}"
+            " is none; use a llama, mixtral or qwen3-moe workload without a suffix"
+        )
+    if sizes.expert > 1:
+        _check_experts(workload, sizes)
+    if sizes.tensor > 1:
+        plan = plans_of(workload).tensor
+        if not plan:
+            raise Refused(
+                f"transformers has no tensor-parallel plan for {workload.name}; use a llama,"
+                " mixtral or qwen3-moe workload, or tensor 1"
+            )
+        if cell.micro_batches > 1 and ADDED_UP in plan.values():
+            raise Refused(
+                "transformers adds up the gradients of norms within the heads after each"
+                " micro-batch, and with them, once more, those of the micro-batches before; use"
+                " micro_batches 1, tensor 1, or a model without such norms"
+            )
+
+
+def _check_experts(workload: Workload, sizes: Sizes) -> None:
+    if not workload.experts:
+        raise Refused(
+            f"{workload.name} has no experts; use a mixtral or qwen3-moe workload, or expert 1"
+        )
+    if workload.experts % sizes.expert:
+        raise Refused(
+            f"{workload.experts} experts do not divide among {sizes.expert} ranks; use a divisor of"
+            f" {workload.experts}"
+        )
+    if sizes.expert % sizes.tensor or sizes.shards * sizes.tensor % sizes.expert:
+        raise Refused(
+            f"expert {sizes.expert} must be a multiple of tensor {sizes.tensor} and divide the"
+            f" {sizes.shards * sizes.tensor} ranks of a replica"
+        )
+
+
+def load(job: Job, sizes: Sizes) -> nn.Module:
+    """Saves the job's model and loads it in parts, because transformers splits models only while
+    loading.
+
+    Raises RuntimeError if its mesh would not use the cell's device type: transformers picks any
+    accelerator it sees.
+    """
+    import torch
+    import torch.distributed as dist
+
+    model: Any = job.model(_not_yet)
+    if (seen := torch._C._get_accelerator().type) != job.device.type:
+        raise RuntimeError(
+            f"transformers would make a mesh of {seen} devices for a cell on {job.device.type}:"
+            " hide this host's accelerators from the ranks (CUDA_VISIBLE_DEVICES)"
+        )
+    folder = job.scratch / "saved model"
+    if job.rank % job.local_processes == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    kind = type(model)
+    del model
+    loaded: Any = kind.from_pretrained(
+        folder, dtype=torch.float32, distributed_config=distributed_config(sizes)
+    )
+    whole: nn.Module = loaded.train()
+    if job.cell.recompute != "none":
+        recompute_by_transformers(whole, (), job.cell.recompute)
+    return whole
+
+
+def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
+    """Yields this rank's retained tensors for TrainState, with only its part of each parameter.
+
+    On a CPU a part is a view of its memory-mapped file: only written pages are in memory.
+    """
+    for kind, name, tensor in retained_by(model, [optimizer]):
+        if kind == "parameters" and not isinstance(tensor, int):
+            yield kind, name, local_part(tensor).nbytes
+        else:
+            yield kind, name, tensor
+
+
+def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
+    """Does nothing to the saved model; recomputation is enabled on the loaded one."""
+
+
+def distributed_config(sizes: Sizes) -> DistributedConfig:
+    """Returns the argument of `from_pretrained`.
+
+    Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although its docstring
+    allows it.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return DistributedConfig(
+        tp_size=sizes.tensor,
+        tp_plan="auto" if sizes.tensor > 1 else None,
+        dp_replicate_size=sizes.replicas,
+        fsdp_size=sizes.shards,
+        ep_size=sizes.expert,
+    )
+
+
+def mesh_states(cell: Cell, workload: Workload, sizes: Sizes, facts: ModelFacts) -> States:
+    """Returns each rank's states: its parts of parameters, gradients and moments under the
+    plans."""
+    plans = plans_of(workload)
+
+    def parts(name: str) -> int:
+        if sizes.expert > 1 and plans.is_expert(name):
+            return sizes.shards * sizes.tensor
+        split = sizes.tensor > 1 and plans.style(name) not in (None, ADDED_UP, "replicate")
+        return sizes.shards * (sizes.tensor if split else 1)
+
+    held = sum(size / parts(name) for name, size in _named(facts))
+    states, share = model_states(cell, facts), held / sum(facts.sizes)
+    return dataclasses.replace(
+        states,
+        parameters=share * states.parameters,
+        optimizer=share * states.optimizer,
+        transient=share * states.transient,
+    )
+
+
+def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
+    return zip(facts.trainable, facts.sizes, strict=True)
+
+
+def exchange(
+    cell: Cell, workload: Workload, sizes: Sizes, rows: float, numbers: bool = True
+) -> float:
+    """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
+    their experts or back.
+
+    `rows`: bytes of hidden states of all samples a rank sees in a step, sent to each expert of a
+    token. With uniform routing, `1 / expert` stay on the rank. `numbers`: include token counts, 8
+    bytes per expert and micro-batch.
+    """
+    sent = rows / sizes.tensor * workload.experts_per_token
+    counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
+    return passed_once(sizes.expert, sent + counts)
+
+
+def sharded_traffic(
+    cell: Cell,
+    layout: Layout,
+    workload: Workload,
+    sizes: Sizes,
+    facts: ModelFacts,
+    reductions: int | None = None,
+) -> float | None:
+    """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges
+    with experts.
+
+    FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default as
+    often. Final norm and head stay gathered until backward. Experts are sharded among ranks that
+    hold the same ones.
+    """
+    hidden = hidden_bytes(cell, layout)
+    if hidden is None:
+        return None
+    plans, parts = plans_of(workload), cell.micro_batches
+    reduced = reductions or parts
+    total = 0.0
+    for name, size in _named(facts):
+        apart = sizes.expert > 1 and plans.is_expert(name)
+        ranks = sizes.copies if apart else sizes.shards
+        gathers = 2 if apart or plans.gathered_twice(name) else 1
+        own = 4.0 * size / (sizes.expert if apart else 1)
+        total += passed_once(ranks, (gathers * parts + reduced) * own)
+        total += reduced * all_reduced(sizes.replicas, own / ranks)
+    if sizes.expert > 1:
+        total += workload.blocks * _exchanges(cell, workload, sizes, hidden)
+    return total
+
+
+def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> float:
+    """Returns bytes of a layer's exchanges with experts per step, with any recomputation."""
+    forward = exchange(cell, workload, sizes, hidden) + exchange(
+        cell, workload, sizes, hidden, numbers=False
+    )
+    backward = 2 * exchange(cell, workload, sizes, hidden, numbers=False)
+    return forward * (2 if cell.recompute != "none" else 1) + backward
+
+
+def tensor_traffic(
+    cell: Cell, layout: Layout, workload: Workload, sizes: Sizes, facts: ModelFacts
+) -> float | None:
+    """Returns bytes without data parallelism.
+
+    Hidden states are all-reduced forward after the embedding and each layer split by row, and
+    backward for each split by column. The head is one of these; its logits are gathered.
+
+    Experts split like an MLP reduce outputs forward, and gradients of inputs and token weights
+    backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
+    outputs and gradients. A recomputed block repeats its forward collectives except the last.
+    """
+    hidden = hidden_bytes(cell, layout)
+    if hidden is None:
+        return None
+    plans, ranks = plans_of(workload), sizes.tensor
+    styles = {
+        module: style
+        for name, _ in _named(facts)
+        if (style := plans.tensor.get(any_block(module := name.rpartition(".")[0])))
+        and not plans.is_expert(name)
+    }
+    again = cell.recompute != "none"
+    rows = sum(style == "rowwise" for style in styles.values())
+    columns = sum(style.startswith("colwise") for style in styles.values())
+    repeated = (rows if workload.experts else rows - workload.blocks) if again else 0
+    reduced = rows + columns + 1 + repeated
+    added = sum(4.0 * size for name, size in _named(facts) if plans.style(name) == ADDED_UP)
+    logits = hidden / workload.hidden_size * workload.vocabulary
+    total = all_reduced(ranks, reduced * hidden + added) + passed_once(ranks, logits)
+    if not workload.experts:
+        return total
+    weights = hidden / workload.hidden_size * workload.experts_per_token
+    if sizes.expert == 1:
+        return total + workload.blocks * all_reduced(ranks, 2 * hidden + weights)
+    gathered = passed_once(ranks, 2 * hidden + weights)
+    return total + workload.blocks * (gathered + _exchanges(cell, workload, sizes, hidden))
+
+
+class MeshStrategy(Strategy):
+    """A strategy that splits a model by its transformers plans, and by FSDP2 on the remaining
+    ranks."""
+
+    capabilities = Capabilities(precisions=("fp32", "bf16"))
+
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that split weights by the model's own plan (`tp_plan="auto"`)."""
+    replicas: int = Field(default=1, ge=1)
+    """Replicas that each shard the model independently (HSDP)."""
+
+    def sizes(self, devices: int) -> Sizes:
+        """Returns the mesh of this many devices; raises Refused if they do not divide."""
+        if devices % (self.tensor * self.replicas):
+            by = f"tensor {self.tensor} x replicas {self.replicas}"
+            raise Refused(f"{devices} devices do not divide by {by}")
+        shards = devices // (self.tensor * self.replicas)
+        return Sizes(self.replicas, shards, self.tensor)
+
+    def layout(self, devices: int) -> Layout:
+        sizes = self.sizes(devices)
+        return Layout(data=sizes.replicas * sizes.shards, tensor=sizes.tensor)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        check_mesh(cell, workload, self.sizes(cell.devices))
+
+    @property
+    def costs(self) -> MeshStrategyCosts:
+        return MeshStrategyCosts(self)
+
+
+class MeshStrategyCosts(CostModel[MeshStrategy]):
+    shards_parameters = True
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        sizes = self.strategy.sizes(cell.devices)
+        return mesh_states(cell, make_workload(cell.workload), sizes, facts)
