@@ -14,7 +14,7 @@ from reports.predicted import Predicted, PredictedLine, predicted
 from reports.text import number
 
 if TYPE_CHECKING:
-    from harness.planner.local.scaling_curves import ScalingCurve
+    from harness.planner.local.local_plan import ScalingCurve
 
 NOT_MEASURED = (
     "Every line, band and figure here is a prediction unless it is marked as measured. Nothing was"

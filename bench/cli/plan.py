@@ -158,8 +158,8 @@ def plan(
 
     from bench.cli import terminal
     from harness.planner.cluster.calibration import DEFAULT, load
+    from harness.planner.cluster.cluster_plan import explanation
     from harness.planner.cluster.cluster_plan import plan as predicted
-    from harness.planner.cluster.explanation import explanation
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.model_shape import parse_shape
     from harness.planner.cluster.question import ClusterQuestion

@@ -16,7 +16,7 @@ from bench.cli.options import JsonObject, MeasuredHere
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.cluster.cluster_scores import ClusterScores, PartErrors
+    from harness.planner.cluster.calibrate import ClusterScores, PartErrors
 
 _DATA = typer.Option(
     "--data",
@@ -74,17 +74,16 @@ def validate(
         validate_here.validate(tuple(results or (Path("results"),)), json_output)
         return
     from bench.cli import terminal
-    from harness.planner.cluster import cluster_scores as scores
+    from harness.planner.cluster import calibrate as scores
     from harness.planner.cluster.calibration import DEFAULT, load
     from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.measured_runs import read_runs
     from harness.spec.errors import UsageError
 
     if results:
         raise UsageError("--results needs --here; give published runs as --data")
     if data is None:
         raise UsageError("--data is missing: give a table of measured runs, or add --here")
-    runs = read_runs(data, _shapes(model), seq)
+    runs = scores.read_runs(data, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)
     if calibration:
@@ -140,8 +139,8 @@ def calibrate(
     Example: [bold]python -m bench calibrate --data RUNS.csv --out MY.yaml[/bold]
     """
     from harness.planner.cluster.calibrate import calibrate as fit
+    from harness.planner.cluster.calibrate import read_runs
     from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.measured_runs import read_runs
     from harness.spec.errors import UsageError
 
     runs = read_runs(data, _shapes(model), seq)
@@ -155,7 +154,7 @@ def calibrate(
 
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
-    from harness.planner.cluster.measured_runs import MODELS
+    from harness.planner.cluster.calibrate import MODELS
     from harness.spec.errors import UsageError
 
     shapes = dict(MODELS)

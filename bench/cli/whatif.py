@@ -15,9 +15,9 @@ from bench.cli.options import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.local.growth import ScalingRequest
+    from harness.planner.local.local_plan import ScalingCurve
     from harness.planner.local.measurements import LocalCell
-    from harness.planner.local.scaling_curves import ScalingCurve
+    from harness.planner.local.plan_request import ScalingRequest
     from harness.spec.link import Link
 
 
@@ -61,9 +61,14 @@ def whatif(
     Example: [bold]python -m bench whatif ddp fsdp2 --devices 1024 --link 10gbit[/bold]
     """
     from bench.cli import terminal
-    from harness.planner.local.growth import ScalingRequest, fastest_cells, scalable_cells, scaled
     from harness.planner.local.measurements import read_measurements
-    from harness.planner.local.plan_request import calibrated
+    from harness.planner.local.plan_request import (
+        ScalingRequest,
+        calibrated,
+        fastest_cells,
+        scalable_cells,
+        scaled,
+    )
 
     measured = read_measurements(tuple(results or (Path("results"),)))
     request = ScalingRequest(devices, regime == "weak", _link(link))

@@ -17,12 +17,11 @@ from harness.host.environment import version_of
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Export, Strategy
-from harness.strategy.job import Job
+from harness.strategy.job import LOSS_SCALE, Job
 from harness.strategy.optimizers import PACKAGES, muon_arguments, packages_of
 from harness.strategy.registry import make_strategy, strategies, validate
-from harness.strategy.step import LOSS_SCALE
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.suffixes import FLOAT8
+from harness.workloads.variants import FLOAT8
 from harness.workloads.workload import has_weights
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from harness.workloads.activations import OperatorObserver
+    from harness.workloads.operators import OperatorObserver
 
 
 @dataclass(frozen=True, order=True)
@@ -114,7 +114,7 @@ def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
     """
     import torch
 
-    from harness.workloads.activations import OperatorObserver
+    from harness.workloads.operators import OperatorObserver
 
     class Counting(OperatorObserver):
         def observe(

@@ -19,8 +19,8 @@ from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.workloads import DataSource, make_workload, prepare_data
+from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
-from harness.workloads.registry import split_name
 
 MICRO_BATCH_TOKENS = 2048
 """Most tokens that a reference run on a GPU computes at once: 1.1 B parameters then keep 7 GiB of
@@ -167,7 +167,7 @@ def memory_bytes(reference: Cell) -> int:
     the larger of a micro-batch's activations and torch's optimizer temporaries (4 bytes per
     parameter). A variant is assumed to keep its base model's activations.
     """
-    from harness.workloads.activations import activation_bytes
+    from harness.workloads.operators import activation_bytes
 
     workload, base = (
         make_workload(reference.workload),

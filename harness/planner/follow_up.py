@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from harness.export import TARGETS, export_files, plan_of, write_files
-from harness.planner.cluster.layouts import RECOMPUTE, PlannedLayout
-from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.cluster.question import RECOMPUTE, ClusterQuestion, PlannedLayout
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Strategy

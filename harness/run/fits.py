@@ -21,7 +21,7 @@ def device_bytes(cell: Cell) -> float:
     Sums the strategy's formula for states and temporary memory, its share of a micro-batch's
     activations (torch's allocator keeps them), and the CUDA context.
     """
-    from harness.workloads.activations import activation_bytes
+    from harness.workloads.operators import activation_bytes
 
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)

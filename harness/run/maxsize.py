@@ -103,7 +103,7 @@ class Prediction:
 def token_step(workload: str, ranks: int, budget: int) -> int:
     """Returns the tokens that sequences grow by: about 1 % of those whose activations fill the
     budget, as a multiple of twice the ranks, which every strategy can divide."""
-    from harness.workloads.activations import activation_bytes
+    from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
     short, long = (activation_bytes(model, 1, n * few * 16) for n in (1, 2))

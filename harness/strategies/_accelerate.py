@@ -13,7 +13,7 @@ from harness.strategies._deepspeed import settle
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states, whole_model_states
-from harness.strategy.step import LOSS_SCALE, own_precision
+from harness.strategy.job import LOSS_SCALE, own_precision
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.recompute import checkpoint_arguments

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.spec.training import Batch, Retained, Tolerance, TrainStep
 from harness.strategy import Job
-from harness.strategy.job import Wait
-from harness.strategy.step import own_precision
+from harness.strategy.job import Wait, own_precision
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -41,7 +41,7 @@ PERSISTENT_ELEMENTS = 1000
 DeepSpeed's default of 1e5 would keep nearly all of a model of hidden size 256 whole.
 """
 LOSS_SCALE_POWER = 12
-"""Exponent of the initial loss scale, as in harness.strategy.step.LOSS_SCALE; DeepSpeed's 2^16
+"""Exponent of the initial loss scale, as in harness.strategy.job.LOSS_SCALE; DeepSpeed's 2^16
 overflows and skips the first steps."""
 
 

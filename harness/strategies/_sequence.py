@@ -12,7 +12,7 @@ from harness.spec.training import Batch, Layout, TrainStep
 from harness.strategies.collectives import average_gradients
 from harness.strategy import Cell, Job
 from harness.strategy.formulas import passed_once
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from harness.strategies._accelerate import AccelerateEngine, pretend_gpus, verif
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._deepspeed import settle
 from harness.strategy import Job
-from harness.strategy.step import LOSS_SCALE
+from harness.strategy.job import LOSS_SCALE
 from harness.workloads import Workload
 from harness.workloads.recompute import checkpoint_arguments
 

@@ -8,9 +8,9 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
-from harness.strategy.step import loss_scaler, own_precision, standard_step
+from harness.strategy.job import loss_scaler, own_precision, standard_step
 from harness.workloads import Workload
-from harness.workloads.precision import halve
+from harness.workloads.low_precision import halve
 
 WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
 LOST = "weights are half: an update smaller than half a unit in their last place is lost"

@@ -12,7 +12,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Batch, Layout, Tolerance, TrainStep
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.spec.training import Layout, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

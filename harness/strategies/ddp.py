@@ -11,7 +11,7 @@ from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, Tr
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 

@@ -45,7 +45,7 @@ class DeepspeedPipeline(Strategy):
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
-        from harness.strategy.stage import Stage
+        from harness.strategy.pipelining import Stage
 
         deepspeed.init_distributed(verbose=False)
         count = job.layout.pipeline
@@ -71,7 +71,7 @@ class DeepspeedPipeline(Strategy):
         """Returns the spec that builds stage `index` on its rank."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-        from harness.strategy.stage import Stage
+        from harness.strategy.pipelining import Stage
 
         count, split = job.layout.pipeline, job.workload.split
         assert split is not None

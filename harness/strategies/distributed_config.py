@@ -10,7 +10,7 @@ from harness.spec.training import Layout, TrainStep
 from harness.strategies import _distributed as mesh
 from harness.strategies.fsdp2 import sharded_messages
 from harness.strategy import Cell, Export, Job, ModelFacts
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 
 

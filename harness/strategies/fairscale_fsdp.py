@@ -12,7 +12,7 @@ from harness.spec.training import Layout, Retained, States, TrainStep
 from harness.strategies.fairscale_oss import check_recompute, recompute_by_fairscale
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, model_states
-from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.step import sharded_loss_scaler, standard_step
+from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

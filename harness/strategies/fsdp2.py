@@ -14,7 +14,7 @@ from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import fsdp2_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
-from harness.strategy.step import own_precision, standard_step
+from harness.strategy.job import own_precision, standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from harness.spec.training import Layout, States, Tolerance, TrainStep
 from harness.strategies import _horovod
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")

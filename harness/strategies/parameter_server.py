@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Wait
-from harness.strategy.step import loss_scaler
+from harness.strategy.job import Wait, loss_scaler
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

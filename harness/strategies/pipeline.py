@@ -73,8 +73,7 @@ class Pipeline(Strategy):
         return PipelineCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, train_step
-        from harness.strategy.stage import Stage
+        from harness.strategy.pipelining import Pipe, Stage, train_step
 
         ranks = job.layout.pipeline
         own, count = self._stages_of(job.rank, ranks), ranks * self._per_rank

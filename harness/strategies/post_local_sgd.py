@@ -9,7 +9,7 @@ from pydantic import Field
 from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 # Ranks that never average end at 0.8 to 1.2 of the update under AdamW.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 
 
 class Single(Strategy):

@@ -8,7 +8,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import Layout, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

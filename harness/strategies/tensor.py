@@ -9,7 +9,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.family import Split
 
@@ -58,7 +58,7 @@ class TensorParallel(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from harness.strategy.stage import Stage, split_tensors
+        from harness.strategy.pipelining import Stage, split_tensors
 
         stage = Stage(job)
         restore = split_tensors(

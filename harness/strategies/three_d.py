@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from harness.strategy.stage import Stage
+    from harness.strategy.pipelining import Stage
 
 
 class ThreeD(Strategy):
@@ -89,8 +89,7 @@ class ThreeD(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from harness.strategy.pipelining import Pipe, train_step
-        from harness.strategy.stage import Stage, split_tensors
+        from harness.strategy.pipelining import Pipe, Stage, split_tensors, train_step
 
         shape = (job.layout.data, job.layout.pipeline, job.layout.tensor)
         mesh = init_device_mesh(

@@ -30,8 +30,7 @@ class Vertical(Strategy):
         return VerticalCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, train_step
-        from harness.strategy.stage import Stage
+        from harness.strategy.pipelining import Pipe, Stage, train_step
 
         pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

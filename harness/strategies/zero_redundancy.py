@@ -12,7 +12,7 @@ from harness.strategy.formulas import (
     passed_once,
     whole_model_states,
 )
-from harness.strategy.step import standard_step
+from harness.strategy.job import standard_step
 
 
 class ZeroRedundancy(Strategy):

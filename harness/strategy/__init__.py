@@ -12,11 +12,9 @@ from harness.spec.training import (
     Tolerance,
     TrainStep,
 )
-from harness.strategy.base import Capabilities, Export, OwnLauncher, Strategy
-from harness.strategy.costs import CostModel
+from harness.strategy.base import Capabilities, CostModel, Export, OwnLauncher, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once, whole_model_states
-from harness.strategy.job import Job, TrainState
-from harness.strategy.step import loss_scaler, own_precision, standard_step
+from harness.strategy.job import Job, TrainState, loss_scaler, own_precision, standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 

@@ -16,11 +16,10 @@ from harness.spec.cell import BASELINE, Cell
 from harness.spec.training import Layout
 from harness.strategy.formulas import KEPT_RESULTS, facts_of_stages, logits_bytes
 from harness.strategy.job import Job
+from harness.strategy.pipelining import Stage
 from harness.strategy.schedules import FORWARDS_FIRST, Schedule
-from harness.strategy.stage import Stage
-from harness.workloads.activations import Held, sample_labels
-from harness.workloads.counts import model_facts
-from harness.workloads.flops import without_memory
+from harness.workloads.counts import model_facts, without_memory
+from harness.workloads.operators import Held, sample_labels
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

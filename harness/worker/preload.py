@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from harness.host.hidden_packages import hide, show
 from harness.host.imports import no_collections
-from harness.workloads.registry import families
+from harness.workloads.catalog import families
 
 with no_collections():
     import torch.distributed.tensor.parallel  # noqa: F401

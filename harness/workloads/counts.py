@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
 from harness.host.cache import cache_folder
 from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
 from harness.spec.cell import Cell
-from harness.workloads.registry import make_workload
+from harness.workloads.catalog import make_workload
+from harness.workloads.recompute import experts_backward, grouped_products
 from harness.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.autograd.function import BackwardCFunction
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
 _APART = """
 import dataclasses, json, sys
 from harness.workloads.counts import model_facts
-from harness.workloads.registry import make_workload
+from harness.workloads.catalog import make_workload
 print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(sys.argv[2])))))
 """
 
@@ -156,8 +165,6 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
 def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     import transformers
 
-    from harness.workloads.flops import model_flops, without_memory
-
     transformers.utils.logging.set_verbosity_error()
     with without_memory():
         model = workload.countable().build(seed=0, saved_weights=False)
@@ -180,3 +187,61 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 
 def parameters_of(cell: Cell) -> int:
     return model_facts(make_workload(cell.workload), cell.sequence_length).parameters
+
+
+def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Returns the floating-point operations of `forward` and its backward, by torch's
+    FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
+
+    `forward` calls `model`, whose tensors may be fake.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "_attn_implementation"):
+        # The counter does not know fused attention on every device.
+        config._attn_implementation = "eager"
+    with FlopCounterMode(display=False, custom_mapping=dict(grouped_products())) as counter:
+        forward().sum().backward()
+    return int(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Makes new tensors fake (FakeTensorMode), so that any model from `Workload.countable` can be
+    counted.
+
+    Modules stay on their device, because there is no data to move. Experts use transformers'
+    grouped product: torch knows the shapes of its own only in bf16. Positions are unreadable, so
+    transformers must not look for packed sequences, which would need a mask over all token pairs.
+    """
+    import torch
+    from torch._library.custom_ops import OPDEFS
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    experts = OPDEFS["transformers::grouped_mm_fallback"]
+    backward = experts._backward_fn if experts_backward() else _without_numbers_of_rows
+
+    def stay(module: nn.Module, *_: object, **__: object) -> nn.Module:
+        return module
+
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.nn.Module, "to", stay),
+        mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
+        mock.patch.object(experts, "_backward_fn", backward),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+    ):
+        yield
+
+
+def _without_numbers_of_rows(
+    ctx: BackwardCFunction, gradient: Tensor
+) -> tuple[Tensor, Tensor, None]:
+    """Gradients of a grouped product in as many operations as transformers computes them in, where
+    its own backward would read how many rows each expert has."""
+    rows, matrices = tuple(ctx.saved_tensors)
+    rows.T @ gradient  # counted; each row has part in the gradient of one matrix
+    return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

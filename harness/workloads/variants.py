@@ -25,18 +25,48 @@ from typing import TYPE_CHECKING, cast
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Retained, Tolerance
-from harness.workloads.adapters import PROMPTS, VIRTUAL_TOKENS, adapt
-from harness.workloads.matrices import matrices
-from harness.workloads.quantisation import quantise, quantised_bytes, scales
-from harness.workloads.suffixes import ADAPTERS, FLOAT8, HALF, QUANTISED, STORAGES, SUFFIXES
+from harness.workloads.low_precision import (
+    emulated,
+    halve,
+    matrices,
+    quantise,
+    quantised_bytes,
+    quiet,
+    scales,
+    use_float8,
+)
 from harness.workloads.workload import HasLogits, Workload
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftConfig
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from harness.spec.training import Layout
+
+STORAGES = {
+    "bf16": "weights, gradients and optimizer state in bf16",
+    "fp16": "weights, gradients and optimizer state in fp16",
+    "float8": "products of attention and MLP matrices in float8, weights in fp32",
+    "int8": "frozen 8-bit matrices, with an adapter",
+    "nf4": "frozen 4-bit matrices, with an adapter",
+}
+"""Storage of the weights, or arithmetic with them."""
+ADAPTERS = {
+    "lora": "rank 8 on every attention and MLP matrix",
+    "prompt": "prompt tuning, 16 virtual tokens",
+    "p_tuning": "16 virtual tokens from an MLP",
+    "p_tuning_lstm": "16 virtual tokens from an LSTM",
+    "prefix": "prefix tuning, 16 virtual tokens before each block's keys and values",
+    "ia3": "scales of keys, values and MLP activations",
+}
+"""Parameters trained instead of the model's own weights."""
+SUFFIXES = {**STORAGES, **ADAPTERS}
+FLOAT8 = "float8"
+QUANTISED = ("int8", "nf4")
+HALF = ("bf16", "fp16")
+
 
 _TOLERANCES = {
     "bf16": Tolerance(
@@ -155,13 +185,9 @@ class Variant(Workload):
 
         model = cast("PreTrainedModel", self.base.build(seed, device, saved_weights, drawn_on))
         if self.storage in HALF:
-            from harness.workloads.precision import halve
-
             dtype = torch.bfloat16 if self.storage == "bf16" else torch.float16
             halve(model, dtype, keep_batch_norm=False)
         elif self.storage == FLOAT8:
-            from harness.workloads.float8 import use_float8
-
             use_float8(model)
         elif self.storage:
             quantise(model, self.storage)
@@ -192,8 +218,6 @@ class Variant(Workload):
     def stand_in(self, cell: Cell) -> str | None:
         if self.storage != FLOAT8:
             return None
-        from harness.workloads.float8 import emulated
-
         return emulated(cell)
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
@@ -294,3 +318,47 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
             f"workload {name!r}: which matrices IA3 scales is known for gpt2 and llama models only;"
             " use +lora"
         )
+
+
+RANK = 8
+VIRTUAL_TOKENS = 16
+PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
+"""Adapters that prepend virtual tokens, which add positions to the logits."""
+
+
+def adapt(model: PreTrainedModel, adapter: str) -> nn.Module:
+    """Freezes all parameters; returns the model with a trainable adapter."""
+    with quiet():
+        import peft
+
+        adapted: nn.Module = peft.get_peft_model(model, _config(model, adapter))
+    return adapted
+
+
+def _config(model: PreTrainedModel, adapter: str) -> PeftConfig:
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    task = "CAUSAL_LM"
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    if adapter == "lora":
+        return peft.LoraConfig(
+            task_type=task,
+            r=RANK,
+            lora_alpha=2 * RANK,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            fan_in_fan_out=transposed,
+        )
+    if adapter == "ia3":
+        return peft.IA3Config(task_type=task, fan_in_fan_out=transposed)
+    if adapter == "prompt":
+        return peft.PromptTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL_TOKENS)
+    if adapter == "prefix":
+        return peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL_TOKENS)
+    return peft.PromptEncoderConfig(
+        task_type=task,
+        num_virtual_tokens=VIRTUAL_TOKENS,
+        encoder_reparameterization_type="LSTM" if adapter == "p_tuning_lstm" else "MLP",
+        encoder_dropout=0.0,
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
-from harness.planner.local.scaling_curves import ScalingCurve
+from harness.planner.local.local_plan import ScalingCurve
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
 from reports.prediction_page import (

@@ -1,7 +1,7 @@
 """One rank of a world of any size, on tensors without data: what a strategy sets up and does in a
 step.
 
-It is the rank that rehearsals take (see harness/planner/rehearsal/substitutes.py, which lists what
+It is the rank that rehearsals take (see harness/planner/rehearsal/world.py, which lists what
 is substituted), on tensors of type `cpu`, or of the type that the environment variable
 BENCH_FAKE_DEVICE names: `cuda` needs what tests/gpu/fake_cuda.py prepares. Substituted are further:
 
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from harness.planner.rehearsal.substitutes import (
+from harness.planner.rehearsal.world import (
     CompletedWork,
     CopyableFakeMode,
     Patch,
     Substitution,
+    fake_batch,
+    fake_rank,
     put,
     swap_if_changed,
 )
-from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
 from harness.strategies import data_parallel, parameter_server
 from harness.strategy.base import Strategy

@@ -22,9 +22,8 @@ from harness.parity.deviations import full_parameters
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.base import Capabilities, Strategy
-from harness.strategy.job import Job
+from harness.strategy.job import Job, standard_step
 from harness.strategy.registry import make_strategy
-from harness.strategy.step import standard_step
 from tests.gpu.fake_world import DEVICE, fake_batch, one_rank
 
 STEPS = 2

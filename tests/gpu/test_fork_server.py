@@ -91,7 +91,7 @@ from bench.expand import expand
 from bench.matrix import read_matrix
 from harness.host.environment import device_type
 from harness.workloads.counts import model_facts
-from harness.workloads.registry import make_workload
+from harness.workloads.catalog import make_workload
 
 assert device_type() == "cuda"
 expand(read_matrix("smoke"), Host("cuda", 8, 80 * 2**30))

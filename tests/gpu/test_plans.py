@@ -31,9 +31,9 @@ from harness.run.expected import references_of, trial_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
-from harness.workloads.activations import activation_bytes
+from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
-from harness.workloads.registry import split_name
+from harness.workloads.operators import activation_bytes
 
 GIB = 2**30
 MATRICES = ("full", "quick", "smoke", "scaling", "precision")

@@ -38,9 +38,9 @@ from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
-from harness.workloads.activations import activation_bytes
 from harness.workloads.counts import _count, model_facts, parameters_of
-from harness.workloads.suffixes import ADAPTERS
+from harness.workloads.operators import activation_bytes
+from harness.workloads.variants import ADAPTERS
 from reports.largest import largest as largest_of
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import bench

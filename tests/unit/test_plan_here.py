@@ -18,7 +18,7 @@ from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
 from harness.analysis.setting import Setting
-from harness.planner.local import growth
+from harness.planner.local import plan_request
 from harness.planner.local.cpu_prediction import (
     CellColumns,
     CellFacts,
@@ -358,7 +358,7 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
     def unavailable(*_: object) -> None:
         raise Unavailable("its library is not installed")
 
-    monkeypatch.setattr(growth, "validate", unavailable)
+    monkeypatch.setattr(plan_request, "validate", unavailable)
     (curve,) = json.loads(told(whatif, "ddp llama-nano*", "--results", folder, "--json"))["curves"]
     assert curve["points"] == []
     assert "its library is not installed" in curve["end"]

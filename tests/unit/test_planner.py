@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 
 from bench.cli import main
 from harness.planner.cluster.calibration import DEFAULT, bounds_of, load
-from harness.planner.cluster.cluster_plan import plan
-from harness.planner.cluster.explanation import explanation
+from harness.planner.cluster.cluster_plan import explanation, plan
 from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of, curve_of
 from harness.planner.cluster.layout_memory import capped, model_states
-from harness.planner.cluster.layouts import joined
 from harness.planner.cluster.model_shape import (
     ModelShape,
     empty_stages,
@@ -30,7 +28,7 @@ from harness.planner.cluster.model_shape import (
     numbered_stages,
     parse_shape,
 )
-from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts
+from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts, joined
 from harness.planner.cluster.step_time import one_forward_one_backward
 from harness.spec.errors import UsageError
 

@@ -13,21 +13,30 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
-from harness.planner.cluster.calibrate import calibrate, predicted
-from harness.planner.cluster.calibration import bounds_of, load
-from harness.planner.cluster.cluster_scores import (
+from harness.planner.cluster.calibrate import (
+    COLUMNS,
+    MEMORY_UNIT,
     HeldOutRuns,
+    MeasuredRuns,
+    calibrate,
     hold_out,
     noise_of_twins,
     parts_by_model,
     parts_by_nodes,
+    predicted,
+    read_runs,
     score,
 )
+from harness.planner.cluster.calibration import bounds_of, load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts, joined
-from harness.planner.cluster.measured_runs import COLUMNS, MEMORY_UNIT, MeasuredRuns, read_runs
 from harness.planner.cluster.model_shape import ModelShape, named_shapes
-from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts
+from harness.planner.cluster.question import (
+    ClusterQuestion,
+    PlannedLayout,
+    PlannedLayouts,
+    enumerate_layouts,
+    joined,
+)
 from harness.spec.errors import UsageError
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))

@@ -17,10 +17,9 @@ from harness.planner.cluster import step_time
 from harness.planner.cluster.cluster_plan import plan
 from harness.planner.cluster.hardware import BandwidthCurve, curve_of
 from harness.planner.cluster.layout_memory import model_states
-from harness.planner.cluster.layouts import PlannedLayout, PlannedLayouts
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import energy, predict
-from harness.planner.cluster.question import enumerate_layouts
+from harness.planner.cluster.question import PlannedLayout, PlannedLayouts, enumerate_layouts
 from harness.planner.cluster.step_time import one_forward_one_backward
 from tests.unit.test_planner import CALIBRATION, often, question
 

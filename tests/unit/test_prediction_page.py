@@ -12,7 +12,7 @@ from harness.planner.cluster.cluster_plan import device_counts, neighbours, swee
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import named_shapes
 from harness.planner.cluster.question import ClusterQuestion
-from harness.planner.local.scaling_curves import ScalingCurve, ScalingPoint, straggling
+from harness.planner.local.local_plan import ScalingCurve, ScalingPoint, straggling
 from reports.prediction_page import scaling_page
 from tests.commands import told
 

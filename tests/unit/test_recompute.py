@@ -23,8 +23,8 @@ from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy, validate, with_defaults
 from harness.workloads import flops, make_workload
 from harness.workloads import recompute as products_of
-from harness.workloads.activations import activation_bytes, recomputed_flops
 from harness.workloads.counts import _count, model_facts
+from harness.workloads.operators import activation_bytes, recomputed_flops
 from harness.workloads.recompute import experts_backward, products, recompute_blocks
 
 KINDS = ("none", "selective", "full")

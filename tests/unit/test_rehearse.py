@@ -24,8 +24,7 @@ from harness.planner.rehearsal.rehearse import (
     rehearse,
     with_blocks,
 )
-from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, CopyableFakeMode
-from harness.planner.rehearsal.world import fake_rank
+from harness.planner.rehearsal.world import SUBSTITUTIONS, CopyableFakeMode, fake_rank
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Layout
 from harness.strategy.job import Job

@@ -11,9 +11,8 @@ import yaml
 from bench.cli.plan import tried_options
 from bench.expand import cells_of
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.layouts import PlannedLayout
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.follow_up import cells_of_layout, cells_of_layouts, export_first, write_matrix
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError

@@ -21,8 +21,8 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data, workload_names
+from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
-from harness.workloads.registry import split_name
 
 
 @pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])

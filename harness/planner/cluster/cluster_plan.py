@@ -8,26 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 
 from harness.planner.cluster.calibration import ClusterCalibration
-from harness.planner.cluster.layouts import AXES, PlannedLayout, PlannedLayouts
+from harness.planner.cluster.layout_memory import model_states
 from harness.planner.cluster.model_shape import ModelShape, named_shapes
-from harness.planner.cluster.prediction import LayoutEnergy, Predictions, energy, predict
-from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts
+from harness.planner.cluster.prediction import (
+    COMPUTING,
+    WAITING,
+    LayoutEnergy,
+    Predictions,
+    energy,
+    predict,
+    ranked,
+)
+from harness.planner.cluster.question import (
+    AXES,
+    ClusterQuestion,
+    PlannedLayout,
+    PlannedLayouts,
+    enumerate_layouts,
+)
 from harness.planner.cluster.step_time import one_forward_one_backward, stage_seconds
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
-TIE = 0.01
-"""Difference in the logarithm of speed below which layouts are tied; less memory then wins."""
-TRIED = 3
-"""Number of first ranks to be tried together."""
-CONSIDERED = 512
-"""Number of layouts considered for these ranks: the fastest, and the best by speed times
-probability to fit."""
-STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations that it spans on each side."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Number of layouts, best first, whose pipelines are simulated."""
@@ -42,59 +46,6 @@ SPAN = 16.0
 """Largest ratio of the parameters of compared models."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
 """Doublings of the devices below and above the question's."""
-
-
-def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
-    """Returns row numbers, best first (all arrays of shape [rows]).
-
-    The first rank suits users who run one layout: the largest product of speed and probability to
-    fit, in classes of TIE, then the least memory. The next ranks, up to TRIED, suit users who try
-    them all and keep the fastest: each adds the largest expected improvement (Jones, Schonlau and
-    Welch, 1998). So a faster layout that may not fit beats a slower one that surely fits. All
-    others follow by speed times probability.
-
-    `half_width` belongs to the 80 % interval of the logarithmic seconds. Layouts are treated as
-    independent.
-    """
-    score = np.log(np.maximum(fits, 1e-300) / seconds)
-    classes = np.floor((score.max() - score) / TIE) if len(score) else score
-    order = np.lexsort((memory_bytes, classes))
-    fastest = np.argsort(seconds / np.maximum(fits > 0, 1e-300), kind="stable")
-    rows = np.unique(np.concatenate([order[:CONSIDERED], fastest[:CONSIDERED]]))
-    picked = order[:1].tolist()
-    if len(rows) > 1:
-        gains = _Gains(-np.log(seconds[rows]), fits[rows], half_width[rows] / ndtri(0.9))
-        places = {int(row): place for place, row in enumerate(rows)}
-        best = places[picked[0]]
-        for _ in range(min(TRIED, len(rows)) - 1):
-            best = gains.after(best)
-            picked.append(int(rows[best]))
-    rest = order[~np.isin(order, picked)]
-    return np.concatenate([np.array(picked, order.dtype), rest])
-
-
-class _Gains:
-    """Expected improvements over the picked layouts; speeds are log-normal, or 0 without a fit."""
-
-    def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
-        reach = DEVIATIONS * float(deviation.max())
-        grid = np.linspace(log_speed.min() - reach, log_speed.max() + reach, STEPS)
-        self.widths = np.diff(np.exp(grid), prepend=0.0)
-        """Width of each step in speed; the first reaches down to 0."""
-        passed = ndtr((grid - log_speed[:, None]) / np.maximum(deviation, 1e-9)[:, None])
-        self.slower = 1 - fits[:, None] * (1 - passed)
-        """Probability that a layout is slower than each point (shape [rows, STEPS])."""
-        self.all_slower = np.ones(STEPS)
-        """Probability that all picked layouts are slower than each point."""
-        self.not_picked = np.ones(len(log_speed), bool)
-
-    def after(self, picked: int) -> int:
-        """Picks a row; returns the row that would then add most."""
-        self.all_slower = self.all_slower * self.slower[picked]
-        self.not_picked[picked] = False
-        # E[max(a, b)] - E[b] is the integral of P(a > x) P(b < x) over x.
-        gains = (1 - self.slower) @ (self.all_slower * self.widths)
-        return int(np.argmax(np.where(self.not_picked, gains, -1.0)))
 
 
 @dataclass(frozen=True)
@@ -472,3 +423,117 @@ def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: st
         best.reserved_low,
         best.reserved_high,
     )
+
+
+PART_WORDS = {
+    "compute": "computing",
+    "activation_exchange": "exposed communication of tensor, context and expert parallelism",
+    "data": "exposed communication of gradients and parameters",
+    "bubble": "waiting in the pipeline",
+    "launch": "waiting for the processor to launch work",
+    "offload": "moving offloaded tensors",
+    "update": "the optimizer's update",
+}
+
+RISKIER = 0.95
+"""Share of the best layout's probability to fit below which the next one's is mentioned."""
+
+
+def explanation(plan: ClusterPlan) -> list[str]:
+    best = plan.candidates[0]
+    sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
+    if len(plan.candidates) > 1:
+        sentences.append(_next(best, plan.candidates[1]))
+    if best.doublings_beyond > 0:
+        sentences.append(
+            f"The question lies {best.doublings_beyond:.1f} doublings outside the calibrated range,"
+            " so the intervals are wider and rest on an assumption."
+        )
+    if plan.goal == "cost":
+        sentences.append(
+            "For a given number of devices, the fastest layout is the cheapest; compare prices of a"
+            " billion tokens for several numbers of devices."
+        )
+    if plan.goal == "energy":
+        sentences.append(
+            f"Energy is that of the devices alone, assumed to draw {COMPUTING:.0%} of their maximum"
+            f" power while they compute and {WAITING:.0%} while they wait."
+        )
+    return [sentence for sentence in sentences if sentence]
+
+
+def _place(plan: ClusterPlan) -> str:
+    question, layout = plan.question, plan.candidates[0].layout
+    if question.devices == 1:
+        return "One device: nothing is communicated, so only memory decides."
+    if question.nodes == 1:
+        return (
+            "One node: all devices share fast links, so tensor parallelism is affordable if memory"
+            " requires it."
+        )
+    inside, outside = question.cluster.reduce.at(np.array([1, question.nodes])).tolist()
+    speed = "slow" if outside < inside / 4 else "fast"
+    inner = layout.tensor <= question.cluster.per_node
+    span = "stays inside a node" if inner else "spans nodes"
+    tensor = f"tensor parallelism {span}, " if layout.tensor > 1 else ""
+    return (
+        f"{question.nodes} nodes over {speed} links ({outside / 1e9:.0f} GB/s against"
+        f" {inside / 1e9:.0f} GB/s inside): {tensor}the data axis, which communicates once per step"
+        f"{'' if layout.zero < 2 else ' or micro-batch'}, crosses nodes."
+    )
+
+
+def _why_not_whole(plan: ClusterPlan) -> str:
+    """Says whether the whole model, or a layer, fits a device."""
+    question = plan.question
+    shape, limit = question.shape, question.cluster.memory_bytes
+    whole, layer = (
+        float(model_states(float(count), 1, 0))
+        for count in (shape.parameters, shape.layer_parameters)
+    )
+    if layer > limit:
+        return (
+            f"A single layer's states ({layer / 1e9:.0f} GB) exceed a device"
+            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, splits it."
+        )
+    if whole > limit:
+        return (
+            f"The model's states ({whole / 1e9:.0f} GB) exceed a device ({limit / 1e9:.0f} GB), so"
+            " they are split by tensor or pipeline parallelism, sharded, or offloaded."
+        )
+    return (
+        f"The model's states ({whole / 1e9:.0f} GB) fit a device ({limit / 1e9:.0f} GB) before"
+        " activations."
+    )
+
+
+def _time(best: ClusterCandidate) -> str:
+    parts = {name: getattr(best.parts, name) for name in PART_WORDS}
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    listed = [
+        f"{value / best.seconds:.0%} {PART_WORDS[name]}"
+        for name, value in shares
+        if value / best.seconds >= 0.01
+    ]
+    return f"Its step of {best.seconds:.3g} s is {', '.join(listed)}."
+
+
+def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
+    limit = plan.question.cluster.memory_bytes
+    return (
+        f"The fullest device reserves {best.reserved_bytes / 1e9:.1f} of {limit / 1e9:.1f} GB"
+        f" (states {best.states_bytes / 1e9:.1f}, activations {best.activations_bytes / 1e9:.1f});"
+        f" it fits with a probability of {best.fits:.0%}."
+    )
+
+
+def _next(best: ClusterCandidate, other: ClusterCandidate) -> str:
+    ratio = other.seconds / best.seconds
+    apart = other.seconds_low > best.seconds_high
+    verdict = "is slower" if apart else "is tied with it until measured"
+    risk = (
+        f"; it fits with a probability of only {other.fits:.0%}"
+        if other.fits < RISKIER * best.fits
+        else ""
+    )
+    return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}{risk}."

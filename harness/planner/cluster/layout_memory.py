@@ -9,8 +9,8 @@ import numpy as np
 
 from harness.planner.cluster.calibration import MemoryConstants
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.layouts import PlannedLayouts
 from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
+from harness.planner.cluster.question import PlannedLayouts
 from harness.planner.fitting import Bools, Floats, Ints
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0

@@ -15,9 +15,8 @@ from harness.planner.cluster.layout_memory import (
     owned_parameters,
     stage_parameters,
 )
-from harness.planner.cluster.layouts import PlannedLayouts
 from harness.planner.cluster.model_shape import LayerStage, numbered_stages, padded_head, stages
-from harness.planner.cluster.question import ClusterQuestion
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.fitting import Floats, Ints
 
 ELEMENT_BYTES = 2.0

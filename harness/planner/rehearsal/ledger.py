@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.measure.collectives import Call, collective_call
 from harness.measure.states import local_part, retained
-from harness.workloads.activations import OperatorObserver
+from harness.workloads.operators import OperatorObserver
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -1,7 +1,7 @@
 """Simulates one rank of a world of any size in one process and almost no memory.
 
 The strategy's and torch's code run unchanged on fake tensors, which have no values (torch's
-FakeTensorMode). harness/planner/rehearsal/substitutes.py replaces what cannot run this way.
+FakeTensorMode). SUBSTITUTIONS lists what is replaced because it cannot run this way.
 """
 
 from __future__ import annotations
@@ -11,18 +11,329 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import _flat_param as flat_parameters
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import stage as pipelining
 from torch.distributed.tensor import debug as tensor_caches
+from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.planner.rehearsal.substitutes import SUBSTITUTIONS, CopyableFakeMode, Substitution
 from harness.spec.training import Batch
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Patch = contextlib.AbstractContextManager[object]
+Function = Callable[..., Any]
+
+put = mock.patch.object
+_SWAP = torch.utils.swap_tensors
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """Replacement of a part of torch that needs data or other ranks."""
+
+    what: str
+    instead: str
+    patches: Callable[[Job], Iterable[Patch]]
+
+
+class CopyableFakeMode(FakeTensorMode):
+    """A fake mode that survives copies of its tensors, and remembers those that `all()`
+    returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.true = WeakTensorKeyDictionary()
+
+    def __deepcopy__(self, memo: object) -> CopyableFakeMode:
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result: object = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is torch.ops.aten.all.default:
+            self.true[result] = True
+        return result
+
+
+def values(job: Job) -> Iterator[Patch]:
+    aten = torch.ops.aten
+
+    def item(mode: CopyableFakeMode, func: object, tensor: Tensor) -> float:
+        return 0.0 if tensor.is_floating_point() else int(tensor in mode.true)
+
+    def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
+
+    def pin(mode: object, func: object, tensor: Tensor, device: object = None) -> Tensor:
+        return tensor.clone()
+
+    def pinned(mode: object, func: object, tensor: Tensor, device: object = None) -> bool:
+        return tensor.device.type == "cpu"
+
+    answers: dict[object, Function] = {
+        aten._local_scalar_dense.default: item,
+        aten.nonzero.default: nonzero,
+    }
+    if job.cell.device == "cuda":
+        answers |= {aten._pin_memory.default: pin, aten.is_pinned.default: pinned}
+    yield mock.patch.dict(fake_impls.op_implementations_dict, answers)
+
+
+def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
+    """Swaps parameters only if device or dtype changes; torch would also swap equal fake ones.
+
+    Weak references to them do not matter here.
+    """
+    none = SimpleNamespace(getweakrefs=lambda tensor: ())
+    if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
+        with put(torch.utils, "weakref", none):
+            _SWAP(parameter, moved)  # type: ignore[no-untyped-call]
+
+
+def moved_modules(job: Job) -> Iterator[Patch]:
+    yield put(torch.utils, "swap_tensors", swap_if_changed)
+
+
+def data_in_masks(job: Job) -> Iterator[Patch]:
+    from transformers.utils import import_utils
+
+    yield put(import_utils, "is_fake_tensor", lambda tensor: False)
+
+
+def files(job: Job) -> Iterator[Patch]:
+    yield put(torch, "save", lambda what, file: Path(file).write_bytes(b""))
+
+
+def saved_weights(job: Job) -> Iterator[Patch]:
+    from harness.workloads import workload
+
+    yield put(workload, "has_weights", lambda path: False)
+
+
+class CompletedWork:
+    def __init__(self, tensor: Tensor) -> None:
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.future.set_result([tensor])
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self.future
+
+    def wait(self) -> bool:
+        return True
+
+
+def asynchronous_all_reduce(job: Job) -> Iterator[Patch]:
+    all_reduce: Function = dist.all_reduce
+
+    def completed(
+        tensor: Tensor, *args: object, async_op: bool = False, **more: object
+    ) -> CompletedWork | None:
+        all_reduce(tensor, *args, **more)
+        return CompletedWork(tensor) if async_op else None
+
+    yield put(dist, "all_reduce", completed)
+
+
+@dataclass(frozen=True)
+class SentWork:
+    """Messages being sent, which keep their tensors alive."""
+
+    work: dist.Work
+    tensors: Sequence[Tensor]
+
+    def wait(self) -> bool:
+        return bool(self.work.wait())
+
+
+def messages(job: Job) -> Iterator[Patch]:
+    send: Function = schedules._batch_p2p
+
+    def kept(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[SentWork]:
+        tensors = [operation.tensor for operation in operations]
+        return [SentWork(work, tensors) for work in send(operations, desc)]
+
+    yield put(schedules, "_batch_p2p", kept)
+
+
+def _outside(function: Function) -> Function:
+    def call(*args: object, **kwargs: object) -> object:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def meshes(job: Job) -> Iterator[Patch]:
+    yield put(device_mesh, "init_device_mesh", _outside(device_mesh.init_device_mesh))
+    mesh = device_mesh.DeviceMesh
+    for name in ("__init__", "__getitem__", "get_group", "get_local_rank"):
+        yield put(mesh, name, _outside(getattr(mesh, name)))
+    yield put(mesh, "_concatenate", staticmethod(_outside(mesh._concatenate)))
+
+
+class _BucketsOnce:
+    """DDP's reducer without rearranging its buckets."""
+
+    def __init__(self, reducer: Any) -> None:
+        self.reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.reducer, name)
+
+
+def ddp_reducer(job: Job) -> Iterator[Patch]:
+    model: Any = ddp.DistributedDataParallel
+    init, lazy_init = model._ddp_init_helper, model._lazy_init
+
+    def init_once(self: Any, *args: object) -> None:
+        init(self, *args)
+        self.reducer = _BucketsOnce(self.reducer)
+
+    def all_reduce_in_python(self: Any) -> None:
+        # Runs before the first forward, after the strategy may have registered its hook.
+        if not self._comm_hooks:
+            self.register_comm_hook(self.process_group, allreduce_hook)
+        lazy_init(self)
+
+    yield put(ddp, "_verify_param_shape_across_processes", lambda *_: None)
+    yield put(model, "_ddp_init_helper", init_once)
+    yield put(model, "_lazy_init", all_reduce_in_python)
+
+
+def flat_parameter_memory(job: Job) -> Iterator[Patch]:
+    def allocated(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().size() > 0
+
+    yield put(flat_parameters, "_data_ptr_allocated", allocated)
+
+
+def neighbouring_stages(job: Job) -> Iterator[Patch]:
+    stage = pipelining.PipelineStage
+    if hasattr(stage, "_recv_meta"):
+        yield put(stage, "_send_meta", lambda stage, meta, peer: None)
+        yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
+        return
+
+    # Before torch 2.12 a stage sends what it returns, as tensors on the device `meta`.
+    def receive(objects: list[object], **source: object) -> None:
+        objects[0] = (torch.empty(_hidden_shape(job), device="meta"),)
+
+    yield put(dist, "send_object_list", lambda objects, **target: None)
+    yield put(dist, "recv_object_list", receive)
+
+
+def _hidden_shape(job: Job) -> torch.Size:
+    samples = job.cell.global_batch // job.layout.shares // job.cell.micro_batches
+    return torch.Size((samples, job.cell.sequence_length, job.workload.hidden_size))
+
+
+def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
+    """Returns metadata of the previous stage's hidden states, or the next one's gradients."""
+    shape = _hidden_shape(job)
+    before = peer < stage.stage_index
+    kinds: Any = pipelining
+    meta = kinds._TensorMeta(
+        shape=shape,
+        stride=(shape[1] * shape[2], shape[2], 1),
+        dtype=torch.float32,
+        requires_grad=before,
+    )
+    return (kinds._StageForwardMeta if before else kinds._StageBackwardMeta)((meta,))
+
+
+def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
+    name = "assert_ints_same_as_other_ranks"
+    if "deepspeed" in sys.modules:
+        for module in ("partitioned_param_coordinator", "parameter_offload"):
+            zero = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+            if hasattr(zero, name):
+                yield put(zero, name, lambda numbers: None)
+
+
+SUBSTITUTIONS = (
+    Substitution(
+        "values of tensors",
+        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory that shall be"
+        " pinned is",
+        values,
+    ),
+    Substitution(
+        "`torch.utils.swap_tensors` when a module is moved",
+        "only parameters whose device or dtype changes are exchanged",
+        moved_modules,
+    ),
+    Substitution(
+        "transformers' question whether a tensor has data",
+        "yes: it would make attention masks that a training with data does not need",
+        data_in_masks,
+    ),
+    Substitution("`torch.save`", "writes an empty file", files),
+    Substitution("saved weights of a model", "weights drawn from its config", saved_weights),
+    Substitution(
+        "`torch.distributed.all_reduce` with `async_op`",
+        "the collective of the process group `fake`, which returns at once; its future has the"
+        " tensor itself",
+        asynchronous_all_reduce,
+    ),
+    Substitution(
+        "a pipeline's messages",
+        "the same, but a message keeps its tensor as long as it can be waited for, as gloo's do",
+        messages,
+    ),
+    Substitution(
+        "`DeviceMesh`", "made and read on real tensors: the ranks in it are needed", meshes
+    ),
+    Substitution(
+        "DDP's reducer, which is C++",
+        "the comparison of shapes between ranks and the second arrangement of buckets are left"
+        " out; the all-reduce of a bucket is torch's `allreduce_hook`, in Python",
+        ddp_reducer,
+    ),
+    Substitution(
+        "FSDP1's question whether a tensor has memory",
+        "answered by the size of its storage instead of its address",
+        flat_parameter_memory,
+    ),
+    Substitution(
+        "a pipeline's exchange of shapes between stages",
+        "what the neighbour would send is worked out from batch, sequence and hidden size",
+        neighbouring_stages,
+    ),
+    Substitution(
+        "DeepSpeed's check that all ranks run the modules in one order",
+        "left out",
+        same_order_on_all_ranks,
+    ),
+)
+"""All replacements except the process group `fake`, which replaces gloo."""
 
 
 @contextlib.contextmanager

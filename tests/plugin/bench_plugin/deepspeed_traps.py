@@ -47,7 +47,7 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
     def layer(self, job: Job, index: int) -> Any:
         from deepspeed.pipe import LayerSpec
 
-        from harness.strategy.stage import Stage
+        from harness.strategy.pipelining import Stage
 
         return LayerSpec(Stage, job, index, job.layout.pipeline)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
-from harness.workloads.suffixes import SUFFIXES
+from harness.workloads.variants import SUFFIXES, make_variant
 from harness.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def make_workload(name: str) -> Workload:
     """Returns the workload of a name, suffixes included; raises UsageError for an unknown name."""
     base, suffixes = split_name(name)
     if suffixes:
-        from harness.workloads.variants import make_variant
-
         return make_variant(make_workload(base), suffixes)
     if name.startswith(HUB):
         return _from_hub(name)

@@ -1,0 +1,192 @@
+"""Low-precision weights and arithmetic: half, float8, and quantised.
+
+`int8` and `nf4` are bitsandbytes' LLM.int8() (arXiv 2208.07339) and NF4 as in QLoRA (arXiv
+2305.14314).
+
+`float8` is torchao's recipe `rowwise`: products with one scale per row and per column, and fp32
+weights, gradients and optimizer state. Kernels return bf16, which torchao casts to fp32 on request;
+emulated products are computed in fp32. With the recipe `tensorwise`, one scale for all samples of a
+rank, training would depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from harness.host.gpu import visible_gpus
+from harness.host.hidden_packages import show
+from harness.spec.cell import Cell
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    from harness.spec.training import Retained
+
+_NF4_BLOCK = 64
+"""Weights per scale."""
+_NF4_VALUES = 16
+"""Values of a 4-bit weight."""
+_OUTLIERS = 6.0
+"""Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences warnings of peft (a deprecated name) and bitsandbytes (faster kernels)."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logger.setLevel(level)
+
+
+def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]:
+    """Returns the bytes of the quantised matrix and of its fp32 scales and code book."""
+    elements = matrix.weight.numel()
+    if storage == "int8":
+        return elements, 4 * features(matrix)[1]
+    return -(-elements // 2), 4 * -(-elements // _NF4_BLOCK) + 4 * _NF4_VALUES
+
+
+def quantise(model: PreTrainedModel, storage: str) -> None:
+    """Replaces all attention and MLP matrices with bitsandbytes' layers, in place and on their
+    device.
+
+    `storage`: `int8` or `nf4`.
+    """
+    for name, matrix in matrices(model):
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _quantised(matrix, storage))
+    # This attribute makes peft use its layers for quantised weights.
+    model.__dict__["is_loaded_in_4bit" if storage == "nf4" else "is_loaded_in_8bit"] = True
+
+
+def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
+    with quiet():
+        import bitsandbytes
+    from torch import nn
+
+    layers: Any = bitsandbytes.nn  # only partly typed
+
+    inputs, outputs = features(matrix)
+    device = matrix.weight.device
+    weight = matrix.weight.detach()
+    if not isinstance(matrix, nn.Linear):
+        weight = weight.t().contiguous()
+    biased = matrix.bias is not None
+    layer: nn.Module
+    if storage == "nf4":
+        nf4 = {"compress_statistics": False, "quant_type": "nf4"}
+        layer = layers.Linear4bit(inputs, outputs, biased, device="meta", **nf4)
+        layer.weight = layers.Params4bit(weight, False, module=layer, **nf4).to(device)
+    else:
+        layer = layers.Linear8bitLt(
+            inputs, outputs, biased, has_fp16_weights=False, threshold=_OUTLIERS, device="meta"
+        )
+        # The layer quantises weights only while moving them off the CPU.
+        layer.weight = layers.Int8Params(weight.cpu(), False).to(device)
+    if biased:
+        layer.bias = nn.Parameter(matrix.bias.detach(), requires_grad=False)
+    return layer
+
+
+def scales(model: nn.Module) -> Iterator[Retained]:
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if (nf4 := getattr(weight, "quant_state", None)) is not None:
+            yield "library", "scales of nf4 weights", nf4.absmax
+            yield "library", "code book of nf4", nf4.code
+        # The int8 layer moves the scales from its weight to its state in the first forward.
+        for holder in (weight, getattr(module, "state", None)):
+            if (int8 := getattr(holder, "SCB", None)) is not None:
+                yield "library", "scales of int8 weights", int8
+
+
+FIRST_CAPABILITY = (9, 0)
+"""Lowest CUDA compute capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
+
+
+def has_float8(device: torch.device) -> bool:
+    import torch
+
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def use_float8(model: PreTrainedModel) -> None:
+    """Makes all attention and MLP matrices compute in float8, in place."""
+    show("torchao")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of missing kernels
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    chosen = {name for name, _ in matrices(model)}
+    device = next(model.parameters()).device
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name("rowwise"), emulate=not has_float8(device)
+    )
+
+    def computes(_: Any, name: str) -> bool:
+        return name in chosen
+
+    convert_to_float8_training(model, config=config, module_filter_fn=computes)
+
+
+def emulated(cell: Cell) -> str | None:
+    """Returns a note if a cell's device must emulate float8, else None."""
+    if cell.device == "cuda":  # by NVML: this process leaves CUDA alone
+        capabilities = [gpu.capability for gpu in visible_gpus()]
+        if capabilities and (capabilities[0] or (0, 0)) >= FIRST_CAPABILITY:
+            return None
+    return "float8 products are emulated: their rounding is real, their speed is not"
+
+
+def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
+    """Casts the parameters, in place, and all later inputs of the model to `dtype`.
+
+    `keep_batch_norm` leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
+    because they need the parameters' dtype; other buffers are not.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+        elif not keep_batch_norm:
+            module.to(dtype)
+
+    def cast(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+    model.register_forward_pre_hook(cast)
+
+
+def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
+    """Returns path and module of every linear layer except the one that computes logits."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    logits = model.get_output_embeddings()
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not logits
+    ]
+
+
+def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs. GPT-2's Conv1D stores (inputs, outputs), Linear
+    the reverse."""
+    from torch import nn
+
+    rows, columns = matrix.weight.shape
+    return (columns, rows) if isinstance(matrix, nn.Linear) else (rows, columns)
