@@ -94,7 +94,7 @@ def _strategies() -> Sequence[Entry]:
 
 def _workloads() -> Sequence[Entry]:
     from harness.workloads import make_workload, workload_names
-    from harness.workloads.variants import SUFFIXES
+    from harness.workloads.workload_variants import SUFFIXES
 
     made = [make_workload(name) for name in workload_names()]
     return [

@@ -104,7 +104,7 @@ def _choices(choices: Sequence[FirstChoice]) -> Table:
     for column in ("setting", "of", "predicted to be fastest", "measured fastest", "slower", ""):
         table.add_column(column, overflow="fold")
     for choice in choices:
-        same = "" if choice.told_apart else "tied"
+        same = "" if choice.significant else "tied"
         table.add_row(
             escape(choice.setting),
             str(choice.compared),

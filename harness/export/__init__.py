@@ -21,8 +21,8 @@ from harness.strategy.job import LOSS_SCALE, Job
 from harness.strategy.optimizers import PACKAGES, muon_arguments, packages_of
 from harness.strategy.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.variants import FLOAT8
 from harness.workloads.workload import has_weights
+from harness.workloads.workload_variants import FLOAT8
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

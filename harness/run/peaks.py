@@ -8,8 +8,8 @@ from harness.host.environment import gpus
 from harness.host.gpu_models import peak_flops_per_second
 from harness.record.device_speed import matmul_rate
 from harness.spec.cell import Cell
-from harness.workloads.variants import FLOAT8
 from harness.workloads.workload import Workload
+from harness.workloads.workload_variants import FLOAT8
 
 
 @dataclass(frozen=True)

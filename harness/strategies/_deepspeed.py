@@ -46,7 +46,7 @@ def fp16_on_cpu() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def in_memory(folder: str) -> bool:
+def is_in_memory(folder: str) -> bool:
     """Returns whether a folder, or its nearest existing parent, is on tmpfs or ramfs."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]

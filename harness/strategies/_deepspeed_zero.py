@@ -15,7 +15,7 @@ from harness.spec.training import Layout
 from harness.strategies._deepspeed import (
     check_prebuilt,
     fp16_on_cpu,
-    in_memory,
+    is_in_memory,
     lockable_bytes,
     missing,
     require_disk,
@@ -24,7 +24,7 @@ from harness.strategy import Capabilities, Cell, Strategy
 from harness.workloads import Workload
 from harness.workloads.counts import model_facts
 
-Place = Literal["none", "cpu", "nvme"]
+OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
 SWAP_ELEMENTS = 2**20
@@ -55,8 +55,8 @@ class Swapping:
     """Number of ranks that shard each parameter."""
     width: int
     """Bytes per parameter element."""
-    optimizer: Place
-    parameters: Place
+    optimizer: OffloadTarget
+    parameters: OffloadTarget
 
     @property
     def parts(self) -> list[int]:
@@ -126,9 +126,9 @@ class ZeroOptions(Strategy):
 
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
-    offload_optimizer: Place = "none"
+    offload_optimizer: OffloadTarget = "none"
     """Where optimizer state and update live: device, host (stages 1 to 3), or folder (stage 3)."""
-    offload_parameters: Place = "none"
+    offload_parameters: OffloadTarget = "none"
     """Where partitioned parameters wait for their layer (stage 3)."""
     folder: str = ""
     """Folder for `nvme` on an allowed disk (see `require_disk`), whose `parallelism-bench-offload`
@@ -192,7 +192,7 @@ class ZeroOptions(Strategy):
             self._check_swapped(cell, workload, sizes)
         check_prebuilt(*["cpu_adam"] * on_cpu, *["async_io"] * self.on_disk)
         folder = self.folder or tempfile.gettempdir()
-        if self.on_disk and in_memory(folder):
+        if self.on_disk and is_in_memory(folder):
             raise Unavailable(
                 f"{folder} is in memory (tmpfs), so offloading would free nothing; set option"
                 " folder to a folder on a disk"

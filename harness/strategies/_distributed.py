@@ -30,7 +30,7 @@ ADDED_UP = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeshSizes:
     """Number of ranks along each mesh dimension."""
 
     replicas: int
@@ -97,7 +97,7 @@ def check_version() -> None:
         )
 
 
-def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:
+def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
     """Raises Refused if the model lacks a required plan, or sizes do not match each other or the
     model."""
     if cell.devices == 1:
@@ -124,7 +124,7 @@ def check_mesh(cell: Cell, workload: Workload, sizes: Sizes) -> None:
             )
 
 
-def _check_experts(workload: Workload, sizes: Sizes) -> None:
+def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
     if not workload.experts:
         raise Refused(
             f"{workload.name} has no experts; use a mixtral or qwen3-moe workload, or expert 1"
@@ -141,7 +141,7 @@ def _check_experts(workload: Workload, sizes: Sizes) -> None:
         )
 
 
-def load(job: Job, sizes: Sizes) -> nn.Module:
+def load(job: Job, sizes: MeshSizes) -> nn.Module:
     """Saves the job's model and loads it in parts, because transformers splits models only while
     loading.
 
@@ -188,7 +188,7 @@ def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
     """Does nothing to the saved model; recomputation is enabled on the loaded one."""
 
 
-def distributed_config(sizes: Sizes) -> DistributedConfig:
+def distributed_config(sizes: MeshSizes) -> DistributedConfig:
     """Returns the argument of `from_pretrained`.
 
     Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although its docstring
@@ -205,7 +205,7 @@ def distributed_config(sizes: Sizes) -> DistributedConfig:
     )
 
 
-def mesh_states(cell: Cell, workload: Workload, sizes: Sizes, facts: ModelFacts) -> States:
+def mesh_states(cell: Cell, workload: Workload, sizes: MeshSizes, facts: ModelFacts) -> States:
     """Returns each rank's states: its parts of parameters, gradients and moments under the
     plans."""
     plans = plans_of(workload)
@@ -231,7 +231,7 @@ def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
 
 
 def exchange(
-    cell: Cell, workload: Workload, sizes: Sizes, rows: float, numbers: bool = True
+    cell: Cell, workload: Workload, sizes: MeshSizes, rows: float, numbers: bool = True
 ) -> float:
     """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
     their experts or back.
@@ -249,7 +249,7 @@ def sharded_traffic(
     cell: Cell,
     layout: Layout,
     workload: Workload,
-    sizes: Sizes,
+    sizes: MeshSizes,
     facts: ModelFacts,
     reductions: int | None = None,
 ) -> float | None:
@@ -278,7 +278,7 @@ def sharded_traffic(
     return total
 
 
-def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> float:
+def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) -> float:
     """Returns bytes of a layer's exchanges with experts per step, with any recomputation."""
     forward = exchange(cell, workload, sizes, hidden) + exchange(
         cell, workload, sizes, hidden, numbers=False
@@ -288,7 +288,7 @@ def _exchanges(cell: Cell, workload: Workload, sizes: Sizes, hidden: float) -> f
 
 
 def tensor_traffic(
-    cell: Cell, layout: Layout, workload: Workload, sizes: Sizes, facts: ModelFacts
+    cell: Cell, layout: Layout, workload: Workload, sizes: MeshSizes, facts: ModelFacts
 ) -> float | None:
     """Returns bytes without data parallelism.
 
@@ -337,13 +337,13 @@ class MeshStrategy(Strategy):
     replicas: int = Field(default=1, ge=1)
     """Replicas that each shard the model independently (HSDP)."""
 
-    def sizes(self, devices: int) -> Sizes:
+    def sizes(self, devices: int) -> MeshSizes:
         """Returns the mesh of this many devices; raises Refused if they do not divide."""
         if devices % (self.tensor * self.replicas):
             by = f"tensor {self.tensor} x replicas {self.replicas}"
             raise Refused(f"{devices} devices do not divide by {by}")
         shards = devices // (self.tensor * self.replicas)
-        return Sizes(self.replicas, shards, self.tensor)
+        return MeshSizes(self.replicas, shards, self.tensor)
 
     def layout(self, devices: int) -> Layout:
         sizes = self.sizes(devices)

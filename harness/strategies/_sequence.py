@@ -67,7 +67,7 @@ def check_config(workload: Workload) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """A rank's part of each sample: the tokens from `number` / `parts` to `number + 1` /
     `parts`."""
 
@@ -75,7 +75,7 @@ class Part:
     parts: int
 
     @classmethod
-    def of(cls, job: Job) -> Part:
+    def of(cls, job: Job) -> SequencePart:
         return cls(job.rank % job.layout.sequence, job.layout.sequence)
 
     def cut(self, batch: Batch) -> Batch:

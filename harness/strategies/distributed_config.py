@@ -24,7 +24,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
     """Ranks that divide the experts of each layer and exchange their tokens; a multiple of
     `tensor`."""
 
-    def sizes(self, devices: int) -> mesh.Sizes:
+    def sizes(self, devices: int) -> mesh.MeshSizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
 
     def check(self, cell: Cell, workload: Workload) -> None:

@@ -73,7 +73,7 @@ class Ulysses(Strategy):
 
         if job.layout.sequence > 1:
             _sequence.attend_by(model, "distributed_attention", attention)
-        part = _sequence.Part.of(job)
+        part = _sequence.SequencePart.of(job)
         step = _sequence.averaging_step(job, model, part.positions(job))
         return lambda batch: step(part.cut(batch))
 

@@ -78,7 +78,7 @@ class UlyssesZero(Deepspeed):
         return groups
 
     def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
-        part = _sequence.Part.of(job)
+        part = _sequence.SequencePart.of(job)
         model = _sequence.at_positions(engine, part.positions(job))
         step = engines.engine_step(job, engine, model, self.gradient_factor(job.layout))
         return lambda batch: step(part.cut(batch))

@@ -86,7 +86,7 @@ class TrainState:
     """(object, attribute name) pairs of step counters outside the optimizers that affect a step."""
 
 
-class Shown(TypedDict, total=False):
+class TrainStateOptions(TypedDict, total=False):
     """Keyword arguments of `Job.register`: the fields of TrainState, all optional."""
 
     restore: Mapping[str, Callable[[Tensor], Tensor]]
@@ -204,10 +204,12 @@ class Job:
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
 
-    def register(self, model: nn.Module, *optimizers: Optimizer, **shown: Unpack[Shown]) -> None:
+    def register(
+        self, model: nn.Module, *optimizers: Optimizer, **options: Unpack[TrainStateOptions]
+    ) -> None:
         """Registers the trained module and optimizers with the harness (see `TrainState`); call
         once."""
-        self.train_state = TrainState(model, optimizers, **shown)
+        self.train_state = TrainState(model, optimizers, **options)
 
 
 LOSS_SCALE = 4096.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"adamw_8bit": "bitsandbytes"}
 """Package required by an optimizer, beyond torch."""
-OF_SOME = ("adamw_8bit", "muon")
+EXTRA_OPTIMIZERS = ("adamw_8bit", "muon")
 """Optimizers that a strategy must support explicitly (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
     1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"

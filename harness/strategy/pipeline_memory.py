@@ -59,7 +59,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelineRank:
     """A pipeline rank's work: its stages and their micro-batches."""
 
     engine: Engine
@@ -78,7 +78,7 @@ class Part:
         return self.ranks * len(self.own)
 
 
-def actions(part: Part) -> Iterator[Action]:
+def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
     Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of as many micro-batches as ranks,
@@ -98,7 +98,7 @@ def actions(part: Part) -> Iterator[Action]:
         yield "backward", stage, one
 
 
-def _micro_batches_of_round(part: Part) -> int:
+def _micro_batches_of_round(part: PipelineRank) -> int:
     """Returns how many micro-batches run before the rank switches stages."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
@@ -107,7 +107,7 @@ def _micro_batches_of_round(part: Part) -> int:
     return part.micro_batches // max(1, part.micro_batches // part.ranks)
 
 
-def _ahead(part: Part) -> int:
+def _ahead(part: PipelineRank) -> int:
     """Returns the number of forwards before the one that the first backward follows."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
@@ -133,14 +133,14 @@ def held_beside_gradients(
         if of_rank is None:
             return None
         size = (cell.micro_batches, samples, cell.sequence_length)
-        part = Part(engine, rank, len(own), stages, *size)
+        part = PipelineRank(engine, rank, len(own), stages, *size)
         taken = of_rank.trained_bytes / max(1, engine.shards)
         most = max(most, step_bytes(workload, part, cell.recompute) - taken)
     return most
 
 
 @functools.cache
-def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
+def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
     """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
     Counts activations, gradients, gathered parameters and engine buffers on tensors without memory.
@@ -166,7 +166,9 @@ def step_bytes(workload: Workload, part: Part, recompute: str) -> int:
 class _Run:
     """A rank's step on tensors without memory."""
 
-    def __init__(self, workload: Workload, part: Part, stages: Sequence[Stage], held: Held) -> None:
+    def __init__(
+        self, workload: Workload, part: PipelineRank, stages: Sequence[Stage], held: Held
+    ) -> None:
         self.workload, self.part, self.stages = workload, part, stages
         self.tokens = workload.sample_inputs(part.samples, part.tokens)
         self.labels = sample_labels(workload, self.tokens)
@@ -257,7 +259,7 @@ def _gather_when_needed(stage: Stage, ahead: bool) -> None:
         block.register_full_backward_pre_hook(gather_for_backward)
 
 
-def _stage(workload: Workload, index: int, part: Part, recompute: str) -> Stage:
+def _stage(workload: Workload, index: int, part: PipelineRank, recompute: str) -> Stage:
     axes = {"workload": workload.name, "sequence_length": part.tokens, "recompute": recompute}
     cell = Cell.model_validate({"strategy": BASELINE, **axes})
     job = Job(cell, workload.countable(), Layout(), torch.device("cpu"), 0, Path())

@@ -19,7 +19,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.optimizers import OF_SOME, packages_of
+from harness.strategy.optimizers import EXTRA_OPTIMIZERS, packages_of
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -192,7 +192,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
-    if cell.optimizer in OF_SOME and cell.optimizer not in capabilities.extra_optimizers:
+    if cell.optimizer in EXTRA_OPTIMIZERS and cell.optimizer not in capabilities.extra_optimizers:
         able = [
             name
             for name, cls in strategies().items()

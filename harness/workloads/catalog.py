@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
-from harness.workloads.variants import SUFFIXES, make_variant
 from harness.workloads.workload import Workload
+from harness.workloads.workload_variants import SUFFIXES, make_variant
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

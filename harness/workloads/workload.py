@@ -218,7 +218,7 @@ class Workload:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of its name (see harness/workloads/variants.py)."""
+        """Suffixes of its name (see harness/workloads/workload_variants.py)."""
         return ()
 
     @property

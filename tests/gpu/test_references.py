@@ -79,7 +79,7 @@ class Silent:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path))
-    from harness.workloads.data import prepare_data
+    from harness.workloads.training_data import prepare_data
 
     prepare_data.cache_clear()
     yield tmp_path / "references"

@@ -17,7 +17,7 @@ from harness.spec.errors import Refused, Unavailable
 from harness.strategies._deepspeed import (
     compiled_parts,
     fp16_on_cpu,
-    in_memory,
+    is_in_memory,
     lockable_bytes,
 )
 from harness.strategies.deepspeed import Deepspeed
@@ -44,7 +44,7 @@ PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on a disk: what is offloaded to memory has not left it."""
-    if in_memory(str(tmp_path)):
+    if is_in_memory(str(tmp_path)):
         pytest.skip(
             "pytest's folders are on a file system in memory; give one on a disk with --basetemp"
         )

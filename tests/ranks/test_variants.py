@@ -14,7 +14,7 @@ from harness.parity.reference_runs import reference_of
 from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
-from harness.workloads.variants import ADAPTERS
+from harness.workloads.workload_variants import ADAPTERS
 from tests.ranks.conftest import RunCells, cell
 
 EXACT = ("ok", "exact", 1e-5, 1e-3)

@@ -145,9 +145,14 @@ def test_accelerate_combines_no_tensor_parallelism_with_sharding() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [mesh.Sizes(1, 2, 1, 2), mesh.Sizes(1, 1, 2, 2), mesh.Sizes(1, 1, 2), mesh.Sizes(2, 2, 1)],
+    [
+        mesh.MeshSizes(1, 2, 1, 2),
+        mesh.MeshSizes(1, 1, 2, 2),
+        mesh.MeshSizes(1, 1, 2),
+        mesh.MeshSizes(2, 2, 1),
+    ],
 )
-def test_transformers_takes_the_plans_that_it_is_given(sizes: mesh.Sizes) -> None:
+def test_transformers_takes_the_plans_that_it_is_given(sizes: mesh.MeshSizes) -> None:
     """An empty plan, which by its docstring applies no tensor-parallel rule, is refused by it."""
     with torch.device("meta"):
         model: Any = make_workload("mixtral-nano").build(0, saved_weights=False)
@@ -164,7 +169,7 @@ def test_a_mesh_of_the_hosts_accelerator_is_no_mesh_of_cpus(
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
     job: Any = SimpleNamespace(device=torch.device("cpu"), model=lambda recompute: None)
     with pytest.raises(RuntimeError, match=r"cuda devices for a cell on cpu.*CUDA_VISIBLE_DEVICES"):
-        mesh.load(job, mesh.Sizes(1, 2, 1))
+        mesh.load(job, mesh.MeshSizes(1, 2, 1))
 
 
 @pytest.mark.parametrize("workload", ["mixtral-nano", "qwen3-moe-nano"])

@@ -8,7 +8,7 @@ import pytest
 
 from harness.spec.cell import Cell
 from harness.strategy.formulas import facts_of_stages
-from harness.strategy.pipeline_memory import Engine, Part, actions
+from harness.strategy.pipeline_memory import Engine, PipelineRank, actions
 from harness.strategy.pipelining import SCHEDULES
 from harness.strategy.registry import make_strategy
 from harness.strategy.schedules import Schedule
@@ -16,12 +16,14 @@ from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 
 
-def part(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> Part:
+def part(
+    schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int
+) -> PipelineRank:
     own = tuple(range(rank, ranks * stages, ranks))
-    return Part(Engine(schedule), rank, ranks, own, micro_batches, samples=1, tokens=8)
+    return PipelineRank(Engine(schedule), rank, ranks, own, micro_batches, samples=1, tokens=8)
 
 
-def torchs_order(one: Part) -> list[tuple[str, int, int]]:
+def torchs_order(one: PipelineRank) -> list[tuple[str, int, int]]:
     """What the rank does under torch's schedule of several stages."""
     from torch.distributed.pipelining import schedules
 

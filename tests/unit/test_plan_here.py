@@ -146,9 +146,9 @@ def test_scores_of_left_out_workloads_and_first_choices(many: list[Observation])
 
     choices = first_choices(rows, only_the_fastest)
     assert len(choices) == 5
-    assert sum(choice.told_apart for choice in choices) <= 1
+    assert sum(choice.significant for choice in choices) <= 1
     wrong = [dataclasses.replace(row, seconds=1 / row.seconds) for row in rows]
-    assert all(choice.told_apart for choice in first_choices(wrong, only_the_fastest))
+    assert all(choice.significant for choice in first_choices(wrong, only_the_fastest))
 
 
 @given(
@@ -183,7 +183,7 @@ def test_what_a_cell_exchanges_and_does_beside_it_costs_time() -> None:
         plain + CpuTimeConstants().unit - CpuTimeConstants().message
     )
     assert seconds(disk_bytes=1.5e9) == pytest.approx(plain + 1.0)
-    assert seconds(in_memory=True) < plain
+    assert seconds(uses_shared_memory=True) < plain
     for more in ({"coded_elements": 1e6}, {"optimizer_flops": 1e9}, {"convolutions": 30}):
         assert seconds(**more) > plain
     assert seconds(threads=2) > plain

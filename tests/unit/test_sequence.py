@@ -10,7 +10,7 @@ import torch
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Batch, Layout
-from harness.strategies._sequence import Part, even_attention
+from harness.strategies._sequence import SequencePart, even_attention
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts
@@ -29,7 +29,7 @@ def test_ranks_that_share_a_sequence_get_the_same_samples() -> None:
 def test_parts_of_a_batch_keep_their_labels() -> None:
     tokens = torch.arange(18).reshape(2, 9)
     batch = Batch(3, tokens[:, :-1], tokens[:, 1:])
-    first, second = (Part(number, 2).cut(batch) for number in (0, 1))
+    first, second = (SequencePart(number, 2).cut(batch) for number in (0, 1))
     assert first.inputs.tolist() == [[0, 1, 2, 3], [9, 10, 11, 12]]
     assert first.labels[:, -1].tolist() == second.inputs[:, 0].tolist() == [4, 13]
     assert second.step == 3

@@ -23,7 +23,7 @@ from harness.spec.cell import BASELINE, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.job import Shown, TrainState
+from harness.strategy.job import TrainState, TrainStateOptions
 from harness.strategy.optimizers import optimizer_bytes
 from harness.strategy.registry import (
     _require,
@@ -248,9 +248,11 @@ def test_powersgd_gets_one_bucket_on_cpus() -> None:
 
 def test_register_takes_what_a_train_state_has() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(TrainState)}
-    shown = {name: kind.__forward_arg__ for name, kind in Shown.__annotations__.items()}
-    assert {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **shown} == fields
-    assert Shown.__optional_keys__ == set(shown)
+    options = {
+        name: kind.__forward_arg__ for name, kind in TrainStateOptions.__annotations__.items()
+    }
+    assert {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **options} == fields
+    assert TrainStateOptions.__optional_keys__ == set(options)
 
 
 def test_optimizers_keep_what_their_papers_say() -> None:

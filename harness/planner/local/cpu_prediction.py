@@ -70,7 +70,7 @@ class CellFacts:
     """Number of collectives or transfers in a step."""
     sharded: bool = False
     """Whether collectives gather parameters and scatter gradients."""
-    in_memory: bool = False
+    uses_shared_memory: bool = False
     """Whether collectives use shared memory instead of TCP."""
     flat: bool = False
     """Whether the library copies parameters or gradients to and from flat buffers."""
@@ -376,7 +376,7 @@ class CellColumns:
         # Module hooks work once per gather, whatever the number of rounds.
         self.units = crowd * column("sharded") * column("messages")
         self.sent, self.messages = crowd * column("sent_bytes"), crowd * rounds - self.units
-        self.in_memory = column("in_memory") > 0
+        self.uses_shared_memory = column("uses_shared_memory") > 0
         self.served, self.disk = column("served") > 0, column("disk_bytes")
         self.wire = column("sent_bytes") / column("link_bytes_per_second")
         self.linked = np.array([bool(cell.links) for cell in cells])
@@ -430,7 +430,7 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
     special = special + columns.coded * c.coded
     updated = columns.updated / (c.update_bytes * GIGA) + columns.tensors * c.tensor_update
     update = more * (updated + special)
-    local = np.where(columns.in_memory, c.shared_rate, c.local_rate)
+    local = np.where(columns.uses_shared_memory, c.shared_rate, c.local_rate)
     exchange = more * (
         columns.sent / (local * GIGA)
         + columns.messages * c.message

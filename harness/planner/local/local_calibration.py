@@ -299,7 +299,7 @@ class FirstChoice:
     """Cell with the fastest measurement."""
     slower: float
     """Share by which the chosen cell's measured step is longer than the best."""
-    told_apart: bool
+    significant: bool
     """Whether the difference from the fastest is significant."""
 
 

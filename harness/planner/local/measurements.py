@@ -265,7 +265,7 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
         sent_bytes=sent_bytes(cell, strategy, layout, facts, workload),
         messages=messages(cell, strategy, layout, facts, workload.blocks),
         sharded=costs.shards_parameters,
-        in_memory=costs.uses_shared_memory,
+        uses_shared_memory=costs.uses_shared_memory,
         disk_bytes=0.0 if layout.servers else costs.disk_or_host_bytes(cell, layout, facts),
         threads=layout.devices_per_process,
         coded_elements=2.0 * sum(facts.sizes) if cell.optimizer == "adamw_8bit" else 0.0,

@@ -27,7 +27,7 @@ class UlyssesTraps(Ulysses):
         import torch
 
         if self.without == "positions":  # as the model counts, left to itself
-            _sequence.Part.positions = lambda part, job: torch.arange(
+            _sequence.SequencePart.positions = lambda part, job: torch.arange(
                 job.cell.sequence_length // part.parts
             )[None]
         if self.without == "averaged_gradients":

@@ -115,28 +115,55 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
     `sequence_length`: tokens per sample; unused for images.
     """
     if workload.kind == "image":
-        if name not in ("stdlib", "images"):
-            raise UsageError(
-                f"data {name!r}: image workload {workload.name} takes generated images only; use"
-                " data: images"
-            )
-        generator = f"gratings-1 {workload.image_size} {workload.num_labels}"
-        return DataSource(
-            kind="image",
-            name="images",
-            fingerprint=hashlib.sha256(generator.encode()).hexdigest(),
-            tokens_file=None,
-            token_dtype="",
-            ranges=(),
-            sequence_length=0,
-            image_size=workload.image_size,
-            num_labels=workload.num_labels,
-        )
+        return _image_source(name, workload)
     if workload.max_tokens and sequence_length > workload.max_tokens:
         raise UsageError(
             f"sequence_length {sequence_length} is longer than the {workload.max_tokens} positions"
             f" of {workload.name}"
         )
+    tokens_file, encoding = _tokens_file(name, workload)
+    facts = json.loads(tokens_file.with_suffix(".json").read_text())
+    ranges = tuple((a, b) for a, b in facts["ranges"])
+    short = min((b - a for a, b in ranges), default=0)
+    if short < sequence_length + 2:
+        raise UsageError(
+            f"data {name!r}: {short} tokens are too few for sequence_length {sequence_length}; it"
+            f" needs {sequence_length + 2}"
+        )
+    return DataSource(
+        kind=workload.kind,
+        name=name,
+        fingerprint=facts["fingerprint"],
+        tokens_file=str(tokens_file),
+        token_dtype=encoding,
+        ranges=ranges,
+        sequence_length=sequence_length,
+    )
+
+
+def _image_source(name: str, workload: Workload) -> DataSource:
+    if name not in ("stdlib", "images"):
+        raise UsageError(
+            f"data {name!r}: image workload {workload.name} takes generated images only; use"
+            " data: images"
+        )
+    generator = f"gratings-1 {workload.image_size} {workload.num_labels}"
+    return DataSource(
+        kind="image",
+        name="images",
+        fingerprint=hashlib.sha256(generator.encode()).hexdigest(),
+        tokens_file=None,
+        token_dtype="",
+        ranges=(),
+        sequence_length=0,
+        image_size=workload.image_size,
+        num_labels=workload.num_labels,
+    )
+
+
+def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
+    """Returns the cached token file, with a `.json` file of its facts next to it, and the
+    encoding's name."""
     texts, version = texts_of(name, workload)
     encode, encoding = _encoder(workload)
     identity = f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}"
@@ -157,23 +184,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         temporary.replace(tokens_file)
         temporary.write_text(json.dumps(facts))
         temporary.replace(facts_file)
-    facts = json.loads(facts_file.read_text())
-    ranges = tuple((a, b) for a, b in facts["ranges"])
-    short = min((b - a for a, b in ranges), default=0)
-    if short < sequence_length + 2:
-        raise UsageError(
-            f"data {name!r}: {short} tokens are too few for sequence_length {sequence_length}; it"
-            f" needs {sequence_length + 2}"
-        )
-    return DataSource(
-        kind=workload.kind,
-        name=name,
-        fingerprint=facts["fingerprint"],
-        tokens_file=str(tokens_file),
-        token_dtype=encoding,
-        ranges=ranges,
-        sequence_length=sequence_length,
-    )
+    return tokens_file, encoding
 
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
