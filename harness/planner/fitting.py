@@ -34,32 +34,26 @@ Constants = TypeVar("Constants")
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Bounds and prior of a constant, from physics rather than measured steps."""
+class Prior:
+    """Value believed without data, and physical bounds."""
 
+    value: float
+    spread: float
+    """Standard deviation of the belief."""
     low: float
     high: float
-    prior: float
-    """Value believed without data."""
-    spread: float
-    """Standard deviation of that belief."""
     unit: str
-    meaning: str
-    source: str
-    """Source of prior and bounds."""
 
 
-def constant(
-    prior: float, low: float, high: float, spread: float, unit: str, meaning: str, source: str
-) -> float:
-    bounds = Bounds(low, high, prior, spread, unit, meaning, source)
-    value: float = field(default=prior, metadata={"bounds": bounds})
+def constant(prior: Prior, meaning: str, source: str) -> float:
+    """Declares a fitted field; `source` is that of prior and bounds."""
+    metadata = {"prior": prior, "meaning": meaning, "source": source}
+    value: float = field(default=prior.value, metadata=metadata)
     return value
 
 
-def bounds_of(kind: type) -> dict[str, Bounds]:
-    """Returns the bounds of a dataclass of constants, by field."""
-    return {f.name: f.metadata["bounds"] for f in dataclasses.fields(kind)}
+def priors_of(kind: type) -> dict[str, Prior]:
+    return {f.name: f.metadata["prior"] for f in dataclasses.fields(kind)}
 
 
 def fit(
@@ -77,8 +71,8 @@ def fit(
     deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) holds
     the numbers, from 0, of each row's effects.
     """
-    bounds = bounds_of(kind)
-    columns = ((b.prior, b.spread, b.low, b.high) for b in bounds.values())
+    priors = priors_of(kind)
+    columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
     prior, spread, least, most = np.array(list(columns)).T
     low, high = (least - prior) / spread, (most - prior) / spread
     count = 0 if effects is None else int(effects.max()) + 1
@@ -87,7 +81,7 @@ def fit(
 
     def constants(x: Floats) -> Constants:
         values = np.clip(prior + x * spread, prior + low * spread, prior + high * spread)
-        return make(**dict(zip(bounds, values.tolist(), strict=True)))
+        return make(**dict(zip(priors, values.tolist(), strict=True)))
 
     def residuals(x: Floats) -> Floats:
         figures = predict(constants(x[: len(prior)]), x[len(prior) :] * effect_spread)

@@ -9,7 +9,7 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +60,45 @@ class OperatorObserver(TorchDispatchMode):
         """Called with the model before it runs."""
 
 
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
+"""Convolutions that each operator computes."""
+
+
+class OperatorCounter(OperatorObserver):
+    """Counts operators without views, their bytes and their floating-point operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.convolutions = 0
+        self.moved_bytes = 0
+        self.flops = 0
+
+    def observe(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        count = products().get(func._overloadpacket)
+        if count:
+            self.flops += count(*args, **kwargs, out_val=result)
+        elif torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
+            self.flops += result.numel()
+        if func.is_view:
+            return
+        self.number += 1
+        self.convolutions += CONVOLUTIONS.get(func._opname, 0)
+        if not count:
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
+    """Extrapolates a count from one and two blocks, if the workload's name says how many it has."""
+    if not (pair := workload.of_one_and_two_blocks):
+        return None
+    one, two = (count(make_workload(name)) for name in pair)
+    return one + (workload.blocks - 1) * (two - one)
+
+
 @functools.cache
 def activation_bytes(
     workload: Workload,
@@ -77,16 +116,12 @@ def activation_bytes(
     `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence. Tensors
     are fake (FakeTensorMode), so models of any size can be counted.
     """
-    held, split = Held(), (tensor_ranks, sequence_parallel)
-    if pair := workload.of_one_and_two_blocks:
-        one, two = (
-            activation_bytes(
-                make_workload(name), samples, sequence_length, recompute, precision, *split
-            )
-            for name in pair
-        )
-        return one + (workload.blocks - 1) * (two - one)
-    train_without_memory(workload, samples, sequence_length, recompute, held, precision, *split)
+    size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
+    known = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
+    if known is not None:
+        return known
+    held = Held()
+    train_without_memory(workload, *size, held, precision, *split)
     return held.most()
 
 
@@ -102,24 +137,22 @@ def recomputed_flops(
     `whole_blocks`: blocks are recomputed to their end. torch's checkpoint stops at the last tensor
     that backward needs, before a block's last product.
     """
-    if pair := workload.of_one_and_two_blocks:
-        one, two = (
-            recomputed_flops(make_workload(name), sequence_length, recompute, whole_blocks)
-            for name in pair
-        )
-        return one + (workload.blocks - 1) * (two - one)
+    setting = (sequence_length, recompute, whole_blocks)
+    known = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
+    if known is not None:
+        return known
     computed_once = _operations(workload, sequence_length, "none", False)
-    return _operations(workload, sequence_length, recompute, whole_blocks) - computed_once
+    return _operations(workload, *setting) - computed_once
 
 
 @functools.cache
 def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
-    counter = _Operations()
+    counter = OperatorCounter()
     with set_checkpoint_early_stop(not whole_blocks):
         train_without_memory(workload, 1, sequence_length, recompute, counter)
-    return counter.total
+    return counter.flops
 
 
 def train_without_memory(
@@ -157,20 +190,6 @@ def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
     if workload.num_labels:
         return torch.zeros(len(inputs), dtype=torch.long)
     return torch.zeros_like(inputs)
-
-
-class _Operations(OperatorObserver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def observe(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
-    ) -> None:
-        if count := products().get(func._overloadpacket):
-            self.total += count(*args, **kwargs, out_val=result)
-        elif torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
-            self.total += result.numel()
 
 
 class Held(OperatorObserver):
@@ -244,8 +263,6 @@ class Operators:
     """Peak bytes held, see `activation_bytes`."""
 
 
-CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Convolutions that each operator computes."""
 FEW, MORE = 2, 4
 """Samples in the two counted passes; counts are linear in samples."""
 
@@ -263,17 +280,14 @@ def operators(
     `precision`: fp32 or autocast's, which casts operands of matrix products. Tensors are fake.
     """
     few, more = _counted(workload, sequence_length, recompute, precision)
-    share = (samples - FEW) / (MORE - FEW)
+    grown = _extended(few, more, (samples - FEW) / (MORE - FEW))
+    return replace(grown, number=few.number, convolutions=few.convolutions)
 
-    def grown(of_few: int, of_more: int) -> int:
-        return max(0, round(of_few + share * (of_more - of_few)))
 
-    return Operators(
-        few.number,
-        grown(few.moved_bytes, more.moved_bytes),
-        few.convolutions,
-        grown(few.held_bytes, more.held_bytes),
-    )
+def _extended(one: Operators, two: Operators, steps: float) -> Operators:
+    """Returns the counts `steps` steps after the first, if the second is one step after it."""
+    pairs = zip(astuple(one), astuple(two), strict=True)
+    return Operators(*(max(0, round(a + steps * (b - a))) for a, b in pairs))
 
 
 @functools.cache
@@ -292,39 +306,11 @@ def _counted(
 def _count(
     workload: Workload, samples: int, sequence_length: int, recompute: str, precision: str
 ) -> Operators:
-    held = activation_bytes(workload, samples, sequence_length, recompute, precision)
+    setting = (samples, sequence_length, recompute)
     if pair := workload.of_one_and_two_blocks:
-        one, two = (
-            _count(make_workload(name), samples, sequence_length, recompute, precision)
-            for name in pair
-        )
-        more = workload.blocks - 1
-        return Operators(
-            one.number + more * (two.number - one.number),
-            one.moved_bytes + more * (two.moved_bytes - one.moved_bytes),
-            one.convolutions + more * (two.convolutions - one.convolutions),
-            held,
-        )
-    counter = _Counter()
-    train_without_memory(workload, samples, sequence_length, recompute, counter, precision)
+        one, two = (_count(make_workload(name), *setting, precision) for name in pair)
+        return _extended(one, two, workload.blocks - 1)
+    counter = OperatorCounter()
+    train_without_memory(workload, *setting, counter, precision)
+    held = activation_bytes(workload, *setting, precision)
     return Operators(counter.number, counter.moved_bytes, counter.convolutions, held)
-
-
-class _Counter(OperatorObserver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-        self.convolutions = 0
-        self.moved_bytes = 0
-
-    def observe(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
-    ) -> None:
-        if not func.is_view:
-            self.number += 1
-            self.convolutions += CONVOLUTIONS.get(func._opname, 0)
-            if func._overloadpacket not in products():
-                tensors = [
-                    leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
-                ]
-                self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
-from harness.planner.fitting import Floats, Ints, bounds_of, constant
+from harness.planner.fitting import Floats, Ints, Prior, constant, priors_of
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
@@ -20,183 +20,107 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 @dataclass(frozen=True)
 class TimeConstants:
     matmul_efficiency: float = constant(
-        0.8,
-        0.5,
-        1.0,
-        0.08,
-        "1",
+        Prior(0.8, spread=0.08, low=0.5, high=1.0, unit="1"),
         "share of what the device's best matrix product reaches that large products of a training"
         " reach",
         "searches for the best product choose its sizes; a training cannot (hardware.yaml)",
     )
     matmul_half_size: float = constant(
-        1.5,
-        0.3,
-        6.0,
-        0.7,
-        "1",
+        Prior(1.5, spread=0.7, low=0.3, high=6.0, unit="1"),
         "a product of M x K by K x N takes 1 + this x ridge x (1/M + 1/N + 1/K) times as long as a"
         " large one: operands are read, and tiles are unfilled; ridge is the device's operations"
         " for each byte of its memory's bandwidth",
         "roofline: 1 reads the operands once (Williams and others, CACM 2009)",
     )
     attention_efficiency: float = constant(
-        0.45,
-        0.15,
-        0.8,
-        0.1,
-        "1",
+        Prior(0.45, spread=0.1, low=0.15, high=0.8, unit="1"),
         "share of the dense peak that fused attention reaches",
         "FlashAttention-2, arXiv 2307.08691, figures 4 to 7; lower at short sequences",
     )
     elementwise_passes: float = constant(
-        30.0,
-        8.0,
-        90.0,
-        12.0,
-        "1",
+        Prior(30.0, spread=12.0, low=8.0, high=90.0, unit="1"),
         "times that forward and backward of a layer read or write its activations of 2 bytes"
         " (hidden + feed-forward size for each token) outside of matrix products",
         "count of the reads and writes of unfused norms, rotations, activations, residuals",
     )
     logit_bytes: float = constant(
-        30.0,
-        4.0,
-        90.0,
-        12.0,
-        "bytes",
+        Prior(30.0, spread=12.0, low=4.0, high=90.0, unit="bytes"),
         "read and written per logit by the head's cast and the loss",
         "count: bf16 logits to fp32, softmax, loss and gradient",
     )
     launch_layer: float = constant(
-        2.0e-3,
-        0.3e-3,
-        6e-3,
-        1.5e-3,
-        "s",
+        Prior(2.0e-3, spread=1.5e-3, low=0.3e-3, high=6e-3, unit="s"),
         "the processor's time to launch forward and backward of one layer",
         "some 200 kernels of a layer at 5 to 15 microseconds each",
     )
     launch_tensor: float = constant(
-        1.0e-3,
-        0.0,
-        5e-3,
-        1.0e-3,
-        "s",
+        Prior(1.0e-3, spread=1.0e-3, low=0.0, high=5e-3, unit="s"),
         "additional time to launch a layer whose tensors are split over ranks",
         "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
     )
     launch_sharpness: float = constant(
-        4.0,
-        1.5,
-        12.0,
-        1.5,
-        "1",
+        Prior(4.0, spread=1.5, low=1.5, high=12.0, unit="1"),
         "exponent of the maximum of device and processor: 1 would add them, a large one takes the"
         " longer; a layer has kernels that are longer and ones that are shorter than their launch",
         "assumed; at equal times 4 gives a time 19 % longer than either",
     )
     pipeline_stall: float = constant(
-        1.0e-3,
-        0.0,
-        6e-3,
-        1.5e-3,
-        "s",
+        Prior(1.0e-3, spread=1.5e-3, low=0.0, high=6e-3, unit="s"),
         "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
         " crosses nodes: collectives wait behind sends on the device's single launch queue",
         "measured runs of nanotron; taken as zero on other clusters (Calibration.time_on)",
     )
     tensor_latency: float = constant(
-        0.1e-3,
-        0.005e-3,
-        1e-3,
-        0.2e-3,
-        "s",
+        Prior(0.1e-3, spread=0.2e-3, low=0.005e-3, high=1e-3, unit="s"),
         "of a collective of tensor parallelism for each node beyond the first that it spans",
         "latency of collectives between nodes, nccl-tests at small messages",
     )
     stall_growth: float = constant(
-        0.3,
-        0.0,
-        1.0,
-        0.2,
-        "1",
+        Prior(0.3, spread=0.2, low=0.0, high=1.0, unit="1"),
         "share by which pipeline_stall grows with each doubling of the tensor axis's nodes",
         "assumed",
     )
     tensor_exposed: float = constant(
-        0.8,
-        0.2,
-        1.0,
-        0.2,
-        "1",
+        Prior(0.8, spread=0.2, low=0.2, high=1.0, unit="1"),
         "share of tensor-parallel communication that no compute hides",
         "nothing to everything may be hidden; asynchronous products hide some",
     )
     network_bandwidth: float = constant(
-        0.9,
-        0.3,
-        1.3,
-        0.2,
-        "1",
+        Prior(0.9, spread=0.2, low=0.3, high=1.3, unit="1"),
         "bandwidth between nodes for the data axis's large messages, as a share of the curve's",
         "the curve is of an undisturbed network",
     )
     tensor_network: float = constant(
-        0.7,
-        0.1,
-        1.3,
-        0.3,
-        "1",
+        Prior(0.7, spread=0.3, low=0.1, high=1.3, unit="1"),
         "bandwidth between nodes for the tensor axis, as a share of the curve's",
         "its messages are some 30 MB: 32 MiB reach a quarter of the curve's over 4 nodes (as for"
         " bucket_latency), several at once more",
     )
     data_overlap: float = constant(
-        0.5,
-        0.0,
-        1.0,
-        0.25,
-        "1",
+        Prior(0.5, spread=0.25, low=0.0, high=1.0, unit="1"),
         "share of the last backward pass that hides the reduction of gradients",
         "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
     )
     bucket_latency: float = constant(
-        0.3e-3,
-        0.0,
-        1e-3,
-        0.15e-3,
-        "s",
+        Prior(0.3e-3, spread=0.15e-3, low=0.0, high=1e-3, unit="s"),
         "of the reduction of one bucket of gradients between nodes, beyond what its bytes take",
         "64 MiB over 4 nodes take 0.8 ms, 0.45 ms longer than their share of 4 GiB (Bekman, Machine"
         " Learning Engineering, chapter on networks, 2026); DDP reduces buckets of 25 MB",
     )
     prefetch_overlap: float = constant(
-        0.9,
-        0.0,
-        1.0,
-        0.05,
-        "1",
+        Prior(0.9, spread=0.05, low=0.0, high=1.0, unit="1"),
         "share of a micro-batch's compute that hides the gathers and scatters of sharded parameters"
         " and gradients",
         "layers are gathered one ahead of their use, on a stream of their own (PyTorch FSDP,"
         " arXiv 2304.11277, section 3.3); communication takes some multiprocessors from compute",
     )
     update_passes: float = constant(
-        40.0,
-        20.0,
-        120.0,
-        12.0,
-        "bytes",
+        Prior(40.0, spread=12.0, low=20.0, high=120.0, unit="bytes"),
         "read and written for each parameter that a rank updates",
         "count: Adam reads 16 and writes 14 bytes; unfused kernels repeat some",
     )
     step_latency: float = constant(
-        0.03,
-        0.0,
-        0.2,
-        0.015,
-        "s",
+        Prior(0.03, spread=0.015, low=0.0, high=0.2, unit="s"),
         "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
         "assumed: tens of milliseconds for gradient norms, losses and waiting",
     )
@@ -212,40 +136,24 @@ class MemoryConstants:
     """
 
     fragmentation: float = constant(
-        1.15,
-        1.0,
-        1.7,
-        0.15,
-        "1",
+        Prior(1.15, spread=0.15, low=1.0, high=1.7, unit="1"),
         "bytes reserved for each byte of activations: blocks do not fit what is asked for next",
         "1 is none; reserved over allocated memory of long runs is 1.1 to 1.4",
     )
     layer_hidden: float = constant(
-        16.0,
-        10.0,
-        24.0,
-        0.2,
-        "bytes",
+        Prior(16.0, spread=0.2, low=10.0, high=24.0, unit="bytes"),
         "kept for the backward pass per token and element of the hidden size in each layer",
         "count: inputs and outputs of both norms, queries, keys, values and the output of"
         " attention, 2 bytes each (Korthikanti and others, arXiv 2205.05198, section 4.1, without"
         " dropout and scores)",
     )
     layer_feed: float = constant(
-        8.0,
-        4.0,
-        14.0,
-        0.1,
-        "bytes",
+        Prior(8.0, spread=0.1, low=4.0, high=14.0, unit="bytes"),
         "kept for the backward pass per token and element of the feed-forward size",
         "count: both halves of the gated product, the activated half and the product, 2 bytes each",
     )
     gathered: float = constant(
-        4.0,
-        0.0,
-        16.0,
-        0.1,
-        "bytes",
+        Prior(4.0, spread=0.1, low=0.0, high=16.0, unit="bytes"),
         "per token and element of the hidden size of each layer that tensor parallelism does not"
         " split, while the device has yet to do what the processor has launched",
         "count: what attention and feed-forward give before it is scattered, 2 bytes each; memory"
@@ -253,38 +161,22 @@ class MemoryConstants:
         " Tensor.record_stream)",
     )
     logit: float = constant(
-        8.0,
-        2.0,
-        24.0,
-        0.2,
-        "bytes",
+        Prior(8.0, spread=0.2, low=2.0, high=24.0, unit="bytes"),
         "kept per logit of the micro-batch in its head",
         "count: logits and their softmax in fp32",
     )
     bucket: float = constant(
-        2.0,
-        0.0,
-        6.0,
-        0.05,
-        "bytes",
+        Prior(2.0, spread=0.05, low=0.0, high=6.0, unit="bytes"),
         "a second copy of gradients in the buckets that are reduced, per parameter",
         "2 for bf16 buckets, 4 for fp32 ones (DDP, arXiv 2006.15704)",
     )
     overhead: float = constant(
-        1.0,
-        0.0,
-        4.0,
-        0.5,
-        "GB",
+        Prior(1.0, spread=0.5, low=0.0, high=4.0, unit="GB"),
         "of workspaces that are always there",
         "workspaces of matrix products and collectives",
     )
     knee: float = constant(
-        0.8,
-        0.5,
-        1.0,
-        0.1,
-        "1",
+        Prior(0.8, spread=0.1, low=0.5, high=1.0, unit="1"),
         "share of the device's memory from which the allocator frees what it had reserved",
         "assumed: below the limit of every device",
     )
@@ -405,11 +297,10 @@ def load(file: Path = DEFAULT) -> ClusterCalibration:
 
 def require_within_bounds(constants: TimeConstants | MemoryConstants, where: str) -> None:
     """Raises UsageError for the first constant outside its physical bounds."""
-    for name, bounds in bounds_of(type(constants)).items():
-        value = getattr(constants, name)
-        slack = 1e-9 * (bounds.high - bounds.low)
-        if not bounds.low - slack <= value <= bounds.high + slack:
+    for name, prior in priors_of(type(constants)).items():
+        value, slack = getattr(constants, name), 1e-9 * (prior.high - prior.low)
+        if not prior.low - slack <= value <= prior.high + slack:
             raise UsageError(
-                f"{where}: {name} is {value:g} {bounds.unit}, outside its bounds"
-                f" {bounds.low:g} to {bounds.high:g}"
+                f"{where}: {name} is {value:g} {prior.unit}, outside its bounds {prior.low:g} to"
+                f" {prior.high:g}"
             )
