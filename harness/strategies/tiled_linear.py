@@ -15,7 +15,7 @@ from harness.workloads import Workload
 if TYPE_CHECKING:
     import torch
     from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime.zero import TiledLinear
+    from deepspeed.runtime.zero import TiledLinear as DeepspeedTiledLinear
     from torch import Tensor, nn
 
 
@@ -103,14 +103,14 @@ def join_tiles(
             tiles.clear()
 
 
-def _count(layer: TiledLinear) -> int:
+def _count(layer: DeepspeedTiledLinear) -> int:
     """Returns the number of parameters: one weight per tile, and a bias in each row's last
     column."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 
 def _joined(
-    name: str, layer: TiledLinear, tiles: dict[str, Tensor]
+    name: str, layer: DeepspeedTiledLinear, tiles: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     import torch
 

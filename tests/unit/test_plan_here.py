@@ -230,7 +230,7 @@ def test_measured_cells_answer_and_others_are_predicted(
     for candidate in (*plan.candidates, *plan.inexact):
         assert candidate.seconds_low < candidate.seconds < candidate.seconds_high
         assert 0 <= candidate.fits <= 1
-        assert all(value >= 0 for value in dataclasses.astuple(candidate.parts))
+        assert all(value >= 0 for value in candidate.parts.values())
     assert [candidate.label for candidate in plan.inexact] == ["averaged(rarely)"]
     words = " ".join(explanation(plan))
     assert "Use averaged: " in words

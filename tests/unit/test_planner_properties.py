@@ -194,7 +194,7 @@ def test_no_figure_of_an_answer_is_negative_or_missing(
         asked = question(model, devices, batch)
         found = plan(asked, CALIBRATION, goal, top=300, price_per_hour=2.0)
         for one in found.candidates:
-            parts = dataclasses.astuple(one.parts)
+            parts = one.parts.values()
             figures = [v for v in dataclasses.asdict(one).values() if isinstance(v, float)]
             assert all(np.isfinite(v) and v >= 0 for v in figures), one
             assert all(v >= -1e-9 * one.seconds for v in parts), one

@@ -48,15 +48,15 @@ STEPS_BELOW, STEPS_ABOVE = 3, 2
 """Doublings of the devices below and above the question's."""
 
 
-@dataclass(frozen=True)
-class ClusterStepParts:
-    compute: float
-    activation_exchange: float
-    data: float
-    bubble: float
-    launch: float
-    offload: float
-    update: float
+PART_WORDS = {
+    "compute": "computing",
+    "activation_exchange": "exposed communication of tensor, context and expert parallelism",
+    "data": "exposed communication of gradients and parameters",
+    "bubble": "waiting in the pipeline",
+    "launch": "waiting for the processor to launch work",
+    "offload": "moving offloaded tensors",
+    "update": "the optimizer's update",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class ClusterCandidate:
     seconds_high: float
     tokens_per_second: float
     """Throughput of all devices."""
-    parts: ClusterStepParts
+    parts: dict[str, float]
+    """Seconds by part of PART_WORDS, which add up to `seconds`."""
     states_bytes: float
     activations_bytes: float
     working_bytes: float
@@ -196,7 +197,10 @@ def _candidate(
     seconds: float,
     price_per_hour: float | None,
 ) -> ClusterCandidate:
-    layout, time, memory = result.layouts[row], result.time, result.memory
+    layout, memory = result.layouts[row], result.memory
+    parts = {name: float(getattr(result.time, name)[row]) for name in PART_WORDS}
+    # The simulation changes only the waiting.
+    parts["bubble"] += float(seconds - result.seconds[row])
     wide = float(np.exp(result.half_width[row]))
     wide_memory = float(np.exp(result.memory_half_width[row]))
     reserved = float(memory.reserved[row])
@@ -211,16 +215,7 @@ def _candidate(
         seconds_low=seconds / wide,
         seconds_high=seconds * float(np.exp(result.upper[row])),
         tokens_per_second=rate,
-        parts=ClusterStepParts(
-            compute=float(time.compute[row]),
-            activation_exchange=float(time.activation_exchange[row]),
-            data=float(time.data[row]),
-            # The simulation changes only the waiting.
-            bubble=float(time.bubble[row] + seconds - result.seconds[row]),
-            launch=float(time.launch[row]),
-            offload=float(time.offload[row]),
-            update=float(time.update[row]),
-        ),
+        parts=parts,
         states_bytes=float(memory.states[row]),
         activations_bytes=float(memory.activations[row]),
         working_bytes=float(memory.working[row]),
@@ -425,16 +420,6 @@ def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: st
     )
 
 
-PART_WORDS = {
-    "compute": "computing",
-    "activation_exchange": "exposed communication of tensor, context and expert parallelism",
-    "data": "exposed communication of gradients and parameters",
-    "bubble": "waiting in the pipeline",
-    "launch": "waiting for the processor to launch work",
-    "offload": "moving offloaded tensors",
-    "update": "the optimizer's update",
-}
-
 RISKIER = 0.95
 """Share of the best layout's probability to fit below which the next one's is mentioned."""
 
@@ -508,8 +493,7 @@ def _why_not_whole(plan: ClusterPlan) -> str:
 
 
 def _time(best: ClusterCandidate) -> str:
-    parts = {name: getattr(best.parts, name) for name in PART_WORDS}
-    shares = sorted(parts.items(), key=lambda item: -item[1])
+    shares = sorted(best.parts.items(), key=lambda item: -item[1])
     listed = [
         f"{value / best.seconds:.0%} {PART_WORDS[name]}"
         for name, value in shares

@@ -41,15 +41,6 @@ class LocalVariant:
 
 
 @dataclass(frozen=True)
-class LocalStepParts:
-    compute: float
-    calls: float
-    update: float
-    exchange: float
-    link: float
-
-
-@dataclass(frozen=True)
 class LocalCandidate:
     """A cell with its step time and memory; `low` and `high` bound 80 % intervals."""
 
@@ -71,7 +62,8 @@ class LocalCandidate:
     peak_high: float
     fits: float
     """Probability that this machine's memory holds all ranks."""
-    parts: LocalStepParts
+    parts: dict[str, float]
+    """Predicted seconds by part of PART_WORDS."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +137,7 @@ def _candidates(
     columns = CellColumns(facts)
     step = step_seconds(columns, calibration.time, calibration.time_effects.of(facts))
     missed = calibration.time_effects.missed(facts)
-    components = (step.compute, step.calls, step.update, step.exchange, step.link)
-    parts = [component * missed for component in components]
+    parts = {name: getattr(step, name) * missed for name in PART_WORDS}
     total = step.total * missed
     peaks = calibration.peak_bytes(facts)
     wide = np.exp(calibration.time_spread.of(facts, calibration.time_effects))
@@ -183,7 +174,7 @@ def _candidates(
                 peak_low=peak / float(np.exp(spread)),
                 peak_high=peak * float(np.exp(spread)),
                 fits=fits,
-                parts=LocalStepParts(*(float(part[row]) for part in parts)),
+                parts={name: float(part[row]) for name, part in parts.items()},
             )
         )
     return result
@@ -222,9 +213,8 @@ def _first(best: LocalCandidate) -> str:
 
 
 def _time(best: LocalCandidate) -> str:
-    parts = {name: getattr(best.parts, name) for name in PART_WORDS}
-    total = sum(parts.values())
-    shares = sorted(parts.items(), key=lambda item: -item[1])
+    total = sum(best.parts.values())
+    shares = sorted(best.parts.items(), key=lambda item: -item[1])
     listed = [f"{v / total:.0%} {PART_WORDS[name]}" for name, v in shares if v / total >= 0.01]
     return f"Its predicted step is {', '.join(listed)}."
 
