@@ -42,7 +42,7 @@ print(time.process_time() - began, peak / 1024, path.stat().st_size / 2**20)
 
 
 def seconds_mebibytes_and_size(results: Path, page: Path) -> tuple[float, float, float]:
-    """Of writing the report of a folder in a process of its own: processor time, largest memory in MiB,
+    """Of writing a folder's report in a process of its own: processor time, largest memory in MiB,
     size of the page in MiB."""
     done = subprocess.run(
         [sys.executable, "-c", _WRITE, str(results), str(page)],
