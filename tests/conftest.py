@@ -29,6 +29,20 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("cluster", "unit", "gpu", "ranks", "faults", "browser")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update",
+        action="store_true",
+        help="write generated tables, pictures and golden files instead of comparing them",
+    )
+
+
+@pytest.fixture
+def update(request: pytest.FixtureRequest) -> bool:
+    """Whether what is generated is written instead of compared."""
+    return bool(request.config.getoption("--update"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     collect_seldom()
     # An example may take as long as it likes: beside other tests it can take any time.

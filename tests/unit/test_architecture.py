@@ -1,11 +1,10 @@
 """The picture of docs/explanation/architecture.md is what the code imports.
 
-UPDATE_DOCS=1 draws it anew.
+--update draws it anew.
 """
 
 from __future__ import annotations
 
-import os
 import re
 
 from scripts import architecture
@@ -13,14 +12,14 @@ from scripts import architecture
 PAGE = architecture.ROOT / "docs" / "explanation" / "architecture.md"
 
 
-def test_the_picture_is_that_of_the_code() -> None:
+def test_the_picture_is_that_of_the_code(update: bool) -> None:
     wanted = architecture.picture()
     before = architecture.PICTURE.read_text()
-    if os.environ.get("UPDATE_DOCS"):
+    if update:
         architecture.PICTURE.write_text(wanted)
         return
     assert before == wanted, (
-        "draw it anew with: UPDATE_DOCS=1 make test ARGS=tests/unit/test_architecture.py"
+        "draw it anew: pytest tests/unit/test_architecture.py --update"
     )
 
 

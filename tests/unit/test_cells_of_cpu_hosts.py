@@ -4,7 +4,6 @@ GPUs."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,12 @@ def cells_of(matrix: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
-def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str) -> None:
+def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str, update: bool) -> None:
     """Histories are joined by ids.
 
-    A change here, by UPDATE_GOLDEN=1, begins the history of those cells anew.
+    A change here, by --update, begins the history of those cells anew.
     """
-    if os.environ.get("UPDATE_GOLDEN"):
+    if update:
         known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
         GOLDEN.write_text(json.dumps(known | {matrix: cells_of(matrix)}, indent=1) + "\n")
     assert cells_of(matrix) == json.loads(GOLDEN.read_text())[matrix]

@@ -1,9 +1,8 @@
-"""What the documents say is what the code does. UPDATE_DOCS=1 writes the tables anew."""
+"""What the documents say is what the code does. --update writes the tables anew."""
 
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import re
 import shlex
@@ -125,17 +124,17 @@ def input_table() -> list[str]:
         ("docs/reference/schema.md", "schema", schema_table),
     ],
 )
-def test_tables_are_those_of_the_code(file: str, mark: str, table) -> None:
+def test_tables_are_those_of_the_code(file: str, mark: str, table, update: bool) -> None:
     path = ROOT / file
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
     text = path.read_text()
     before, rest = text.split(begin)
     now, after = rest.split(end)
     wanted = "\n".join(table())
-    if os.environ.get("UPDATE_DOCS"):
+    if update:
         path.write_text(before + begin + wanted + end + after)
         return
-    assert now == wanted, "write it anew with: UPDATE_DOCS=1 make test ARGS=tests/unit/test_docs.py"
+    assert now == wanted, "write it anew: pytest tests/unit/test_docs.py --update"
 
 
 def test_make_targets_of_the_readme_exist() -> None:
