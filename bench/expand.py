@@ -12,8 +12,7 @@ from bench.host import Host, admit_here
 from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
 from bench.select import keep
 from harness.record.plan import LeftOut
-from harness.run.expected import time_limit_seconds
-from harness.run.fits import GIB, device_bytes
+from harness.run.expected import GIB, device_bytes, time_limit_seconds
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.strategy.registry import make_strategy, with_defaults

@@ -30,17 +30,12 @@ MOST_NAMED = 12
 
 
 class Recorded(Protocol):
-    """A cell's columns in any table."""
+    """A cell in any table; its recorded id is the key."""
 
     @property
     def cell_id(self) -> str: ...
     @property
-    def cell_name(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def cell(self) -> str:
-        """Cell as JSON."""
+    def cell(self) -> Cell: ...
 
 
 AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
@@ -49,9 +44,7 @@ AnyRecorded = TypeVar("AnyRecorded", bound=Recorded)
 @dataclass(frozen=True)
 class RecordedCell:
     cell_id: str
-    cell_name: str
-    label: str
-    cell: str
+    cell: Cell
 
 
 def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
@@ -94,7 +87,7 @@ def matches(cell: Cell, pattern: str) -> bool:
 
 
 def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]:
-    return [row for row in recorded if matches(Cell(**json.loads(row.cell)), pattern)]
+    return [row for row in recorded if matches(row.cell, pattern)]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
@@ -107,19 +100,19 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
             f"--baseline-cell {pattern!r} is no cell of this run; name a strategy, an id or a"
             " pattern such as 'fsdp2*'"
         )
-    return lambda result: matches(Cell(**json.loads(result.cell)), pattern)
+    return lambda result: matches(result.cell, pattern)
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
     """Matches the word by id, else name, else label, else as a strategy or pattern."""
-    for name in ("cell_id", "cell_name", "label"):
-        if exact := [row for row in recorded if getattr(row, name) == word]:
-            return exact
-    return matching(recorded, word)
+    by_id = [row for row in recorded if row.cell_id == word]
+    by_name = [row for row in recorded if row.cell.name == word]
+    by_label = [row for row in recorded if row.cell.label == word]
+    return by_id or by_name or by_label or matching(recorded, word)
 
 
 def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageError:
-    labels = ", ".join(dict.fromkeys(row.label for row in recorded)) or "none"
+    labels = ", ".join(dict.fromkeys(row.cell.label for row in recorded)) or "none"
     return UsageError(
         f"{word!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
         f" {labels}"
@@ -135,13 +128,12 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
         tables = store.load([candidate], steps=False)
-        columns = ["cell_id", "cell_name", "label", "cell"]
-        rows = tables.trials.drop_duplicates("cell_id")[columns]
-        cells = [RecordedCell(*map(str, row)) for row in rows.itertuples(index=False)]
+        rows = tables.trials.drop_duplicates("cell_id")[["cell_id", "cell"]].to_dict("records")
+        cells = [RecordedCell(str(row["cell_id"]), Cell(**json.loads(row["cell"]))) for row in rows]
         looked_at += cells
         meant = closest(cells, word)
         if len(meant) > 1:
-            named = ", ".join(f"{cell.cell_id} ({cell.cell_name})" for cell in meant[:MOST_NAMED])
+            named = ", ".join(f"{cell.cell_id} ({cell.cell.name})" for cell in meant[:MOST_NAMED])
             more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
             raise UsageError(
                 f"{word!r} means {len(meant)} cells of run {candidate}; name one by its id or name:"

@@ -19,9 +19,10 @@ def bubble_theory(stages: int, micro_batches: int) -> float:
 def bubble_bars(cells: Sequence[CellResult], name: str) -> Bars | None:
     """Returns measured and theoretical pipeline bubbles in %, smallest first."""
     measured = [
-        (cell.bubble_fraction, bubble_theory(stages, cell.micro_batches), cell)
+        (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
         for cell in cells
-        if cell.bubble_fraction is not None and (stages := cell.pipeline_parallel or 0) > 1
+        if cell.times.bubble_fraction is not None
+        and (stages := cell.placement.pipeline_parallel or 0) > 1
     ]
     if not measured:
         return None

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
 from harness.record.profile import COMPONENTS
 from harness.record.trial import TrialRecord
@@ -127,7 +127,7 @@ class CellDetail:
     log_tail: str
 
     def as_json(self) -> dict[str, Any]:
-        memory = {name: for_json(getattr(self.cell, name)) for name in _MEMORY}
+        memory = {name: for_json(self.cell.column(name)) for name in _MEMORY}
         return {
             "started_at": self.started_at.isoformat(),
             "hardware": self.hardware,
@@ -185,20 +185,20 @@ def _place(group: RankedGroup, cell: RankedCell) -> Place:
         len(group.rows),
         cell.same_as_above,
         group.full_title,
-        fastest.label,
-        None if cell is fastest else compared(cell, fastest),
+        fastest.cell.label,
+        None if cell is fastest else compare(cell, fastest),
     )
 
 
 def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
     """Returns measured and formula bytes by kind; None if not measured."""
-    if cell.state_bytes is None:
+    if cell.states.state_bytes is None:
         return None
     finished = [trial for trial in trials if trial.status == "ok"]
     return tuple(
         KindOfState(
             field.removesuffix("_bytes"),
-            getattr(cell, field),
+            cell.column(field),
             getattr(finished[-1], f"formula_{field}") if finished else None,
         )
         for field in KINDS.values()
@@ -213,7 +213,7 @@ def _ranks(
     counts = [key in finished for key in zip(timed["trial"], timed["attempt"], strict=True)]
     by_rank = timed.loc[counts].groupby("rank")["step_seconds"].median()
     medians: dict[int, float] = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
-    peaks = cell.peak_memory_bytes_by_rank
+    peaks = cell.memory.peak_memory_bytes_by_rank
     count = max(len(peaks), max(medians, default=-1) + 1)
     return tuple(
         RankDetail(rank, medians.get(rank), peaks[rank] if rank < len(peaks) else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.analysis.stats import COMPARED_CONFIDENCE
+from harness.analysis.stats import ACROSS_RUNS_CONFIDENCE
 from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
@@ -19,7 +19,7 @@ COLUMNS = (
     "A samples/s",
     "B samples/s",
     "B / A",
-    f"{COMPARED_CONFIDENCE * 100:g} % interval",
+    f"{ACROSS_RUNS_CONFIDENCE * 100:g} % interval",
     "verdict",
     "peak memory, A to B",
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.spec.link import Link
 from reports.link_facts import MeasuredLink, bits
 from reports.text import MIB, listed, number, plural
@@ -99,13 +99,13 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
-    first, second = (strategy.by_link[link].samples_per_second or 1.0 for strategy in (a, b))
+    first, second = (strategy.by_link[link].speed.samples_per_second or 1.0 for strategy in (a, b))
     return math.log(first / second)
 
 
 def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
     """Returns 1 if `a` is clearly faster, -1 if clearly slower, else 0."""
-    comparison = compared(a.by_link[link], b.by_link[link])
+    comparison = compare(a.by_link[link], b.by_link[link])
     return {"faster": 1, "slower": -1}.get(comparison.verdict, 0) if comparison else 0
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from harness.analysis.cell_result import CellResult
 from reports.groups import RankedGroup, tied_with_fastest
@@ -68,8 +69,13 @@ def first_few(items: Sequence[Bar], most: int, unit: str = "") -> str:
     return "; ".join(f"{bar.label} {bar.text}{unit}" for bar in items[:most])
 
 
-def throughput_bars(group: RankedGroup, name: str) -> Bars:
-    """Returns throughputs with 95 % intervals, fastest first; strong: tied with the fastest."""
+def throughput_bars(
+    group: RankedGroup, name: str, labels: Mapping[str, str] = MappingProxyType({})
+) -> Bars:
+    """Returns throughputs with 95 % intervals, fastest first; strong: tied with the fastest.
+
+    `labels`: by cell id, for cells whose own label is not to be shown.
+    """
     fastest = group.rows[0]
     best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
     bars = []
@@ -78,7 +84,7 @@ def throughput_bars(group: RankedGroup, name: str) -> Bars:
         spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
         text = number(rate.value) + spread + (" ≈" if cell.same_as_above else "")
         strong = cell.cell_id in best
-        label = named(cell, place=False)
+        label = named(cell, place=False, label=labels.get(cell.cell_id, ""))
         bars.append(Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell)))
     alike = (ALIKE,) if any(cell.same_as_above for cell in group.rows) else ()
     return Bars(
@@ -94,13 +100,17 @@ def throughput_bars(group: RankedGroup, name: str) -> Bars:
 
 def memory_bars(group: RankedGroup, name: str) -> Bars | None:
     """Returns peak memory in MiB with the range over trials, smallest first."""
-    peaks = [(c.peak_memory_bytes / MIB, c) for c in group.rows if c.peak_memory_bytes is not None]
+    peaks = [
+        (c.memory.peak_memory_bytes / MIB, c)
+        for c in group.rows
+        if c.memory.peak_memory_bytes is not None
+    ]
     if not peaks:
         return None
     peaks.sort(key=lambda pair: pair[0])
     bars = []
     for peak, cell in peaks[:MOST_ROWS]:
-        low = (cell.peak_memory_bytes_low or 0) / MIB
+        low = (cell.memory.peak_memory_bytes_low or 0) / MIB
         strong = low <= peaks[0][0]
         shown_low = low if cell.trials > 1 else None
         label = named(cell, place=False)
@@ -119,10 +129,10 @@ def memory_bars(group: RankedGroup, name: str) -> Bars | None:
 def where(cell: CellResult, workload: str) -> str:
     """Names a cell in a chart of mixed settings: `label x2 bf16`, and its workload if not
     `workload`."""
-    other = "" if cell.workload == workload else f" {cell.workload}"
-    setting = f" x{cell.devices} {cell.precision}{other}"
+    other = "" if cell.cell.workload == workload else f" {cell.cell.workload}"
+    setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
 
 
 def main_workload(cells: Sequence[CellResult]) -> str:
-    return Counter(cell.workload for cell in cells).most_common(1)[0][0]
+    return Counter(cell.cell.workload for cell in cells).most_common(1)[0][0]

@@ -22,9 +22,9 @@ def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
     to their tolerance first."""
     for kind, title in CHARTS.items():
         judged = [
-            (cell, finite(getattr(cell, f"parity_max_{kind}_deviation")), float(tolerance))
+            (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
             for cell in cells
-            if (tolerance := getattr(cell, f"parity_{kind}_tolerance")) is not None
+            if (tolerance := cell.column(f"parity_{kind}_tolerance")) is not None
         ]
         if judged:
             yield _bars(kind, title, judged, main_workload(cells))
@@ -38,7 +38,7 @@ def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
     judged.sort(key=_used, reverse=True)
     bars = []
     for cell, value, tolerance in judged[:MOST_DEVIATIONS]:
-        failed = cell.parity_verdict == "diverged"
+        failed = cell.parity.verdict == "diverged"
         text = "not finite" if value is None else deviation(value)
         label = where(cell, main)
         bars.append(Bar(label, value, text, marks=marks(cell), target=tolerance, failed=failed))
@@ -53,4 +53,4 @@ def _used(judged: Judged) -> tuple[bool, float]:
     """Sorts diverged cells first, then by used fraction of the tolerance."""
     cell, value, tolerance = judged
     share = float("inf") if value is None else value / tolerance
-    return cell.parity_verdict == "diverged", share
+    return cell.parity.verdict == "diverged", share

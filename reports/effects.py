@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.effects import Effect, Effects, effects_of
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.analysis.stats import CONFIDENCE, Comparison
 from reports import lines
 from reports.data import MOST_ROWS, Bar, Bars, first_few, rest
@@ -38,7 +38,7 @@ class EffectsPart:
 
 
 def title_of(effects: Effects) -> str:
-    base = effects.baseline
+    base = effects.baseline.cell
     return f"{base.workload.partition('+')[0]} x{base.devices}, batch {base.global_batch}"
 
 
@@ -80,15 +80,16 @@ def best_text(effects: Effects) -> str:
 
 
 def _combination(cell: CellResult) -> str:
-    _, plus, suffixes = cell.workload.partition("+")
-    return f"{named(cell)} in {cell.precision}{plus}{suffixes}"
+    _, plus, suffixes = cell.cell.workload.partition("+")
+    return f"{named(cell)} in {cell.cell.precision}{plus}{suffixes}"
 
 
 def _against(cell: CellResult, base: CellResult) -> str:
-    words = f"{ratio_text(compared(cell, base, CONFIDENCE))} the throughput"
-    if cell.peak_memory_bytes and base.peak_memory_bytes:
-        words += f" and {number(cell.peak_memory_bytes / base.peak_memory_bytes)} x the memory"
-    return f"{words} of {named(base)} in {base.precision}"
+    words = f"{ratio_text(compare(cell, base, CONFIDENCE))} the throughput"
+    peak, base_peak = cell.memory.peak_memory_bytes, base.memory.peak_memory_bytes
+    if peak and base_peak:
+        words += f" and {number(peak / base_peak)} x the memory"
+    return f"{words} of {named(base)} in {base.cell.precision}"
 
 
 def throughput_bars(effects: Effects, name: str) -> Bars:

@@ -18,8 +18,8 @@ from reports.text import number
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns the cells with recorded expert tokens, most balanced first."""
-    known = [cell for cell in cells if cell.expert_imbalance is not None]
-    return sorted(known, key=lambda cell: (cell.workload, cell.expert_imbalance))
+    known = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
+    return sorted(known, key=lambda cell: (cell.cell.workload, cell.traffic.expert_imbalance))
 
 
 def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
@@ -31,7 +31,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
     bars = [
         Bar(where(cell, main), value, number(value), marks=marks(cell), target=1.0)
         for cell in known[:MOST_ROWS]
-        if (value := cell.expert_imbalance) is not None
+        if (value := cell.traffic.expert_imbalance) is not None
     ]
     return Bars(
         "expert-imbalance",
@@ -49,13 +49,13 @@ def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
     routes the same way."""
     first: dict[str, CellResult] = {}
     for cell in cells:
-        if cell.expert_tokens:
-            first.setdefault(cell.workload, cell)
+        if cell.traffic.expert_tokens:
+            first.setdefault(cell.cell.workload, cell)
     return [_tokens_of(cell) for cell in first.values()]
 
 
 def _tokens_of(cell: CellResult) -> Bars:
-    blocks: list[list[int]] = json.loads(cell.expert_tokens or "[]")
+    blocks: list[list[int]] = json.loads(cell.traffic.expert_tokens or "[]")
     bars = [
         Bar(
             f"block {block}, expert {expert}",
@@ -68,10 +68,10 @@ def _tokens_of(cell: CellResult) -> Bars:
     ]
     return Bars(
         f"expert-tokens-{cell.cell_id}",
-        f"Tokens of each expert: {cell.workload}, {cell.label}",
+        f"Tokens of each expert: {cell.cell.workload}, {cell.cell.label}",
         "tokens in the last warm-up step",
         tuple(bars[:MOST_ROWS]),
-        f"Tokens of each expert of {cell.workload}: " + first_few(bars, 8),
+        f"Tokens of each expert of {cell.cell.workload}: " + first_few(bars, 8),
         rest(len(bars)),
         target="mean of the block",
     )
@@ -86,7 +86,12 @@ def experts_part(report: RunReport, panels: Panels) -> list[Panel]:
 def experts_text(report: RunReport) -> Paragraphs:
     columns = ["cell", "workload", "busiest expert / mean", "tokens of each expert by block"]
     rows = [
-        [cell.cell_name, cell.workload, number(cell.expert_imbalance), cell.expert_tokens or ""]
+        [
+            cell.cell.name,
+            cell.cell.workload,
+            number(cell.traffic.expert_imbalance),
+            cell.traffic.expert_tokens or "",
+        ]
         for cell in routed(report.cells)
     ]
     return [table(columns, columns[2:3], rows)] if rows else []

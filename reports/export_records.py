@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from harness.analysis.cell_result import CellResult
+from harness.spec.cell import TECHNIQUES
 from reports.run_report import RunReport
 
 
@@ -22,11 +23,14 @@ RUN = _names(
     "run_id started_at matrix host operating_system python_version torch_version cpu_model"
     " cpu_cores memory_bytes gpus gpu_memory_bytes git_commit suite_version schema_version"
 )
-IDENTITY = _names(
-    "run_id cell_id cell_name label system strategy options workload data sequence_length devices"
-    " device processes data_parallel pipeline_parallel tensor_parallel sequence_parallel"
-    " precision regime global_batch micro_batches recompute compile optimizer launcher"
-    " wraps_ddp threads_per_device"
+IDENTITY = (
+    *_names(
+        "run_id cell_id cell_name label system strategy options workload data sequence_length"
+        " devices device processes data_parallel pipeline_parallel tensor_parallel"
+        " sequence_parallel precision regime global_batch"
+    ),
+    *TECHNIQUES,
+    *_names("optimizer launcher wraps_ddp threads_per_device"),
 )
 FIGURES = _names(
     "status reason expected ranked place same_as_above trials disturbed_trials stand_in"
@@ -70,9 +74,9 @@ def records(report: RunReport) -> list[dict[str, Any]]:
 
 def record_of(cell: CellResult) -> dict[str, Any]:
     """Returns a cell's record for JSON; its place is null if not ranked."""
-    fields = vars(cell) | {
-        "disturbed_trials": cell.disturbed,
-        "samples_per_second_by_trial": cell.by_round,
+    fields = cell.columns() | {
+        "disturbed_trials": cell.disturbance.trials,
+        "samples_per_second_by_trial": cell.speed.by_round,
     }
     return {name: for_json(fields.get(name)) for name in (*IDENTITY, *FIGURES, *LISTS)}
 

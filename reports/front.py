@@ -41,7 +41,7 @@ class Scatter:
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
     """Returns the cells with measured memory; None if fewer than three."""
     front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
-    cells = [cell for cell in group.rows if cell.peak_memory_bytes is not None]
+    cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if len(cells) < 3:
         return None
     points = []
@@ -50,8 +50,8 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
         points.append(
             Point(
                 named(cell, place=False),
-                (cell.peak_memory_bytes or 0) / MIB,
-                (cell.peak_memory_bytes_low or 0) / MIB,
+                (cell.memory.peak_memory_bytes or 0) / MIB,
+                (cell.memory.peak_memory_bytes_low or 0) / MIB,
                 rate.value,
                 rate.low,
                 rate.high,

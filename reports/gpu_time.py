@@ -17,12 +17,12 @@ TERA = 1e12
 def utilization(cell: CellResult) -> str:
     """Returns MFU and utilisation of the card's measured rate; empty if both are unknown."""
     shares = []
-    if cell.mfu is not None:
-        of = f"the data sheet's {_teraflops(cell.peak_flops_per_second)}"
-        shares.append(f"MFU {percent(cell.mfu)} of {of}")
-    if cell.matmul_utilization is not None:
-        of = f"the {_teraflops(cell.matmul_flops_per_second)}"
-        share = percent(cell.matmul_utilization)
+    if cell.work.mfu is not None:
+        of = f"the data sheet's {_teraflops(cell.work.peak_flops_per_second)}"
+        shares.append(f"MFU {percent(cell.work.mfu)} of {of}")
+    if cell.work.matmul_utilization is not None:
+        of = f"the {_teraflops(cell.work.matmul_flops_per_second)}"
+        share = percent(cell.work.matmul_utilization)
         shares.append(f"{share} of {of} that this card reached in a matrix product")
     return ", ".join(shares)
 

@@ -113,7 +113,7 @@ def some_grid(
 
 
 def figure(field: str, text: Callable[[float | None], str]) -> Callable[[CellResult], Td]:
-    return lambda cell: numeral(text(getattr(cell, field)), field, getattr(cell, field))
+    return lambda cell: numeral(text(cell.column(field)), field, cell.column(field))
 
 
 def milliseconds(field: str) -> Callable[[CellResult], Td]:
@@ -134,7 +134,7 @@ def in_mebibytes(size: float | None) -> str:
 
 
 def word(field: str) -> Callable[[CellResult], Td]:
-    return lambda cell: words(getattr(cell, field) or "")
+    return lambda cell: words(cell.column(field) or "")
 
 
 def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
@@ -153,14 +153,14 @@ def interval(cell: CellResult, column: str, with_unit: bool = False) -> Td:
 def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     """Returns the column of devices, and of nodes if a cell has several."""
     columns = [Column("Devices", "", "", figure("devices", plain))]
-    if any(cell.nodes > 1 for cell in cells):
+    if any(cell.cell.nodes > 1 for cell in cells):
         columns.append(Column("Nodes", "", "that the devices are on", figure("nodes", plain)))
     return columns
 
 
 def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
     """Returns the throughput column; the unit is in the heading if all cells share it."""
-    kinds = {_throughput(cell) for cell in cells if cell.samples_per_second is not None}
+    kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return Column(
         "Throughput",
@@ -172,13 +172,15 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     """Returns throughput before the control's adjustment; empty without a control."""
-    if not any(cell.log_throughput and cell.log_throughput.adjusted for cell in cells):
+    if not any(cell.speed.log_throughput and cell.speed.log_throughput.adjusted for cell in cells):
         return []
-    tokens = all(cell.tokens_per_second is not None for cell in cells if cell.samples_per_second)
+    tokens = all(
+        cell.speed.tokens_per_second is not None for cell in cells if cell.speed.samples_per_second
+    )
     name = "tokens_per_second" if tokens else "samples_per_second"
     what = "median over trials, with nothing taken out by the control between the steps"
     return [Column("Unadjusted", unit(name), what, figure(f"raw_{name}", number))]
 
 
 def _throughput(cell: CellResult) -> str:
-    return "samples_per_second" if cell.tokens_per_second is None else "tokens_per_second"
+    return "samples_per_second" if cell.speed.tokens_per_second is None else "tokens_per_second"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import alike, same
-from harness.analysis.setting import GroupSize, heading, setting, timed
+from harness.analysis.ranking import is_tied, tied_with_previous
+from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
 from reports.names import device_words, unit
 from reports.ranked import RankedCell
@@ -27,16 +27,16 @@ class Group(Generic[AnyCell]):
 
     @property
     def workload(self) -> str:
-        return self.rows[0].workload
+        return self.rows[0].cell.workload
 
     @property
     def devices(self) -> int:
-        return self.rows[0].devices
+        return self.rows[0].cell.devices
 
     @property
     def throughput(self) -> str:
         """Throughput column: tokens if every cell has them, else samples."""
-        tokens = all(cell.tokens_per_second is not None for cell in self.rows)
+        tokens = all(cell.speed.tokens_per_second is not None for cell in self.rows)
         return "tokens_per_second" if tokens else "samples_per_second"
 
     def rate(self, cell: CellResult) -> Estimate:
@@ -52,14 +52,14 @@ class Group(Generic[AnyCell]):
     @property
     def real(self) -> bool:
         """Whether any cell's times hold for real hardware."""
-        return not all(cell.oversubscribed for cell in self.rows)
+        return not all(cell.placement.oversubscribed for cell in self.rows)
 
     @property
     def title(self) -> str:
         """`2 devices · fp32 · batch 8`, with unusual settings."""
-        cell = self.rows[0]
+        cell, devices = self.rows[0].cell, device_words(self.rows[0])
         optimizer = "" if cell.optimizer == "adamw" else f" · {cell.optimizer}"
-        return f"{device_words(cell)} · {cell.precision} · batch {cell.global_batch}{optimizer}"
+        return f"{devices} · {cell.precision} · batch {cell.global_batch}{optimizer}"
 
     @property
     def full_title(self) -> str:
@@ -74,10 +74,10 @@ class Group(Generic[AnyCell]):
     def details(self) -> str:
         """Title with tokens per sample and cores per device."""
         cell = self.rows[0]
-        tokens = f" of {cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
-        cores = f" · {plural(cell.threads_per_device, 'core')} per device"
+        tokens = f" of {cell.cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
+        cores = f" · {plural(cell.cell.threads_per_device, 'core')} per device"
         alone = ", where nothing is communicated" if self.devices == 1 else ""
-        return f"{self.title}{tokens}{'' if cell.device == 'cuda' else cores}{alone}"
+        return f"{self.title}{tokens}{'' if cell.cell.device == 'cuda' else cores}{alone}"
 
 
 RankedGroup = Group[RankedCell]
@@ -87,7 +87,7 @@ RankedGroup = Group[RankedCell]
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
     """Returns the groups of ranked cells by workload (most cells first), number of devices, and
     size (largest first)."""
-    sizes = Counter(cell.workload for cell in cells)
+    sizes = Counter(cell.cell.workload for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
@@ -96,18 +96,18 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     """Groups cells that differ only in strategy (and agree in the fields `more`), in their order;
     the workload with most cells first."""
     cells = list(cells)
-    sizes = Counter(cell.workload for cell in cells)
+    sizes = Counter(cell.cell.workload for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}
     for cell in cells:
-        key = (*setting(cell), *(getattr(cell, name) for name in more))
+        key = (Setting.of(cell.cell), *(getattr(cell.cell, name) for name in more))
         by_key.setdefault(key, []).append(cell)
     groups = [Group(tuple(rows)) for rows in by_key.values()]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def ranking(cells: Sequence[CellResult]) -> RankedGroup:
-    ordered = sorted(cells, key=lambda cell: -(cell.samples_per_second or 0.0))
-    places = enumerate(zip(ordered, alike(ordered), strict=True), 1)
+    ordered = sorted(cells, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
+    places = enumerate(zip(ordered, tied_with_previous(ordered), strict=True), 1)
     return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))
 
 
@@ -115,7 +115,7 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
     """Returns the largest group of each workload, number of devices and emulated link."""
     chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
     for group in groups:
-        chosen.setdefault((group.workload, group.devices, group.rows[0].links), group)
+        chosen.setdefault((group.workload, group.devices, group.rows[0].cell.links), group)
     return list(chosen.values())
 
 
@@ -134,19 +134,19 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
     """Returns the cells tied with the first, fastest one; empty with one trial."""
-    return [cell for cell in cells[1:] if cell.trials > 1 and same(cell, cells[0])]
+    return [cell for cell in cells[1:] if cell.trials > 1 and is_tied(cell, cells[0])]
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:
     """Returns the cells without stand-ins, or all if there are no others."""
-    return [cell for cell in group.rows if cell.stand_in is None] or list(group.rows)
+    return [cell for cell in group.rows if cell.placement.stand_in is None] or list(group.rows)
 
 
 def fairly_timed(group: RankedGroup) -> list[RankedCell]:
     """Returns the cells without stand-ins and with a core per rank, fastest first; if none, the
     next best."""
     genuine = of_real_things(group)
-    return [cell for cell in genuine if not cell.oversubscribed] or genuine
+    return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
 
 
 def pareto(group: RankedGroup) -> list[RankedCell]:
@@ -154,7 +154,7 @@ def pareto(group: RankedGroup) -> list[RankedCell]:
     front: list[RankedCell] = []
     least: float | None = None
     for cell in group.rows:
-        peak = cell.peak_memory_bytes
+        peak = cell.memory.peak_memory_bytes
         if peak is not None and (least is None or peak < least):
             front.append(cell)
             least = peak

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import CellResult, KeptStates, Memory, Parity
 from harness.analysis.maxsize import MaxsizeResult, limits, order_notes
 from harness.analysis.maxsize_table import maxsize_results
 from harness.record.plan import Plan
@@ -85,9 +85,10 @@ def largest(results: Results) -> Largest | None:
         return None
     if not rows or plan.search is None:
         return None
-    cells = {cell.label: cell for cell in plan.cells}
+    every = (*(left.cell for left in plan.left_out), *plan.cells)
+    cells = {cell.label: cell for cell in every}
     tokens = int(plan.search.get("tokens", 0))
-    lines = [_line(row, cells.get(row.label)) for row in rows]
+    lines = [_line(row, cells[row.label]) for row in rows]
     reasons = [
         (row.label, f"{row.status}: {row.reason}" if row.reason else limits(row)) for row in rows
     ]
@@ -107,17 +108,13 @@ def largest(results: Results) -> Largest | None:
     )
 
 
-def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
+def _line(row: MaxsizeResult, cell: Cell) -> LargestModel:
     size = {"sequence_length": row.parameters} if row.tokens and row.parameters else {}
-    reached = cell.model_copy(update={"workload": row.workload, **size}) if cell else None
+    reached = cell.model_copy(update={"workload": row.workload, **size})
     return LargestModel(
         run_id="",
-        cell_id=reached.id if reached and row.parameters else "",
-        cell_name=reached.name if reached else row.label,
-        label=row.label,
-        strategy=cell.strategy if cell else "",
-        workload=row.workload,
-        devices=cell.devices if cell else 0,
+        cell=reached,
+        cell_id=reached.id if row.parameters else "",
         status=row.status,
         reason=row.reason,
         reached=row.parameters,
@@ -125,11 +122,11 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
         predicted=row.predicted,
         ratio=row.ratio,
         step=row.step,
-        peak_memory_bytes=row.peak_memory_bytes,
         setup_peak_memory_bytes=row.setup_peak_memory_bytes,
-        state_bytes=sum(row.kept.values()) if row.kept else None,
         failed_in=row.failed_in,
-        parity_verdict=row.parity,
+        memory=Memory(peak_memory_bytes=row.peak_memory_bytes),
+        states=KeptStates(state_bytes=sum(row.kept.values()) if row.kept else None),
+        parity=Parity(verdict=row.parity),
     )
 
 
@@ -175,7 +172,7 @@ def _bar(line: LargestModel, best: int | None, tokens: bool) -> Bar:
     value, target = (n / scale if n else None for n in (line.reached, line.predicted))
     ratio = "" if line.ratio is None else f" ({number(line.ratio)})"
     return Bar(
-        f"{line.label} x{line.devices}" if line.devices else line.label,
+        f"{line.cell.label} x{line.cell.devices}" if line.step else line.cell.label,
         value,
         f"{number(value)}{suffix}{ratio}" if value else line.status,
         strong=bool(value) and line.reached == best,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import CellResult, Placement
 from harness.analysis.setting import setting
 from harness.record.profile import ProfileRecord
 from harness.record.trial import TrialRecord
@@ -76,12 +76,12 @@ def chapters(
     """Returns a chapter per setting on two or more emulated links, most strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
-        if cell.ranked and cell.links is not None:
-            by_setting.setdefault(setting(cell, without=["links"]), []).append(cell)
+        if cell.ranked and cell.cell.links:
+            by_setting.setdefault(setting(cell.cell, without=["links"]), []).append(cell)
     measured, wire = measured_links(trials), _wire_bytes(profiles)
     chapters: list[Chapter] = []
     for some in by_setting.values():
-        links = slowest_first(measured[link] for link in {cell.links or "": None for cell in some})
+        links = slowest_first(measured[link] for link in {cell.cell.links: None for cell in some})
         if len(links) > 1:
             chapters.append(_chapter(len(chapters), some, links, _series(some, wire)))
     return sorted(chapters, key=lambda chapter: -len(chapter.grid.rows))
@@ -99,14 +99,14 @@ def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
 def _series(cells: Sequence[CellResult], wire: Mapping[str, float]) -> list[LinkSeries]:
     by_label: dict[str, dict[str, CellResult]] = {}
     for cell in cells:
-        plain = dataclasses.replace(cell, links=None, nodes=1, stand_in=None, oversubscribed=False)
-        by_label.setdefault(named(plain), {})[cell.links or ""] = cell
+        plain = dataclasses.replace(cell.varied(links="", nodes=1), placement=Placement())
+        by_label.setdefault(named(plain), {})[cell.cell.links] = cell
     return [
         LinkSeries(
             label,
             by_link,
             {
-                link: wire.get(cell.cell_id, cell.sent_bytes_per_step)
+                link: wire.get(cell.cell_id, cell.traffic.sent_bytes_per_step)
                 for link, cell in by_link.items()
             },
         )
@@ -117,7 +117,7 @@ def _series(cells: Sequence[CellResult], wire: Mapping[str, float]) -> list[Link
 def _chapter(
     index: int, cells: Sequence[CellResult], links: Sequence[MeasuredLink], series: list[LinkSeries]
 ) -> Chapter:
-    group = Group((dataclasses.replace(cells[0], links=None), *cells[1:]))
+    group = Group((cells[0].varied(links=""), *cells[1:]))
     slowest = links[0].asked
 
     def order(line: LinkSeries) -> float:
@@ -176,7 +176,7 @@ def _chart(
         for line in lines[:6]
     )
     notes = [EMULATED]
-    if any(cell.oversubscribed for cell in group.rows):
+    if any(cell.placement.oversubscribed for cell in group.rows):
         notes.append(NOTES[OVERSUBSCRIBED].replace("hatched", "some of it"))
     places = tuple((bandwidth, link.words) for link, bandwidth in drawn)
     title, unit = group.full_title, group.unit
@@ -193,7 +193,7 @@ def _grid(
     rows = []
     for line in series:
         first = next(line.by_link[link.asked] for link in links if link.asked in line.by_link)
-        plain = dataclasses.replace(first, links=None, nodes=1)
+        plain = first.varied(links="", nodes=1)
         rows.append(LinkedCell(**vars(plain), by_link=line.by_link, sent=line.sent))
 
     def over(link: MeasuredLink) -> Callable[[LinkedCell], Td]:

@@ -27,8 +27,8 @@ def losses(cells: Sequence[CellResult]) -> list[Losses]:
     that is not finite."""
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:
-        if cell.reference_losses:
-            reference = tuple(math.nan if x is None else x for x in cell.reference_losses)
+        if cell.parity.reference_losses:
+            reference = tuple(math.nan if x is None else x for x in cell.parity.reference_losses)
             by_reference.setdefault(reference, []).append(cell)
     most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
     return [_losses(f"loss-{place}", *item) for place, item in enumerate(most_first)]
@@ -36,13 +36,13 @@ def losses(cells: Sequence[CellResult]) -> list[Losses]:
 
 def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
     away = [
-        (f"{cell.label} {cell.precision}", _curve(cell, len(reference)))
+        (f"{cell.cell.label} {cell.cell.precision}", _curve(cell, len(reference)))
         for cell in cells
-        if cell.parity_verdict == "diverged"
+        if cell.parity.verdict == "diverged"
     ]
-    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity_verdict != "diverged"]
+    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict != "diverged"]
     first = cells[0]
-    title = f"{first.workload} · batch {first.global_batch} · {first.optimizer}"
+    title = f"{first.cell.workload} · batch {first.cell.global_batch} · {first.cell.optimizer}"
     summary = (
         f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
         f" {number(reference[0])} to {number(reference[-1])}; {plural(len(kept), 'cell')} agree"
@@ -53,7 +53,7 @@ def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]
 
 def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
     values: list[float] = []
-    for value in cell.losses[:steps]:
+    for value in cell.parity.losses[:steps]:
         if value is None or not math.isfinite(value):
             break
         values.append(value)

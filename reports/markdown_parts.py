@@ -98,7 +98,7 @@ def _pick(pick: Pick) -> str:
     alike = f" Cannot be told apart from {escaped(listed(tied, MOST_TIED))}." if tied else ""
     return (
         f"{escaped(named(pick.row, place=False))}**, {pick.value} ({pick.interval}), parity"
-        f" {escaped(pick.row.parity_verdict or DASH)}.{alike}"
+        f" {escaped(pick.row.parity.verdict or DASH)}.{alike}"
     )
 
 
@@ -139,9 +139,9 @@ def _ranked(group: RankedGroup) -> str:
                     if rate.low is None
                     else f"{number(rate.low)} to {number(rate.high)}"
                 ),
-                scaled(cell.step_seconds_p50, 1e3),
-                scaled(cell.peak_memory_bytes, 1 / MIB),
-                cell.parity_verdict or DASH,
+                scaled(cell.times.step_seconds_p50, 1e3),
+                scaled(cell.memory.peak_memory_bytes, 1 / MIB),
+                cell.parity.verdict or DASH,
             ]
         )
     return table(columns, [columns[0], *columns[2:6]], rows)
@@ -160,12 +160,12 @@ def scaling_text(report: RunReport) -> Paragraphs:
     rows = [
         [
             named(cell),
-            cell.workload,
-            plain(cell.devices),
-            cell.regime,
-            cell.precision,
-            percent(cell.efficiency_own),
-            percent(cell.efficiency_single),
+            cell.cell.workload,
+            plain(cell.cell.devices),
+            cell.cell.regime,
+            cell.cell.precision,
+            percent(cell.relative.efficiency_own),
+            percent(cell.relative.efficiency_single),
         ]
         for cell in scaled_cells(report.cells)
     ]
@@ -186,7 +186,7 @@ def links_text(report: RunReport) -> Paragraphs:
         ]
         rows = [
             [
-                row.row.label,
+                row.row.cell.label,
                 *(
                     "".join(part.text for part in cell.parts)
                     for cell in row.cells[: len(chapter.links)]
@@ -213,7 +213,7 @@ def parity_text(report: RunReport) -> Paragraphs:
         "parameter deviation",
         "allowed there",
     ]
-    rows = [_judged(cell) for cell in report.cells if cell.parity_loss_tolerance is not None]
+    rows = [_judged(cell) for cell in report.cells if cell.parity.loss_tolerance is not None]
     if not rows:
         return []
     return ["Largest relative deviations from the reference.", table(columns, columns[2:], rows)]
@@ -221,12 +221,12 @@ def parity_text(report: RunReport) -> Paragraphs:
 
 def _judged(cell: CellResult) -> list[str]:
     return [
-        cell.cell_name,
-        cell.parity_verdict or DASH,
-        deviation(cell.parity_max_loss_deviation),
-        deviation(cell.parity_loss_tolerance),
-        deviation(cell.parity_max_update_deviation),
-        deviation(cell.parity_update_tolerance),
+        cell.cell.name,
+        cell.parity.verdict or DASH,
+        deviation(cell.parity.max_loss_deviation),
+        deviation(cell.parity.loss_tolerance),
+        deviation(cell.parity.max_update_deviation),
+        deviation(cell.parity.update_tolerance),
     ]
 
 
@@ -236,7 +236,7 @@ def failures_text(report: RunReport) -> Paragraphs:
         expected = ", as expected" if failure.row.expected else ""
         reason = escaped(failure.row.reason or "no reason was recorded")
         lines.append(
-            f"- **{failure.what}{expected}** {escaped(failure.row.cell_name)} ({failure.trials}):"
+            f"- **{failure.what}{expected}** {escaped(failure.row.cell.name)} ({failure.trials}):"
             f" {reason}"
         )
     for missing in systems.not_run(report.systems):

@@ -25,19 +25,19 @@ def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
     the tightest."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
-        if cell.parity_loss_tolerance is not None and cell.parity_update_tolerance is not None:
-            key = (cell.parity_loss_tolerance, cell.parity_update_tolerance)
+        if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:
+            key = (cell.parity.loss_tolerance, cell.parity.update_tolerance)
             grouped.setdefault(key, []).append(cell)
     return [_tolerance(*allowed, rows) for allowed, rows in sorted(grouped.items())]
 
 
 def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Tolerance:
     reasons = [
-        cell.parity_reason
+        cell.parity.reason
         for cell in cells
-        if cell.parity_verdict == "within tolerance" and cell.parity_reason
+        if cell.parity.verdict == "within tolerance" and cell.parity.reason
     ]
-    labels = tuple(dict.fromkeys(f"{cell.label} {cell.precision}" for cell in cells))
+    labels = tuple(dict.fromkeys(f"{cell.cell.label} {cell.cell.precision}" for cell in cells))
     reason = "; ".join(dict.fromkeys(reasons))
     return Tolerance(deviation(loss), deviation(update), reason, labels)
 
@@ -65,7 +65,7 @@ EFFICIENCY = (
 
 def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
     """Describes what the control removed from a run's figures."""
-    if not any(cell.log_throughput for cell in cells):
+    if not any(cell.speed.log_throughput for cell in cells):
         return "none: the run is of a version that had none, so its figures are as measured"
     if not adjustment.helps:
         return "none, or it did not make launches of a cell more alike: figures are as measured"
@@ -82,9 +82,11 @@ def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str
 
 
 def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[str, str]]:
-    memory = "; ".join(dict.fromkeys(cell.memory_method for cell in cells if cell.memory_method))
-    estimated = any(cell.log_throughput for cell in cells)
-    comparison = within_a_run(any(cell.turns for cell in cells), estimated)
+    memory = "; ".join(
+        dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
+    )
+    estimated = any(cell.speed.log_throughput for cell in cells)
+    comparison = within_a_run(any(cell.speed.turns for cell in cells), estimated)
     rows = [
         ("Throughput", THROUGHPUT),
         ("Interval", ESTIMATE_METHOD if estimated else INTERVAL_METHOD),
@@ -99,11 +101,11 @@ def methods(cells: Sequence[CellResult], adjustment: Adjustment) -> list[tuple[s
         ),
         (
             "States between steps",
-            STATES if any(cell.state_bytes is not None for cell in cells) else "",
+            STATES if any(cell.states.state_bytes is not None for cell in cells) else "",
         ),
         (
             "Bytes sent",
-            SENT if any(cell.sent_bytes_per_step is not None for cell in cells) else "",
+            SENT if any(cell.traffic.sent_bytes_per_step is not None for cell in cells) else "",
         ),
         ("Scaling efficiency", EFFICIENCY),
         ("FLOPs and MFU", FORMULA),

@@ -22,35 +22,38 @@ STATUS = {
 
 def marks(cell: CellResult) -> str:
     """Returns `†` for a stand-in, `‡` for more ranks than cores, appended to labels."""
-    crowded = cell.oversubscribed and cell.samples_per_second is not None
-    return (STAND_IN if cell.stand_in is not None else "") + (OVERSUBSCRIBED if crowded else "")
+    crowded = cell.placement.oversubscribed and cell.speed.samples_per_second is not None
+    return (STAND_IN if cell.placement.stand_in is not None else "") + (
+        OVERSUBSCRIBED if crowded else ""
+    )
 
 
-def named(cell: CellResult, *, place: bool = True) -> str:
+def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the chart label, with marks and unusual nodes, links and regime.
 
-    `place`: whether to include nodes and links, which a group's title states.
+    `place`: whether to include nodes and links, which a group's title states. `label`: replaces the
+    cell's.
     """
-    words = [cell.label]
-    if place and cell.nodes > 1:
-        words.append(f"{cell.nodes} nodes")
+    words = [label or cell.cell.label]
+    if place and cell.cell.nodes > 1:
+        words.append(f"{cell.cell.nodes} nodes")
     if place and (link := link_words(cell)):
         words.append(link)
-    if cell.regime == "weak":
+    if cell.cell.regime == "weak":
         words.append("weak")
     return " · ".join(words) + marks(cell)
 
 
 def link_words(cell: CellResult) -> str:
     """Returns `over 1gbit (emulated)`; empty on the nodes' own network."""
-    return "" if cell.links is None else over(cell.links)
+    return over(cell.cell.links) if cell.cell.links else ""
 
 
 def device_words(cell: CellResult) -> str:
     """Returns `2 GPUs`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
-    words = plural(cell.devices, "GPU" if cell.device == "cuda" else "device")
-    if cell.nodes > 1:
-        words += f" on {cell.nodes} nodes"
+    words = plural(cell.cell.devices, "GPU" if cell.cell.device == "cuda" else "device")
+    if cell.cell.nodes > 1:
+        words += f" on {cell.cell.nodes} nodes"
     link = link_words(cell)
     return f"{words} {link}" if link else words
 

@@ -55,14 +55,14 @@ class Parity:
     def of(cls, report: RunReport) -> Parity | None:
         """Returns None if no cell was verified."""
         verdicts = ("exact", "within tolerance", "diverged")
-        judged = [cell for cell in report.cells if cell.parity_verdict in verdicts]
+        judged = [cell for cell in report.cells if cell.parity.verdict in verdicts]
         if not judged:
             return None
-        steps = sorted({cell.parity_steps for cell in judged})
-        away = [cell for cell in judged if cell.parity_verdict == "diverged"]
+        steps = sorted({cell.cell.parity_steps for cell in judged})
+        away = [cell for cell in judged if cell.parity.verdict == "diverged"]
         unexpected = sum(not cell.expected for cell in away)
         words = " or ".join(map(str, steps))
-        set_back = sum(bool(cell.set_backs) for cell in judged)
+        set_back = sum(bool(cell.parity.rewinds) for cell in judged)
         return cls(len(judged) - len(away), len(judged), words, unexpected, set_back)
 
 
@@ -285,7 +285,7 @@ class CellsPart:
 
     def choices(self, name: str) -> list[object]:
         """Returns a field's values for filtering; empty if there is only one."""
-        values = sorted({getattr(row.row, name) for row in self.grid.rows})
+        values = sorted({row.row.column(name) for row in self.grid.rows})
         return values if len(values) > 1 else []
 
 

@@ -71,8 +71,8 @@ def _profiled(cell: CellResult, profile: ProfileRecord) -> ProfiledCell:
         private=max(profile.private_bytes, default=None),
         gpu=gpu_time(
             profile,
-            cell.flops_per_step and cell.flops_per_step / cell.devices,
-            cell.matmul_flops_per_second,
+            cell.work.flops_per_step and cell.work.flops_per_step / cell.cell.devices,
+            cell.work.matmul_flops_per_second,
         ),
     )
 
@@ -119,7 +119,7 @@ def _stack(cell: ProfiledCell) -> Stack:
         f"{number(cell.profiled_step * 1e3)} ms{slow}",
         cell.plain_step * 1e3,
         None,
-        cell.stand_in is not None,
+        cell.placement.stand_in is not None,
         bool(slow),
     )
 

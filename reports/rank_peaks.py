@@ -30,14 +30,16 @@ class Ranks:
 def _of_ranks(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns multi-rank cells with measured peaks, most uneven first."""
     several = [
-        cell for cell in cells if cell.status == "ok" and len(cell.peak_memory_bytes_by_rank) > 1
+        cell
+        for cell in cells
+        if cell.status == "ok" and len(cell.memory.peak_memory_bytes_by_rank) > 1
     ]
     return sorted(several, key=imbalance, reverse=True)
 
 
 def imbalance(cell: CellResult) -> float:
     """Returns the largest peak over the ranks' mean, in the trial with the largest."""
-    peaks = cell.peak_memory_bytes_by_rank
+    peaks = cell.memory.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
 
@@ -48,7 +50,7 @@ def chart(cells: Sequence[CellResult]) -> Ranks | None:
     main = main_workload(cells)
     lines = []
     for cell in rows[:MOST_UNEVEN]:
-        peaks = cell.peak_memory_bytes_by_rank
+        peaks = cell.memory.peak_memory_bytes_by_rank
         mean = statistics.fmean(peaks)
         text = f"{number(imbalance(cell))} · {number(max(peaks) / MIB)} MiB"
         lines.append((where(cell, main), tuple(peak / mean * 100 for peak in peaks), text))
@@ -82,4 +84,4 @@ def _uneven(cell: CellResult) -> Td:
 
 
 def _peaks(cell: CellResult) -> Td:
-    return words(", ".join(number(peak / MIB) for peak in cell.peak_memory_bytes_by_rank))
+    return words(", ".join(number(peak / MIB) for peak in cell.memory.peak_memory_bytes_by_rank))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,16 +46,18 @@ def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
     devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
-    for cell in sorted(cells, key=lambda cell: cell.nodes):
-        fits = cell.regime == regime or cell.devices == 1  # Regimes coincide on one device.
-        if cell.ranked and fits and cell.links is None:
-            key = (*setting(cell, SCALED), *series(cell), batch(cell, regime))
-            curves.setdefault(key, {}).setdefault(cell.devices, cell)
+    for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
+        fits = (
+            cell.cell.regime == regime or cell.cell.devices == 1
+        )  # Regimes coincide on one device.
+        if cell.ranked and fits and not cell.cell.links:
+            key = (*setting(cell.cell, SCALED), *series(cell.cell), batch(cell.cell, regime))
+            curves.setdefault(key, {}).setdefault(cell.cell.devices, cell)
     figures: dict[tuple[object, ...], list[Curve]] = {}
     for by_devices in curves.values():
         curve = [by_devices[devices] for devices in sorted(by_devices)]
         if len(curve) > 1:
-            shared = (*setting(curve[0], SCALED), batch(curve[0], regime))
+            shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
             figures.setdefault(shared, []).append(curve)
     largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
     return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
@@ -64,7 +65,7 @@ def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
 
 def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
     flat = [cell for curve in curves for cell in curve]
-    tokens = all(cell.tokens_per_second is not None for cell in flat)
+    tokens = all(cell.speed.tokens_per_second is not None for cell in flat)
     column = "tokens_per_second" if tokens else "samples_per_second"
     lines = [_line(curve, column) for curve in curves]
     lines.sort(key=lambda line: (-line.devices[-1], -line.values[-1]))
@@ -90,10 +91,10 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
 def _line(curve: Curve, column: str) -> ScalingLine:
     rates = [rate for cell in curve if (rate := cell.throughput(column))]
     # A curve may go from one node to several; all its cells are of the figure's regime.
-    last = dataclasses.replace(curve[-1], nodes=1, regime="strong")
+    last = curve[-1].varied(nodes=1, regime="strong")
     return ScalingLine(
         named(last),
-        tuple(cell.devices for cell in curve),
+        tuple(cell.cell.devices for cell in curve),
         tuple(rate.value for rate in rates),
         tuple(rate.low for rate in rates),
         tuple(rate.high for rate in rates),
@@ -102,9 +103,9 @@ def _line(curve: Curve, column: str) -> ScalingLine:
 
 
 def _title(cell: CellResult, regime: str) -> str:
-    size = batch(cell, regime)
+    size = batch(cell.cell, regime)
     held = f"batch {size} in all" if regime == "strong" else f"batch {size} per device"
-    words = [f"{regime.capitalize()} scaling", cell.workload, cell.precision, held]
-    if cell.optimizer != "adamw":
-        words.append(cell.optimizer)
+    words = [f"{regime.capitalize()} scaling", cell.cell.workload, cell.cell.precision, held]
+    if cell.cell.optimizer != "adamw":
+        words.append(cell.cell.optimizer)
     return " · ".join(words)

@@ -53,7 +53,7 @@ class Stacks:
 
 def by_state_bytes(cells: Sequence[CellResult]) -> list[CellResult]:
     """Sorts cells by bytes kept between steps."""
-    return sorted(cells, key=lambda cell: cell.state_bytes or 0.0)
+    return sorted(cells, key=lambda cell: cell.states.state_bytes or 0.0)
 
 
 def state_stacks(
@@ -81,14 +81,14 @@ def state_stacks(
 
 
 def _stack(cell: CellResult, label: str) -> Stack:
-    away = cell.formula_deviation
-    text = f"{number((cell.state_bytes or 0.0) / MIB)} MiB"
+    away = cell.states.formula_deviation
+    text = f"{number((cell.states.state_bytes or 0.0) / MIB)} MiB"
     return Stack(
         label,
-        tuple((getattr(cell, field) or 0.0) / MIB for field in KINDS.values()),
+        tuple((cell.column(field) or 0.0) / MIB for field in KINDS.values()),
         text if away is None else f"{text} {signed(away)}",
-        None if cell.formula_bytes is None else cell.formula_bytes / MIB,
-        None if cell.peak_memory_bytes is None else cell.peak_memory_bytes / MIB,
-        cell.stand_in is not None,
+        None if cell.states.formula_bytes is None else cell.states.formula_bytes / MIB,
+        None if cell.memory.peak_memory_bytes is None else cell.memory.peak_memory_bytes / MIB,
+        cell.placement.stand_in is not None,
         away is not None and abs(away) > WITHIN,
     )

@@ -26,7 +26,7 @@ class Buffers:
 
 
 def with_states(cells: Sequence[CellResult]) -> list[CellResult]:
-    return [cell for cell in cells if cell.status == "ok" and cell.state_bytes is not None]
+    return [cell for cell in cells if cell.status == "ok" and cell.states.state_bytes is not None]
 
 
 def charts(cells: Sequence[CellResult]) -> list[Stacks]:
@@ -86,8 +86,8 @@ def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
     """Returns buffers by name, largest first; cells with the same ones together."""
     grouped: dict[tuple[tuple[str, str], ...], tuple[float, list[CellResult]]] = {}
     for cell in with_states(cells):
-        sizes = _buffer_sizes(cell.library_buffers)
-        least = _SMALL * (cell.state_bytes or 0.0)
+        sizes = _buffer_sizes(cell.states.library_buffers)
+        least = _SMALL * (cell.states.state_bytes or 0.0)
         large = [(name, value) for name, value in sizes if value >= least]
         small = [value for _, value in sizes[len(large) :]]
         if large:

@@ -74,18 +74,7 @@ def all_systems(
 
 
 def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResult:
-    return CellResult(
-        run_id=run_id,
-        cell_id=cell.id,
-        cell_name=cell.name,
-        label=cell.label,
-        strategy=cell.strategy,
-        workload=cell.workload,
-        devices=cell.devices,
-        status=status,
-        reason=reason,
-        system=cell.system or None,
-    )
+    return CellResult(run_id=run_id, cell=cell, cell_id=cell.id, status=status, reason=reason)
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
@@ -101,7 +90,7 @@ def _missing(system: System) -> Missing | None:
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
-            names.setdefault((_WORDS[cell.status], cell.reason), []).append(cell.cell_name)
+            names.setdefault((_WORDS[cell.status], cell.reason), []).append(cell.cell.name)
     if not names:
         return None
     launched = len(system.cells) - system.count(*_LEFT_OUT)
@@ -114,7 +103,7 @@ def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[Overview]:
     """Returns a line per system; empty if no cell belongs to any."""
-    if all(cell.system is None for system in systems_ for cell in system.cells):
+    if all(not cell.cell.system for system in systems_ for cell in system.cells):
         return []
     return [_line(system, groups, leading) for system in systems_]
 
@@ -140,7 +129,7 @@ def _line(system: System, groups: Sequence[RankedGroup], leading: RankedGroup | 
 
 def _parity(system: System) -> str:
     seen = Counter(
-        f"{cell.parity_verdict}{' as expected' if cell.expected else ''}" for cell in system.cells
+        f"{cell.parity.verdict}{' as expected' if cell.expected else ''}" for cell in system.cells
     )
     return ", ".join(f"{seen[word]} {word}" for word in _PARITY if seen[word])
 

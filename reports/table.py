@@ -92,14 +92,14 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
             figure("setup_seconds", number),
         ),
     ]
-    if any(cell.mfu is not None for cell in cells):
+    if any(cell.work.mfu is not None for cell in cells):
         mfu = figure("mfu", lambda share: scaled(share, 100))
         columns.append(Column("MFU", "%", "model FLOPs utilisation", mfu))
-    if any(cell.matmul_utilization is not None for cell in cells):
+    if any(cell.work.matmul_utilization is not None for cell in cells):
         share = figure("matmul_utilization", lambda share: scaled(share, 100))
         tip = "the same over what this card reached in a matrix product, instead of its data sheet"
         columns.append(Column("Of measured peak", "%", tip, share))
-    if any(cell.compile_seconds is not None for cell in cells):
+    if any(cell.times.compile_seconds is not None for cell in cells):
         tip = "by torch.compile, before the timed steps; slowest rank"
         columns.append(Column("Compiling", "s", tip, figure("compile_seconds", number)))
     return columns
@@ -107,7 +107,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     """Returns throughput relative to the baseline; empty if no cell has one."""
-    labels = {cell.label for cell in cells if cell.baseline == cell.cell_id}
+    labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
     tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval"
@@ -118,7 +118,7 @@ def _with_interval(field: str) -> Callable[[CellResult], Td]:
     """Returns a formatter of a fraction with its interval: `85 % (80 to 91)`."""
 
     def td(cell: CellResult) -> Td:
-        value, low, high = (getattr(cell, f"{field}{end}") for end in ("", "_low", "_high"))
+        value, low, high = (cell.column(f"{field}{end}") for end in ("", "_low", "_high"))
         share = Part(percent(value), field, exact(value))
         if low is None or high is None:
             return Td((share,), "number")
@@ -128,7 +128,7 @@ def _with_interval(field: str) -> Callable[[CellResult], Td]:
 
 
 def _efficiency(cell: CellResult) -> Td:
-    own, single = cell.efficiency_own, cell.efficiency_single
+    own, single = cell.relative.efficiency_own, cell.relative.efficiency_single
     parts = (
         Part(percent(own), "efficiency_own", exact(own)),
         Part(" / "),
@@ -152,13 +152,13 @@ def _parity(cell: CellResult) -> Td:
     if cell.status not in ("ok", "diverged"):
         return Td((Part(STATUS[cell.status]),), kind="bad")
     kinds = {"exact": "good", "within tolerance": "good", "diverged": "bad"}
-    verdict = cell.parity_verdict or DASH
-    return Td((Part(verdict),), kinds.get(verdict, "word"), tip=cell.parity_reason or "")
+    verdict = cell.parity.verdict or DASH
+    return Td((Part(verdict),), kinds.get(verdict, "word"), tip=cell.parity.reason or "")
 
 
 def _batch(cell: CellResult) -> Td:
-    size = Part(plain(cell.global_batch), "global_batch", exact(cell.global_batch))
-    return Td((size, Part(" weak")) if cell.regime == "weak" else (size,))
+    size = Part(plain(cell.cell.global_batch), "global_batch", exact(cell.cell.global_batch))
+    return Td((size, Part(" weak")) if cell.cell.regime == "weak" else (size,))
 
 
 def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -166,8 +166,10 @@ def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
     return [
         cell
         for cell in cells
-        if cell.devices > 1
-        and (cell.efficiency_own is not None or cell.efficiency_single is not None)
+        if cell.cell.devices > 1
+        and (
+            cell.relative.efficiency_own is not None or cell.relative.efficiency_single is not None
+        )
     ]
 
 
@@ -175,8 +177,8 @@ def efficiency(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
     """Returns scaling efficiency of multi-device cells, best first."""
 
     def order(cell: CellResult) -> tuple[str, int, float]:
-        own = cell.efficiency_own
-        return cell.workload, cell.devices, -(-1.0 if own is None else own)
+        own = cell.relative.efficiency_own
+        return cell.cell.workload, cell.cell.devices, -(-1.0 if own is None else own)
 
     shown = sorted(scaled_cells(cells), key=order)
     columns = [

@@ -31,22 +31,22 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
         cell
         for cell in cells
         if cell.status == "ok"
-        and cell.sent_bytes_per_step is not None
-        and (cell.trained_parameters or 0) > 0
-        and (cell.processes or 1) > 1
+        and cell.traffic.sent_bytes_per_step is not None
+        and (cell.work.trained_parameters or 0) > 0
+        and (cell.placement.processes or 1) > 1
     ]
 
 
 def sent(cell: CellResult) -> float:
     """Returns bytes per step of the rank that sends most, in multiples of the fp32 gradients."""
-    return (cell.sent_bytes_per_step or 0.0) / (4.0 * (cell.trained_parameters or 1))
+    return (cell.traffic.sent_bytes_per_step or 0.0) / (4.0 * (cell.work.trained_parameters or 1))
 
 
 def bound(cell: CellResult) -> float | None:
     """Returns 2 (N - 1) / N, the cost of averaging over N ranks by a ring (Patarasuk and Yuan, JPDC
     69, 2009), if all N have the whole model."""
-    ranks = cell.data_parallel or 1
-    if ranks != cell.devices or ranks < 2:
+    ranks = cell.placement.data_parallel or 1
+    if ranks != cell.cell.devices or ranks < 2:
         return None
     return 2 * (ranks - 1) / ranks
 
@@ -113,7 +113,11 @@ def table(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 
 
 def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
-    rows = [cell for cell in cells if cell.status == "ok" and cell.offload_kept_bytes is not None]
+    rows = [
+        cell
+        for cell in cells
+        if cell.status == "ok" and cell.traffic.offload_kept_bytes is not None
+    ]
     columns = [
         Column("Workload", "", "", word("workload")),
         *device_columns(rows),
@@ -142,7 +146,7 @@ def offload(cells: Sequence[CellResult]) -> Grid[CellResult] | None:
 def bounds_in_words(cells: Sequence[CellResult]) -> str:
     """Returns the bound by number of data-parallel ranks: `1.00 x for 2 ranks, 1.50 x for 4`."""
     limits = {
-        cell.data_parallel or 1: limit
+        cell.placement.data_parallel or 1: limit
         for cell in with_traffic(cells)
         if (limit := bound(cell)) is not None
     }

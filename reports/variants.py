@@ -27,7 +27,12 @@ def variants(cells: Sequence[CellResult]) -> list[Variants]:
     by_model: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.status == "ok":
-            key = (_model(cell), cell.label, cell.regime, *setting(cell, without=["workload"]))
+            key = (
+                _model(cell),
+                cell.cell.label,
+                cell.cell.regime,
+                *setting(cell.cell, without=["workload"]),
+            )
             by_model.setdefault(key, []).append(cell)
     kept = [rows for rows in by_model.values() if any(map(_is_variant, rows))]
     kept.sort(key=lambda rows: -len(rows))
@@ -35,19 +40,19 @@ def variants(cells: Sequence[CellResult]) -> list[Variants]:
 
 
 def _model(cell: CellResult) -> str:
-    return cell.workload.partition("+")[0]
+    return cell.cell.workload.partition("+")[0]
 
 
 def _is_variant(cell: CellResult) -> bool:
-    return "+" in cell.workload
+    return "+" in cell.cell.workload
 
 
 def _variants(cells: Sequence[CellResult], name: str) -> Variants:
     def order(cell: CellResult) -> tuple[bool, int, str]:
-        return _is_variant(cell), -(cell.trained_parameters or 0), cell.workload
+        return _is_variant(cell), -(cell.work.trained_parameters or 0), cell.cell.workload
 
     rows = sorted(cells, key=order)
-    title = f"{_model(rows[0])} · {rows[0].label} · {Group(tuple(rows)).title}"
+    title = f"{_model(rows[0])} · {rows[0].cell.label} · {Group(tuple(rows)).title}"
     columns = [
         Column("Trained", "parameters", "", figure("trained_parameters", plain)),
         Column("Of all", "", "", _share),
@@ -65,24 +70,24 @@ def _variants(cells: Sequence[CellResult], name: str) -> Variants:
         ),
     ]
     table = grid(f"{name}-table", f"Variants of a model, {title}", rows, columns)
-    known = [cell for cell in rows if cell.state_bytes is not None]
+    known = [cell for cell in rows if cell.states.state_bytes is not None]
     drawn = state_stacks(known, name, title, _label) if len(known) > 1 else None
     return Variants(title, drawn, table)
 
 
 def _label(cell: CellResult) -> str:
-    return f"{cell.workload}{marks(cell)}"
+    return f"{cell.cell.workload}{marks(cell)}"
 
 
 def _share(cell: CellResult) -> Td:
-    if cell.trained_parameters is None or not cell.parameters:
+    if cell.work.trained_parameters is None or not cell.work.parameters:
         return numeral(DASH, "trained_share", None)
-    share = cell.trained_parameters / cell.parameters
+    share = cell.work.trained_parameters / cell.work.parameters
     text = percent(share) if share >= 0.1 else f"{number(share * 100, 2)} %"
     return numeral(text, "trained_share", share)
 
 
 def _sent(cell: CellResult) -> Td:
-    if cell.devices < 2:
+    if cell.cell.devices < 2:
         return numeral(DASH, "", None)
     return mebibytes("sent_bytes_per_step")(cell)

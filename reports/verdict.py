@@ -64,25 +64,29 @@ def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> 
 
 
 def _peak(cell: RankedCell) -> int:
-    assert cell.peak_memory_bytes is not None
-    return cell.peak_memory_bytes
+    assert cell.memory.peak_memory_bytes is not None
+    return cell.memory.peak_memory_bytes
 
 
 def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
-    cells = [cell for cell in genuine if cell.peak_memory_bytes is not None]
+    cells = [cell for cell in genuine if cell.memory.peak_memory_bytes is not None]
     if not cells:
         return None
-    cell = min(cells, key=lambda c: (_peak(c), -(c.samples_per_second or 0.0)))
-    peak, low = _peak(cell), cell.peak_memory_bytes_low
+    cell = min(cells, key=lambda c: (_peak(c), -(c.speed.samples_per_second or 0.0)))
+    peak, low = _peak(cell), cell.memory.peak_memory_bytes_low
     interval = "1 trial: no range"
     if cell.trials > 1 and low is not None:
         interval = f"largest of {plural(cell.trials, 'trial')}, smallest {number(low / MIB)} MiB"
-    tied = tuple(c for c in cells if c is not cell and (c.peak_memory_bytes_low or 0) <= peak)
+    tied = tuple(
+        c for c in cells if c is not cell and (c.memory.peak_memory_bytes_low or 0) <= peak
+    )
     then = ""
-    if cell is not fastest and fastest.peak_memory_bytes is not None:
-        then = f"{percent(1 - peak / fastest.peak_memory_bytes)} less than the fastest needs"
-        if cell.oversubscribed == fastest.oversubscribed:
-            speed = (cell.samples_per_second or 0.0) / (fastest.samples_per_second or 1.0)
+    if cell is not fastest and fastest.memory.peak_memory_bytes is not None:
+        then = f"{percent(1 - peak / fastest.memory.peak_memory_bytes)} less than the fastest needs"
+        if cell.placement.oversubscribed == fastest.placement.oversubscribed:
+            speed = (cell.speed.samples_per_second or 0.0) / (
+                fastest.speed.samples_per_second or 1.0
+            )
             then += f", at {percent(speed)} of its throughput"
     return Pick(cell, f"{number(peak / MIB)} MiB", interval, tied, then)
 
@@ -90,7 +94,7 @@ def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
 def _balanced(group: RankedGroup, timed: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
     """Returns the cell with the most throughput for its peak memory, and those whose interval
     reaches it."""
-    cells = [cell for cell in timed if cell.peak_memory_bytes is not None]
+    cells = [cell for cell in timed if cell.memory.peak_memory_bytes is not None]
     if not cells:
         return None
 
@@ -110,8 +114,8 @@ def _balanced(group: RankedGroup, timed: Sequence[RankedCell], fastest: RankedCe
         if c is not cell and cell.trials > 1 and worth(c, "high") >= worth(cell, "low")
     )
     then = ""
-    if cell is not fastest and fastest.peak_memory_bytes is not None:
+    if cell is not fastest and fastest.memory.peak_memory_bytes is not None:
         speed = percent(group.rate(cell).value / group.rate(fastest).value)
-        memory = percent(_peak(cell) / fastest.peak_memory_bytes)
+        memory = percent(_peak(cell) / fastest.memory.peak_memory_bytes)
         then = f"{speed} of the fastest's throughput in {memory} of its memory"
     return Pick(cell, f"{number(worth(cell))} {group.unit} per MiB", interval, tied, then)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
+from harness.spec.cell import TECHNIQUES
 from reports.data import Bars, throughput_bars
 from reports.grid import (
     Column,
@@ -21,7 +22,7 @@ from reports.grid import (
     throughput_column,
     words,
 )
-from reports.groups import Group, RankedGroup, by_setting, ranking
+from reports.groups import RankedGroup, by_setting, ranking
 from reports.names import marks
 from reports.ranked import RankedCell
 from reports.text import exact, number, scaled
@@ -46,30 +47,24 @@ class WrappedCell(RankedCell):
 
 def wrappers(cells: Sequence[CellResult]) -> list[Wrappers]:
     """Returns a comparison for each setting in which several cells wrap DDP."""
-    wrapping = [cell for cell in cells if cell.ranked and cell.wraps_ddp is not None]
-    groups = by_setting(wrapping, "micro_batches", "recompute", "compile", "regime")
+    wrapping = [cell for cell in cells if cell.ranked and cell.placement.wraps_ddp is not None]
+    groups = by_setting(wrapping, *TECHNIQUES, "regime")
     several = [ranking(group.rows) for group in groups if len(group.rows) > 1]
     return [_wrappers(group, f"wrappers-{i}") for i, group in enumerate(several)]
 
 
 def _wrappers(group: RankedGroup, name: str) -> Wrappers:
-    libraries = Counter(cell.wraps_ddp for cell in group.rows)
-    drawn = tuple(
-        dataclasses.replace(
-            cell,
-            label=(
-                f"{cell.wraps_ddp}: {cell.label}"
-                if libraries[cell.wraps_ddp] > 1
-                else f"{cell.wraps_ddp}"
-            ),
-        )
+    libraries = Counter(cell.placement.wraps_ddp for cell in group.rows)
+    labels = {
+        cell.cell_id: f"{cell.placement.wraps_ddp}"
+        + (f": {cell.cell.label}" if libraries[cell.placement.wraps_ddp] > 1 else "")
         for cell in group.rows
-    )
+    }
     title = group.full_title
-    bars = dataclasses.replace(throughput_bars(Group(drawn), name), title=title)
+    bars = dataclasses.replace(throughput_bars(group, name, labels), title=title)
     rows = [_against(cell, group.rows[0]) for cell in group.rows]
     columns: list[Column[WrappedCell]] = [
-        Column("Wrapper", "", "", lambda cell: words(f"{cell.wraps_ddp}{marks(cell)}")),
+        Column("Wrapper", "", "", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
         throughput_column(rows),
         Column("Step p50", "ms", "median over the steps", milliseconds("step_seconds_p50")),
         Column(
@@ -96,7 +91,7 @@ def _wrappers(group: RankedGroup, name: str) -> Wrappers:
 
 
 def _against(cell: RankedCell, fastest: RankedCell) -> WrappedCell:
-    own, best = (c.global_batch / (c.samples_per_second or 1.0) for c in (cell, fastest))
+    own, best = (c.cell.global_batch / (c.speed.samples_per_second or 1.0) for c in (cell, fastest))
     return WrappedCell(**vars(cell), step_ratio=own / best, extra_seconds=own - best)
 
 

@@ -23,17 +23,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 
-from harness.analysis.answer import EQUAL, KEPT_CONFIDENCE, trustworthy
+from harness.analysis.answer import ELIMINATION_CONFIDENCE, EQUAL, trustworthy
 from harness.analysis.best import against_best
 from harness.analysis.estimates import estimates_of, steps_of
 from harness.analysis.moderated import Spread, moderated, prior
 from harness.analysis.precision import Precision
-from harness.analysis.setting import setting
+from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate, percentile, ratio
 from harness.analysis.summary import cell_results
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.further_rounds import FURTHER_SHARE
+from harness.run.allocation import FURTHER_SHARE
 
 RUNS = int(os.environ.get("RUNS", "2000"))
 PLANTED = (0.0, 0.02, 0.05, 0.10)
@@ -79,10 +79,10 @@ class Design:
             / self.usual[trial.cell_id]
             for trial in several
         ]
-        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        groups: dict[Setting, list[str]] = defaultdict(list)
         for cell in trustworthy(cell_results(trials)):
             if len(logs.get(cell.cell_id, [])) > 1:
-                groups[setting(cell)].append(cell.cell_id)
+                groups[Setting.of(cell.cell)].append(cell.cell_id)
         self.group = max(groups.values(), key=len)
         """The cells of the largest setting."""
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
@@ -146,11 +146,13 @@ def estimated(
 
 def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
     """As `undecided` chooses them in one setting."""
-    bounds = dict(zip(cells, against_best(list(cells.values()), KEPT_CONFIDENCE), strict=True))
+    bounds = dict(
+        zip(cells, against_best(list(cells.values()), ELIMINATION_CONFIDENCE), strict=True)
+    )
     best = [cell for cell, bound in bounds.items() if bound.may_be_best]
     if len(best) < 2:
         return []
-    among = against_best([cells[cell] for cell in best], KEPT_CONFIDENCE)
+    among = against_best([cells[cell] for cell in best], ELIMINATION_CONFIDENCE)
     return [] if all(bound.low >= 1 - EQUAL for bound in among) else best
 
 

@@ -91,7 +91,7 @@ def _within(
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
-    from harness.analysis.setting import setting
+    from harness.analysis.setting import Setting
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
@@ -108,7 +108,7 @@ def _within(
         (a, b)
         for a in first
         for b in second
-        if a.cell_id != b.cell_id and setting(a.result) == setting(b.result)
+        if a.cell_id != b.cell_id and Setting.of(a.cell) == Setting.of(b.cell)
     ]
     if not pairs:
         alike = "in one setting (workload, devices, precision, batch)"

@@ -159,7 +159,7 @@ def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
     None for CPU cells and failures."""
     from harness.analysis.gpu_time import gpu_time
     from harness.measure.device_speed import measure_apart
-    from harness.run.peaks import peaks_of
+    from harness.run.rows import peaks_of
     from harness.workloads import make_workload
     from harness.workloads.counts import model_facts
 

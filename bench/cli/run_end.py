@@ -96,7 +96,7 @@ def _say_what_is_too_wide(
     if plan.precision is None:
         return
     wide = too_wide(loaded.trials, plan.precision)
-    names = {cell.cell_id: cell.cell_name for cell in results}
+    names = {cell.cell_id: cell.cell.name for cell in results}
     shares = [f"{names[cell]} ({wide[cell]:.1%})" for cell in wide if cell not in plan.once]
     if shares:
         console.print(
@@ -150,5 +150,5 @@ def _as_json(
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
             for a in (advised.advice if advised else ())
         ],
-        "cells": [{name: getattr(cell, name) for name in columns} for cell in results],
+        "cells": [{name: cell.column(name) for name in columns} for cell in results],
     }

@@ -147,7 +147,7 @@ def require_few(plan: Plan) -> None:
     """Raises UsageError for cells that cannot train interleaved."""
     from harness.host.environment import gpus
     from harness.launch.interleaved import MOST_CELLS
-    from harness.run.fits import too_large_together
+    from harness.run.expected import too_large_together
 
     if not 2 <= len(plan.cells) <= MOST_CELLS:
         raise UsageError(

@@ -65,7 +65,7 @@ def show(
 
 def draw(out: Console, detail: CellDetail) -> None:
     cell = detail.cell
-    out.print(f"[bold]{clean(cell.cell_name)}[/bold]  {cell.cell_id}")
+    out.print(f"[bold]{clean(cell.cell.name)}[/bold]  {cell.cell_id}")
     out.print(
         f"run {clean(cell.run_id)}, {detail.started_at:%Y-%m-%d %H:%M} UTC;"
         f" {clean(detail.hardware)}"
@@ -125,17 +125,19 @@ def _throughput(out: Console, detail: CellDetail) -> None:
         )
     out.print("[bold]throughput[/bold]")
     out.print(table)
-    if cell.samples_per_second is not None:
-        low, high = cell.samples_per_second_low, cell.samples_per_second_high
+    if cell.speed.samples_per_second is not None:
+        low, high = cell.speed.samples_per_second_low, cell.speed.samples_per_second_high
         interval = (
             "1 trial: no interval"
             if low is None
             else f"95 % interval {number(low)} to {number(high)}"
         )
         tokens = (
-            "" if cell.tokens_per_second is None else f", {number(cell.tokens_per_second)} tokens/s"
+            ""
+            if cell.speed.tokens_per_second is None
+            else f", {number(cell.speed.tokens_per_second)} tokens/s"
         )
-        out.print(f"  median {number(cell.samples_per_second)} samples/s{tokens}, {interval}")
+        out.print(f"  median {number(cell.speed.samples_per_second)} samples/s{tokens}, {interval}")
     if text := utilization(cell):
         out.print(f"  {text}")
     if place:
@@ -178,9 +180,9 @@ def _memory(out: Console, detail: CellDetail) -> None:
     from reports.text import MIB, scaled, signed
 
     cell = detail.cell
-    if detail.kinds is None or cell.state_bytes is None:
+    if detail.kinds is None or cell.states.state_bytes is None:
         return
-    most = max(cell.peak_memory_bytes or 0, cell.state_bytes)
+    most = max(cell.memory.peak_memory_bytes or 0, cell.states.state_bytes)
     table = _table("kept by the fullest rank between steps", "MiB", "formula MiB", "")
     for kind in detail.kinds:
         table.add_row(
@@ -189,19 +191,23 @@ def _memory(out: Console, detail: CellDetail) -> None:
             scaled(kind.formula_bytes, 1 / MIB),
             bar(kind.bytes, most),
         )
-    off = "" if cell.formula_deviation is None else f" ({signed(cell.formula_deviation)})"
-    sum_of_kinds = scaled(cell.state_bytes, 1 / MIB) + off
+    off = (
+        ""
+        if cell.states.formula_deviation is None
+        else f" ({signed(cell.states.formula_deviation)})"
+    )
+    sum_of_kinds = scaled(cell.states.state_bytes, 1 / MIB) + off
     table.add_row(
         "together",
         sum_of_kinds,
-        scaled(cell.formula_bytes, 1 / MIB),
-        bar(cell.state_bytes, most),
+        scaled(cell.states.formula_bytes, 1 / MIB),
+        bar(cell.states.state_bytes, most),
     )
     table.add_row(
         "peak of a step",
-        scaled(cell.peak_memory_bytes, 1 / MIB),
+        scaled(cell.memory.peak_memory_bytes, 1 / MIB),
         "",
-        bar(cell.peak_memory_bytes, most),
+        bar(cell.memory.peak_memory_bytes, most),
     )
     out.print("[bold]memory[/bold]")
     out.print(table)
@@ -245,35 +251,36 @@ def _time(out: Console, detail: CellDetail) -> None:
 def _parity(out: Console, cell: CellResult) -> None:
     from reports.text import deviation
 
-    if cell.parity_verdict is None:
+    if cell.parity.verdict is None:
         return
     colour = {"exact": "green", "within tolerance": "green", "diverged": "red"}.get(
-        cell.parity_verdict, "yellow"
+        cell.parity.verdict, "yellow"
     )
-    reason = f": {clean(cell.parity_reason)}" if cell.parity_reason else ""
-    out.print(f"[bold]parity[/bold]  [{colour}]{cell.parity_verdict}[/{colour}]{reason}")
+    reason = f": {clean(cell.parity.reason)}" if cell.parity.reason else ""
+    out.print(f"[bold]parity[/bold]  [{colour}]{cell.parity.verdict}[/{colour}]{reason}")
     loss = (
-        f"{deviation(cell.parity_max_loss_deviation)} of"
-        f" {deviation(cell.parity_loss_tolerance)} allowed"
+        f"{deviation(cell.parity.max_loss_deviation)} of"
+        f" {deviation(cell.parity.loss_tolerance)} allowed"
     )
     update = (
-        f"{deviation(cell.parity_max_update_deviation)} of"
-        f" {deviation(cell.parity_update_tolerance)} allowed"
+        f"{deviation(cell.parity.max_update_deviation)} of"
+        f" {deviation(cell.parity.update_tolerance)} allowed"
     )
     out.print(
-        f"  over {cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
+        f"  over {cell.cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
         f" {update}"
     )
-    if cell.set_backs:
-        times = "once" if cell.set_backs == 1 else f"{cell.set_backs} times"
+    if cell.parity.rewinds:
+        times = "once" if cell.parity.rewinds == 1 else f"{cell.parity.rewinds} times"
         out.print(
             f"  state set back {times} between timed steps: largest deviation in loss"
-            f" {deviation(cell.set_back_loss_deviation)}, in parameters"
-            f" {deviation(cell.set_back_update_deviation)}"
+            f" {deviation(cell.parity.rewind_loss_deviation)}, in parameters"
+            f" {deviation(cell.parity.rewind_update_deviation)}"
         )
-    elif cell.not_set_back:
-        out.print(f"  state never set back between timed steps: {clean(cell.not_set_back)}")
-    if losses := [loss for loss in cell.losses if loss is not None and math.isfinite(loss)]:
+    elif cell.parity.rewind_skipped_reason:
+        why = clean(cell.parity.rewind_skipped_reason)
+        out.print(f"  state never set back between timed steps: {why}")
+    if losses := [loss for loss in cell.parity.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 
 

@@ -88,22 +88,24 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     ranked: dict[str, list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
-            ranked.setdefault(cell.workload, []).append(cell)
+            ranked.setdefault(cell.cell.workload, []).append(cell)
     for workload, group in ranked.items():
         out.print(_ranked(workload, group))
-        if all(cell.devices == 1 for cell in group) and len(group) > 1:
+        if all(cell.cell.devices == 1 for cell in group) and len(group) > 1:
             out.print(
                 "on one device nothing is communicated: this ranks what each library costs by"
                 " itself, not how it scales"
             )
-    for stand_in in sorted({cell.stand_in for cell in cells if cell.stand_in is not None}):
+    for stand_in in sorted(
+        {cell.placement.stand_in for cell in cells if cell.placement.stand_in is not None}
+    ):
         out.print(f"† stand-in: {escape(stand_in)}")
-    if any(cell.oversubscribed for cell in cells):
+    if any(cell.placement.oversubscribed for cell in cells):
         out.print("‡ more ranks than cores: its times say nothing of real hardware")
     for cause, words in CAUSES.items():
-        if count := sum(cell.disturbed_by.get(cause, 0) for cell in cells):
+        if count := sum(cell.disturbance.by_cause.get(cause, 0) for cell in cells):
             out.print(f"¶ {words} {count} of its trials")
-    for words in dict.fromkeys(words for cell in cells for words in cell.gpu_findings):
+    for words in dict.fromkeys(words for cell in cells for words in cell.disturbance.gpu_findings):
         out.print(f"  {escape(words)}")
     if absent := [system.name for system in systems(cells) if system.absent]:
         out.print(
@@ -115,20 +117,20 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
             expected = " (as expected)" if cell.expected else ""
             colour = "yellow" if cell.expected or cell.status in NOT_LAUNCHED else "red"
             out.print(
-                f"[{colour}]{cell.status}{expected}[/{colour}] {escape(cell.cell_name)}:"
+                f"[{colour}]{cell.status}{expected}[/{colour}] {escape(cell.cell.name)}:"
                 f" {escape(cell.reason)}"
             )
 
 
 def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
-    from harness.analysis.ranking import alike
+    from harness.analysis.ranking import tied_with_previous
     from harness.spec.link import over
 
     table = Table(
         title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)",
         title_justify="left",
     )
-    nodes = ["nodes"] if any(cell.nodes > 1 for cell in cells) else []
+    nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
     for column in (
         "",
         "strategy",
@@ -143,25 +145,25 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     ):
         is_text = column in ("strategy", "precision", "parity", "")
         table.add_column(column, justify="left" if is_text else "right")
-    for same, cell in zip(alike(cells), cells, strict=True):
+    for same, cell in zip(tied_with_previous(cells), cells, strict=True):
         marks = (
-            ("†", cell.stand_in is not None),
-            ("‡", cell.oversubscribed),
-            ("¶", cell.disturbed),
+            ("†", cell.placement.stand_in is not None),
+            ("‡", cell.placement.oversubscribed),
+            ("¶", cell.disturbance.trials),
         )
-        on = f" {over(cell.links)}" if cell.links is not None else ""
-        speed, high = cell.samples_per_second or 0.0, cell.samples_per_second_high
-        peak, deviation = cell.peak_memory_bytes, cell.parity_max_loss_deviation
+        on = f" {over(cell.cell.links)}" if cell.cell.links else ""
+        speed, high = cell.speed.samples_per_second or 0.0, cell.speed.samples_per_second_high
+        peak, deviation = cell.memory.peak_memory_bytes, cell.parity.max_loss_deviation
         table.add_row(
             "~" if same else "",
-            escape(cell.label) + "".join(mark for mark, shown in marks if shown),
-            f"{cell.devices}{on}{' weak' if cell.regime == 'weak' else ''}",
-            *([str(cell.nodes)] if nodes else []),
-            cell.precision,
+            escape(cell.cell.label) + "".join(mark for mark, shown in marks if shown),
+            f"{cell.cell.devices}{on}{' weak' if cell.cell.regime == 'weak' else ''}",
+            *([str(cell.cell.nodes)] if nodes else []),
+            cell.cell.precision,
             f"{speed:.1f}",
             "1 trial" if high is None else f"± {high - speed:.1f}",
             "-" if peak is None else f"{peak / MEBIBYTE:.0f}",
-            cell.parity_verdict,
+            cell.parity.verdict,
             "-" if deviation is None else f"{deviation:.1e}",
         )
     return table

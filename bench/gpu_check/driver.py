@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.gpu_check.out_folder import Folders
 from bench.gpu_check.plan import Plan, Step
 from bench.gpu_check.process import STOP_SECONDS, Ended, Limits, run_limited
-from bench.gpu_check.report import NO_TIME, Outcome, Report, Verdict, judge, last_object
+from bench.gpu_check.report import NO_TIME, Outcome, Report, Verdict, last_object, step_verdict
 from harness.host.cores import allowed_cores
 
 LEAST_SECONDS = 15.0
@@ -222,7 +222,7 @@ class Driver:
             verdict = "refuted"
             reason = f"exit code {ended.exit_code}: {said[-1] if said else 'it printed nothing'}"
         else:
-            verdict, reason = judge(step, shown)
+            verdict, reason = step_verdict(step, shown)
         return replace(
             self._outcome(step, verdict, reason),
             seconds=round(ended.seconds, 1),

@@ -107,7 +107,7 @@ def cells_of(shown: Mapping[str, object]) -> list[ShownCell]:
     return [ShownCell.read(cell) for cell in listed]
 
 
-def judge(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
+def step_verdict(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
     """Returns the verdict and its reason."""
     if step.probe:
         verdicts: dict[str, Verdict] = {"confirmed": "confirmed", "refuted": "refuted"}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared, same
+from harness.analysis.ranking import compare, is_tied
 from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, ESTIMATES_CONFIDENCE, Comparison
+from harness.analysis.stats import CONFIDENCE, WITHIN_RUN_CONFIDENCE, Comparison
+from harness.spec.cell import TECHNIQUES
 
 EQUAL = 0.02
 """Cells are tied if the 95 % interval of their throughput ratio is within this of 1."""
 NEARLY_AS_FAST = 0.03
 """Share of throughput that simplicity may cost."""
-KEPT_CONFIDENCE = (1 + ESTIMATES_CONFIDENCE) / 2
+ELIMINATION_CONFIDENCE = (1 + WITHIN_RUN_CONFIDENCE) / 2
 """One-sided confidence for dropping a cell from further trials. Checking after each round gives
 many chances to drop a cell by bad luck, which biases its result low: at 95 %, only 93 of 100
 intervals held (scripts/power.py)."""
@@ -39,7 +39,7 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        return f"{self.cell.label}: {self.words}{'; ' if self.as_good else ''}{self.as_good}"
+        return f"{self.cell.cell.label}: {self.words}{'; ' if self.as_good else ''}{self.as_good}"
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,20 @@ class Answer:
         """Warnings for a reader who acts on the advice, or empty."""
         use = self.advice[0].cell
         caveats = []
-        if use.device == "cpu":
+        if use.cell.device == "cpu":
             caveats.append("measured on CPU cores: on GPUs the order is another")
-        if use.devices == 1:
+        if use.cell.devices == 1:
             caveats.append("on one device nothing is communicated")
-        if use.disturbed:
-            caveats.append(f"something else used the machine in {use.disturbed} of its launches")
+        if use.disturbance.trials:
+            caveats.append(
+                f"something else used the machine in {use.disturbance.trials} of its launches"
+            )
         if use.trials < 2:
             caveats.append("one launch: no interval")
-        if use.parity_verdict != "exact" and not use.fp32_twin:
+        if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(
-                f"not run in fp32, where a deviation that {use.precision} rounding hides would show"
+                f"not run in fp32, where a deviation that {use.cell.precision} rounding hides would"
+                " show"
             )
         return "; ".join(caveats)
 
@@ -78,42 +81,46 @@ class Answer:
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns ranked cells without stand-ins and with a core per rank, fastest first."""
     chosen = [
-        cell for cell in cells if cell.ranked and cell.stand_in is None and not cell.oversubscribed
+        cell
+        for cell in cells
+        if cell.ranked and cell.placement.stand_in is None and not cell.placement.oversubscribed
     ]
-    return sorted(chosen, key=lambda cell: -(cell.samples_per_second or 0.0))
+    return sorted(chosen, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
 
 
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
     """Returns the candidates for fastest; without estimates, the cells tied with the first."""
-    speeds = [cell.log_throughput for cell in cells if cell.log_throughput]
+    speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
             best = against_best(speeds, confidence)
             bounded = zip(cells, best, strict=True)
             return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
         return list(cells)
-    return [cell for cell in cells if cell is cells[0] or same(cell, cells[0])]
+    return [cell for cell in cells if cell is cells[0] or is_tied(cell, cells[0])]
 
 
-def undecided(cells: Sequence[CellResult], confidence: float = KEPT_CONFIDENCE) -> list[CellResult]:
+def undecided(
+    cells: Sequence[CellResult], confidence: float = ELIMINATION_CONFIDENCE
+) -> list[CellResult]:
     """Returns the cells worth more trials: the candidates for fastest, and their baseline.
 
     A setting adds none if its fastest cell is known, or if all candidates are known to be tied.
     """
     chosen: list[CellResult] = []
     for group in by_setting(trustworthy(cells)):
-        same = [cell for cell in group if cell.same_training]
+        same = [cell for cell in group if cell.parity.same_training]
         ties = may_be_fastest(same, confidence) if len(same) > 1 else []
         speeds = [
-            cell.log_throughput
+            cell.speed.log_throughput
             for cell in ties
-            if cell.log_throughput and cell.log_throughput.degrees > 0
+            if cell.speed.log_throughput and cell.speed.log_throughput.degrees > 0
         ]
         if len(ties) < 2 or len(speeds) < len(ties):
             continue
         if all(bound.low >= 1 - EQUAL for bound in against_best(speeds, confidence)):
             continue
-        baseline = next((cell for cell in group if cell.cell_id == cell.baseline), None)
+        baseline = next((cell for cell in group if cell.cell_id == cell.relative.baseline), None)
         chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
     return chosen
 
@@ -124,7 +131,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     Errors shrink with the square root of the number of trials.
     """
     open_cells = undecided(cells, CONFIDENCE)
-    speeds = [cell.log_throughput for cell in open_cells if cell.log_throughput]
+    speeds = [cell.speed.log_throughput for cell in open_cells if cell.speed.log_throughput]
     if not speeds:
         return ""
     widest = max(speeds, key=lambda speed: speed.error)
@@ -132,7 +139,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     more = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
     if not more:
         return ""
-    seconds = sum(cell.wall_seconds or 0.0 for cell in open_cells) * more
+    seconds = sum(cell.times.wall_seconds or 0.0 for cell in open_cells) * more
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
         f"{len(open_cells)} cells may still be the fastest or are compared with these: about"
@@ -143,10 +150,10 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 def answer(cells: Sequence[CellResult]) -> Answer | None:
     """Returns the advice for one setting; None if no cell qualifies."""
     fair = trustworthy(cells)
-    advisable = [cell for cell in fair if cell.same_training]
+    advisable = [cell for cell in fair if cell.parity.same_training]
     if not advisable:
         return None
-    baseline = next((cell for cell in fair if cell.cell_id == cell.baseline), None)
+    baseline = next((cell for cell in fair if cell.cell_id == cell.relative.baseline), None)
     fastest = advisable[0]
     ties = may_be_fastest(advisable)
     advice = [Advice("Use", fastest, _use(fastest, advisable, baseline), _as_good(fastest, ties))]
@@ -157,7 +164,7 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
         advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
     simple = _simplest(advisable)
     # Records of older versions lack the packages.
-    if simple is not fastest and simple.log_throughput:
+    if simple is not fastest and simple.speed.log_throughput:
         advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
     return Answer(tuple(advice), len(fair), tuple(ties), baseline)
 
@@ -177,25 +184,25 @@ def change(comparison: Comparison) -> str:
 
 def named(cells: Sequence[CellResult]) -> str:
     """Lists at most five names, and the number of the rest."""
-    labels = [cell.label for cell in cells]
+    labels = [cell.cell.label for cell in cells]
     if len(labels) > MOST_NAMED:
         labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
 
 
 def _use(cell: CellResult, advisable: Sequence[CellResult], baseline: CellResult | None) -> str:
-    exact = all(other.parity_verdict == "exact" for other in advisable)
+    exact = all(other.parity.verdict == "exact" for other in advisable)
     one, several = ("trains", "train") if exact else ("matches", "match")
     what = "exactly the same as one process"
     if not exact:
-        what = f"single-process training within {cell.precision} rounding"
+        what = f"single-process training within {cell.cell.precision} rounding"
     if len(advisable) == 1:
         return f"the only one here that {one} {what}"
     parts = [f"the fastest of {len(advisable)} that {several} {what}"]
     if baseline is cell:
         parts.append("the usual choice itself")
-    elif baseline is not None and (ratio := compared(cell, baseline, CONFIDENCE)):
-        parts.append(f"{change(ratio)} than {baseline.label}")
+    elif baseline is not None and (ratio := compare(cell, baseline, CONFIDENCE)):
+        parts.append(f"{change(ratio)} than {baseline.cell.label}")
     return ", ".join(parts)
 
 
@@ -213,60 +220,62 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
 
 def _equal(cell: CellResult, other: CellResult) -> bool:
     """Returns whether the interval, not just the ratio, is within `EQUAL`."""
-    ratio = compared(cell, other, CONFIDENCE)
+    ratio = compare(cell, other, CONFIDENCE)
     if ratio is None or ratio.low is None or ratio.high is None:
         return False
     return ratio.low >= 1 - EQUAL and ratio.high <= 1 + EQUAL
 
 
 def _ratio(cell: CellResult, other: CellResult) -> float:
-    return (cell.samples_per_second or 0.0) / (other.samples_per_second or 1.0)
+    return (cell.speed.samples_per_second or 0.0) / (other.speed.samples_per_second or 1.0)
 
 
 def _faster(cell: CellResult, other: CellResult) -> bool:
-    ratio = compared(cell, other)
+    ratio = compare(cell, other)
     return ratio is not None and ratio.verdict == "faster" and ratio.ratio > 1 + EQUAL
 
 
 def _price(cell: CellResult, fastest: CellResult) -> str:
-    ratio = compared(cell, fastest, CONFIDENCE)
-    words = f"{change(ratio)} than {fastest.label}" if ratio else "faster"
-    reason = cell.parity_reason or "another training"
-    if cell.fp32_twin not in ("", "exact"):
-        reason = f"its fp32 run is not exact either ({cell.fp32_twin})"
-    deviation = cell.parity_max_loss_deviation
+    ratio = compare(cell, fastest, CONFIDENCE)
+    words = f"{change(ratio)} than {fastest.cell.label}" if ratio else "faster"
+    reason = cell.parity.reason or "another training"
+    if cell.parity.fp32_twin not in ("", "exact"):
+        reason = f"its fp32 run is not exact either ({cell.parity.fp32_twin})"
+    deviation = cell.parity.max_loss_deviation
     off = "" if deviation is None else f"; its loss was off by {deviation:.1e} at most"
     return f"{words}, at the price of another training: {reason}{off}"
 
 
 def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
     """Returns the cell with the smallest peak; ties go to the faster."""
-    known = [cell for cell in cells if cell.peak_memory_bytes is not None]
+    known = [cell for cell in cells if cell.memory.peak_memory_bytes is not None]
     return min(
         known,
-        key=lambda cell: (cell.peak_memory_bytes or 0, -(cell.samples_per_second or 0.0)),
+        key=lambda cell: (
+            cell.memory.peak_memory_bytes or 0,
+            -(cell.speed.samples_per_second or 0.0),
+        ),
         default=None,
     )
 
 
 def _memory(cell: CellResult, fastest: CellResult) -> str:
-    peak = cell.peak_memory_bytes or 0
+    peak = cell.memory.peak_memory_bytes or 0
     words = f"{peak / MIB:,.0f} MiB on its fullest device"
-    if cell is fastest or not fastest.peak_memory_bytes:
+    if cell is fastest or not fastest.memory.peak_memory_bytes:
         return words
-    less = 1 - peak / fastest.peak_memory_bytes
-    other = "" if cell.same_training else ", and not exactly the same training"
+    less = 1 - peak / fastest.memory.peak_memory_bytes
+    other = "" if cell.parity.same_training else ", and not exactly the same training"
     return (
-        f"{words}, {less * 100:.0f} % less than {fastest.label}, at"
+        f"{words}, {less * 100:.0f} % less than {fastest.cell.label}, at"
         f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{other}"
     )
 
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
     """Returns a sort key: packages besides torch, then non-default options."""
-    axes = (cell.launcher == "spawn") + (cell.micro_batches > 1)
-    axes += (cell.recompute != "none") + (cell.compile != "none")
-    return len(cell.packages), len(json.loads(cell.options)) + axes, cell.label
+    axes = sum(cell.cell.is_set(name) for name in ("launcher", *TECHNIQUES))
+    return len(cell.placement.packages), len(cell.cell.options) + axes, cell.cell.label
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
@@ -277,8 +286,8 @@ def _simplest(cells: Sequence[CellResult]) -> CellResult:
 
 def _simple(cell: CellResult, fastest: CellResult) -> str:
     packages, options, _ = complexity(cell)
-    needs = "torch alone" if not packages else f"{', '.join(cell.packages)} beside torch"
-    ratio = compared(cell, fastest, CONFIDENCE)
-    speed = f"{change(ratio)} than {fastest.label}" if ratio else "about as fast"
+    needs = "torch alone" if not packages else f"{', '.join(cell.placement.packages)} beside torch"
+    ratio = compare(cell, fastest, CONFIDENCE)
+    speed = f"{change(ratio)} than {fastest.cell.label}" if ratio else "about as fast"
     given = f"{options or 'no'} option{'' if options == 1 else 's'}"
     return f"needs {needs} and {given}; {speed}"

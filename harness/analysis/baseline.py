@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE
 from harness.spec.cell import BASELINE
@@ -26,10 +26,10 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         return next(filter(chosen, ranked), None)
-    plain = [cell for cell in ranked if cell.plain]
-    ddp = [cell for cell in plain if cell.wraps_ddp == "torchrun"]
-    single = [cell for cell in plain if cell.strategy == BASELINE and cell.options == "{}"]
-    return max(ddp or single, key=lambda cell: cell.trials, default=None)
+    plain = [result for result in ranked if result.cell.plain]
+    ddp = [result for result in plain if result.placement.wraps_ddp == "torchrun"]
+    single = [r for r in plain if r.cell.strategy == BASELINE and not r.cell.options]
+    return max(ddp or single, key=lambda result: result.trials, default=None)
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
@@ -51,14 +51,15 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
     if baseline is None or not cell.ranked:
         return cell
     if cell is baseline:
-        return dataclasses.replace(cell, baseline=baseline.cell_id, over_baseline=1.0)
-    ratio = compared(cell, baseline, CONFIDENCE)
-    if ratio is None:
+        relative = dataclasses.replace(cell.relative, baseline=baseline.cell_id, over_baseline=1.0)
+    elif ratio := compare(cell, baseline, CONFIDENCE):
+        relative = dataclasses.replace(
+            cell.relative,
+            baseline=baseline.cell_id,
+            over_baseline=ratio.ratio,
+            over_baseline_low=ratio.low,
+            over_baseline_high=ratio.high,
+        )
+    else:
         return cell
-    return dataclasses.replace(
-        cell,
-        baseline=baseline.cell_id,
-        over_baseline=ratio.ratio,
-        over_baseline_low=ratio.low,
-        over_baseline_high=ratio.high,
-    )
+    return dataclasses.replace(cell, relative=relative)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from harness.analysis.stats import Estimate, LogEstimate
-from harness.spec.cell import PLAIN
+from harness.record.trial import cell_columns
+from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
     from harness.analysis.disturbance import Cause
@@ -18,75 +20,63 @@ VERIFIED = ("exact", "within tolerance")
 UNVERIFIED = "unverified"
 """Replaces status ok if parity is unknown."""
 
+T = TypeVar("T")
+Result = TypeVar("Result", bound="CellResult")
+Summary = Literal["shared", "median", "largest", "most deviating"]
+"""How trials become one value: all share it, median or largest of the finished ones, or the value
+of the trial whose parity deviates most."""
+
+
+def of_trials(summary: Summary, default: T = cast("Any", None), column: str = "") -> T:
+    """Returns a field filled from a column of `trials`; `column`: its name if not the field's."""
+    metadata = {"summary": summary} | ({"column": column} if column else {})
+    return field(default=default, metadata=metadata)
+
+
+def named(column: str, default: T = cast("Any", None)) -> T:
+    """Returns a field whose name among a result's columns is another."""
+    return field(default=default, metadata={"column": column})
+
 
 @dataclass(frozen=True)
-class CellResult:
-    """One cell of one run, from the last attempt of each trial. Unknown values are None.
+class Placement:
+    """How the cell was run; columns of `trials`."""
 
-    A trial with a throughput counts as finished. Trials stopped by the user count only if there are
-    no others. harness/record/schema.py describes columns shared with trials.
-    """
+    processes: int | None = of_trials("shared")
+    data_parallel: int | None = of_trials("shared")
+    pipeline_parallel: int | None = of_trials("shared")
+    tensor_parallel: int | None = of_trials("shared")
+    sequence_parallel: int | None = of_trials("shared")
+    launched_by: str = of_trials("shared", "", "launcher")
+    packages: tuple[str, ...] = of_trials("shared", ())
+    wraps_ddp: str | None = of_trials("shared")
+    stand_in: str | None = of_trials("shared")
+    oversubscribed: bool = of_trials("shared", False)
 
-    run_id: str
-    cell_id: str
-    cell_name: str
-    label: str
-    strategy: str
-    workload: str
-    devices: int
-    status: str
-    """Worst status of the trials."""
-    reason: str
-    """Reason of the worst trial; with a count if others ended differently."""
 
-    system: str | None = None
-    cell: str = "{}"
-    """Whole cell as JSON."""
-    options: str = "{}"
-    data: str = ""
-    sequence_length: int = 0
-    nodes: int = 1
-    links: str | None = None
-    device: str = "cpu"
-    processes: int | None = None
-    data_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    tensor_parallel: int | None = None
-    sequence_parallel: int | None = None
-    precision: str = ""
-    regime: str = "strong"
-    global_batch: int = 0
-    micro_batches: int = 1
-    recompute: str = "none"
-    compile: str = "none"
-    optimizer: str = ""
-    launcher: str = ""
-    packages: tuple[str, ...] = ()
-    wraps_ddp: str | None = None
-    threads_per_device: int = 1
-    stand_in: str | None = None
-    oversubscribed: bool = False
-    parameters: int | None = None
-    trained_parameters: int | None = None
-    flops_per_step: float | None = None
-    hardware_flops_per_step: float | None = None
-    memory_method: str | None = None
-    parity_steps: int = 0
+@dataclass(frozen=True)
+class Work:
+    """Size of the model, its arithmetic, and how well the devices were used."""
 
-    expected: bool = False
-    """Whether the matrix expects this status (such as a known divergence)."""
-    verified: bool = False
-    """Whether parity holds in every trial that ended well."""
-    ranked: bool = False
-    """Whether it may be compared by speed: ok, verified, with a throughput."""
-    recorded_trials: int = 0
-    """Number of trials that count."""
-    trials: int = 0
-    """Number of finished trials."""
+    parameters: int | None = of_trials("shared")
+    trained_parameters: int | None = of_trials("shared")
+    flops_per_step: float | None = of_trials("shared")
+    hardware_flops_per_step: float | None = of_trials("shared")
+    mfu: float | None = of_trials("median")
+    matmul_utilization: float | None = of_trials("median")
+    peak_flops_per_second: float | None = None
+    """FLOP/s of one device by its data sheet, for `mfu`."""
+    matmul_flops_per_second: float | None = None
+    """FLOP/s of one device in a matrix product, for `matmul_utilization`."""
+    energy_joules_per_sample: float | None = of_trials("median")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput: geometric mean over trials, adjusted by any control (before schema version 8:
+    median). `_low` and `_high` are its 95 % interval, or None."""
 
     samples_per_second: float | None = None
-    """Geometric mean over trials, adjusted by any control (before schema version 8: median). `_low`
-    and `_high` are its 95 % interval, or None."""
     samples_per_second_low: float | None = None
     samples_per_second_high: float | None = None
     tokens_per_second: float | None = None
@@ -99,62 +89,85 @@ class CellResult:
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Samples per second by trial number, adjusted by any control."""
-    peak_by_round: Mapping[int, float] = field(default_factory=dict)
-    """Peak bytes of the fullest rank by trial number, for trials with status ok."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)
     """Start and throughput of each time slice, by number of interleaved trial."""
-    disturbed: int = 0
-    """Number of disturbed trials."""
-    disturbed_by: Mapping[Cause, int] = field(default_factory=dict)
-    """Number of disturbed trials by cause."""
-    disturbances: tuple[str, ...] = ()
-    """Description of each disturbed trial."""
-    gpu_findings: tuple[str, ...] = ()
-    """Descriptions of what was found on the trials' GPUs."""
-
-    step_seconds_p50: float | None = None
-    """Median over trials, like the columns up to `offload_written_bytes_per_step`."""
-    step_seconds_p95: float | None = None
-    data_seconds_p50: float | None = None
-    setup_seconds: float | None = None
-    startup_seconds: float | None = None
-    first_step_seconds: float | None = None
-    compile_seconds: float | None = None
-    mfu: float | None = None
-    matmul_utilization: float | None = None
-    bubble_fraction: float | None = None
-    expert_imbalance: float | None = None
-    memory_imbalance: float | None = None
-    wall_seconds: float | None = None
-    energy_joules_per_sample: float | None = None
-    offload_read_bytes_per_step: float | None = None
-    offload_written_bytes_per_step: float | None = None
-    peak_flops_per_second: float | None = None
-    """FLOP/s of one device by its data sheet, for `mfu`."""
-    matmul_flops_per_second: float | None = None
-    """FLOP/s of one device in a matrix product, for `matmul_utilization`."""
     trend: float | None = None
     """Largest absolute value over trials."""
-    peak_memory_bytes: int | None = None
-    """Largest over trials, like the next two columns."""
-    offload_kept_bytes: int | None = None
-    fp32_loss_deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Relative:
+    """Throughput over that of other cells; `_low` and `_high` are 95 % intervals, or None."""
+
+    baseline: str = ""
+    """Id of the baseline cell, or empty."""
+    over_baseline: float | None = None
+    over_baseline_low: float | None = None
+    over_baseline_high: float | None = None
+    efficiency_own: float | None = None
+    """Scaling efficiency against the same strategy on one device."""
+    efficiency_own_low: float | None = None
+    efficiency_own_high: float | None = None
+    efficiency_single: float | None = None
+    """Scaling efficiency against a single process without parallelism."""
+    efficiency_single_low: float | None = None
+    efficiency_single_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds and shares of a trial and of its steps, median over finished trials."""
+
+    step_seconds_p50: float | None = of_trials("median")
+    step_seconds_p95: float | None = of_trials("median")
+    data_seconds_p50: float | None = of_trials("median")
+    setup_seconds: float | None = of_trials("median")
+    startup_seconds: float | None = of_trials("median")
+    first_step_seconds: float | None = of_trials("median")
+    compile_seconds: float | None = of_trials("median")
+    wall_seconds: float | None = of_trials("median")
+    bubble_fraction: float | None = of_trials("median")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of the fullest rank; the largest over finished trials."""
+
+    peak_memory_bytes: int | None = of_trials("largest")
     peak_memory_bytes_low: int | None = None
     """Smallest value over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """Peaks in the trial with the largest peak."""
-    expert_tokens: str | None = None
-    """Value of the first finished trial that has one."""
+    peak_by_round: Mapping[int, float] = field(default_factory=dict)
+    """Peak by trial number, for trials with status ok."""
+    memory_imbalance: float | None = of_trials("median")
+    memory_method: str | None = of_trials("shared")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved in a step, and tokens routed to experts."""
+
     sent_bytes_per_step: float | None = None
     """Bytes sent by the busiest rank, median over trials."""
+    offload_read_bytes_per_step: float | None = of_trials("median")
+    offload_written_bytes_per_step: float | None = of_trials("median")
+    offload_kept_bytes: int | None = of_trials("largest")
+    expert_tokens: str | None = None
+    """Value of the first finished trial that has one."""
+    expert_imbalance: float | None = of_trials("median")
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """Bytes between steps on the fullest rank of any trial, and the strategy's formula."""
 
     parameter_bytes: float | None = None
-    """Bytes between steps on the fullest rank of any trial, like the next three columns."""
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None
     library_bytes: float | None = None
     state_bytes: float | None = None
-    """Sum of the four columns above."""
+    """Sum of the four above."""
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
@@ -163,20 +176,32 @@ class CellResult:
     formula_deviation: float | None = None
     """Measured over formula, minus 1."""
 
-    parity_verdict: str | None = None
-    """Verdict of the trial that deviates most, like the parity columns below."""
-    parity_reason: str | None = None
-    parity_max_loss_deviation: float | None = None
-    parity_max_update_deviation: float | None = None
-    parity_worst_tensor: str | None = None
-    parity_loss_tolerance: float | None = None
-    parity_update_tolerance: float | None = None
-    set_backs: int | None = None
+
+@dataclass(frozen=True)
+class Parity:
+    """Comparison with the reference run; verdict and deviations are those of the trial that
+    deviates most."""
+
+    verdict: str | None = of_trials("most deviating", column="parity_verdict")
+    reason: str | None = of_trials("most deviating", column="parity_reason")
+    max_loss_deviation: float | None = of_trials(
+        "most deviating", column="parity_max_loss_deviation"
+    )
+    max_update_deviation: float | None = of_trials(
+        "most deviating", column="parity_max_update_deviation"
+    )
+    worst_tensor: str | None = of_trials("most deviating", column="parity_worst_tensor")
+    loss_tolerance: float | None = of_trials("most deviating", column="parity_loss_tolerance")
+    update_tolerance: float | None = of_trials("most deviating", column="parity_update_tolerance")
+    losses: tuple[float | None, ...] = of_trials("most deviating", ())
+    reference_losses: tuple[float | None, ...] = of_trials("most deviating", ())
+    fp32_loss_deviation: float | None = of_trials("largest")
+    rewinds: int | None = None
     """Number of rewinds to an earlier state for another judgement, over all trials; None if
-    unknown. The deviations are the largest found then. `not_set_back` is the reason for none."""
-    not_set_back: str | None = None
-    set_back_loss_deviation: float | None = None
-    set_back_update_deviation: float | None = None
+    unknown. The deviations are the largest found then."""
+    rewind_skipped_reason: str | None = None
+    rewind_loss_deviation: float | None = None
+    rewind_update_deviation: float | None = None
     same_training: bool = False
     """Whether it trains the same as one process, so that it may be recommended. Parity is exact;
     or, in half precision, within what the precision alone allows and not known to be inexact in
@@ -184,39 +209,82 @@ class CellResult:
     fp32_twin: str = ""
     """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; empty without
     one."""
-    losses: tuple[float | None, ...] = ()
-    reference_losses: tuple[float | None, ...] = ()
 
-    baseline: str = ""
-    """Id of the baseline cell, or empty."""
-    over_baseline: float | None = None
-    """Throughput over the baseline's. `_low` and `_high` are its 95 % interval, or None."""
-    over_baseline_low: float | None = None
-    over_baseline_high: float | None = None
-    efficiency_own: float | None = None
-    """Scaling efficiency against the same strategy on one device, with its interval."""
-    efficiency_own_low: float | None = None
-    efficiency_own_high: float | None = None
-    efficiency_single: float | None = None
-    """Scaling efficiency against a single process without parallelism, with its interval."""
-    efficiency_single_low: float | None = None
-    efficiency_single_high: float | None = None
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What else happened on the machine."""
+
+    trials: int = named("disturbed", 0)
+    """Number of disturbed trials."""
+    by_cause: Mapping[Cause, int] = field(default_factory=dict, metadata={"column": "disturbed_by"})
+    """Number of disturbed trials by cause."""
+    descriptions: tuple[str, ...] = named("disturbances", ())
+    """Description of each disturbed trial."""
+    gpu_findings: tuple[str, ...] = ()
+    """Descriptions of what was found on the trials' GPUs."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One cell of one run, from the last attempt of each trial. Unknown values are None.
+
+    A trial with a throughput counts as finished. Trials stopped by the user count only if there are
+    no others. harness/record/schema.py describes the columns that groups share with `trials`.
+    """
+
+    run_id: str
+    cell: Cell
+    cell_id: str
+    """Recorded id, the key of the cell in every table."""
+    status: str
+    """Worst status of the trials."""
+    reason: str = ""
+    """Reason of the worst trial; with a count if others ended differently."""
+    expected: bool = False
+    """Whether the matrix expects this status (such as a known divergence)."""
+    verified: bool = False
+    """Whether parity holds in every trial that ended well."""
+    ranked: bool = False
+    """Whether it may be compared by speed: ok, verified, with a throughput."""
+    recorded_trials: int = 0
+    """Number of trials that count."""
+    trials: int = 0
+    """Number of finished trials."""
+    placement: Placement = Placement()
+    work: Work = Work()
+    speed: Speed = Speed()
+    relative: Relative = Relative()
+    times: Times = Times()
+    memory: Memory = Memory()
+    traffic: Traffic = Traffic()
+    states: KeptStates = KeptStates()
+    parity: Parity = Parity()
+    disturbance: Disturbance = Disturbance()
+
+    def column(self, name: str) -> Any:
+        """Returns a value by its column's name, see `columns`."""
+        if group := _GROUP_OF.get(name):
+            return getattr(getattr(self, group[0]), group[1])
+        of_cell = cell_columns(self.cell) if name not in vars(self) or name == "cell" else {}
+        return of_cell[name] if name in of_cell else getattr(self, name)
+
+    def columns(self) -> dict[str, Any]:
+        """Returns values by column: the cell's fields, the result's own and those of its groups."""
+        own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
+        return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
+
+    def varied(self: Result, **fields: Any) -> Result:
+        """Returns the result with other fields of its cell, for its label and setting."""
+        return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
         """Returns the throughput with its interval, or None.
 
         `column`: samples_per_second or tokens_per_second.
         """
-        value: float | None = getattr(self, column)
-        if value is None:
-            return None
-        low, high = getattr(self, f"{column}_low"), getattr(self, f"{column}_high")
-        return Estimate(value, low, high, self.trials)
-
-    @property
-    def plain(self) -> bool:
-        """Whether it uses no micro-batches, recomputation or compilation."""
-        return (self.micro_batches, self.recompute, self.compile) == PLAIN
+        value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
+        return None if value is None else Estimate(value, low, high, self.trials)
 
     @property
     def outcome(self) -> str:
@@ -228,5 +296,19 @@ class CellResult:
         """Reason for the outcome; empty if it is ok."""
         if self.outcome != UNVERIFIED:
             return self.reason
-        judged = self.parity_verdict not in (None, *VERIFIED)
-        return (self.parity_reason if judged else None) or "parity unknown"
+        judged = self.parity.verdict not in (None, *VERIFIED)
+        return (self.parity.reason if judged else None) or "parity unknown"
+
+
+GROUPS: dict[str, type] = {
+    field.name: type(field.default)
+    for field in dataclasses.fields(CellResult)
+    if dataclasses.is_dataclass(field.default)
+}
+"""Groups of fields of a result, by name."""
+_GROUP_OF = {
+    field.metadata.get("column", field.name): (group, field.name)
+    for group, kind in GROUPS.items()
+    for field in dataclasses.fields(kind)
+}
+"""Group and attribute of each column."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from harness.analysis.compared_cell import KINDS, ComparedCell, Kind
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.analysis.run_comparison import RUNS_METHOD, RunComparison
 from harness.analysis.selection import MeasuredCell, RunSelection, joined
 from harness.analysis.stats import Comparison, compare_rounds, compare_runs, within_a_run
@@ -62,7 +62,9 @@ def compare_cells(
         name = f"{second.cell_name} against {first.label}"
         lines.append(dataclasses.replace(line, cell_name=name))
     firsts = [line.first.result for line in lines if line.first]
-    test = within_a_run(any(c.turns for c in firsts), any(c.log_throughput for c in firsts))
+    test = within_a_run(
+        any(c.speed.turns for c in firsts), any(c.speed.log_throughput for c in firsts)
+    )
     return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 
@@ -95,7 +97,7 @@ def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> lis
     pairs = [(a, b) for b in after for a in before if a.comparable(b)]
     if not pairs:
         was = before[-1]
-        reason = was.hardware.difference(now.hardware, now.result.device)
+        reason = was.hardware.difference(now.hardware, now.result.cell.device)
         return [ComparedCell("not compared", now.cell_name, was, now, reason)]
     return [_line(a, b) for a, b in pairs]
 
@@ -103,7 +105,7 @@ def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> lis
 def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
     """Compares one cell on equal hardware: parity and failures first, then speed."""
     if was.ok and now.ok:
-        speed = compared(now.result, was.result)
+        speed = compare(now.result, was.result)
         if speed is None:
             return ComparedCell("not compared", now.cell_name, was, now, "no round in common")
         return ComparedCell(speed.verdict, now.cell_name, was, now, "", speed, _memory(was, now))
@@ -113,9 +115,9 @@ def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
 
 def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
     """Returns peak memory of B over A; None if unknown or measured differently."""
-    if was.result.memory_method != now.result.memory_method:
+    if was.result.memory.memory_method != now.result.memory.memory_method:
         return None
-    before, after = was.result.peak_by_round, now.result.peak_by_round
+    before, after = was.result.memory.peak_by_round, now.result.memory.peak_by_round
     if was.run_id == now.run_id:
         return compare_rounds(after, before)
     return compare_runs([*after.values()], [*before.values()])

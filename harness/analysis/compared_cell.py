@@ -73,7 +73,7 @@ class ComparedCell:
             f"{name}, {trial}"
             for name, cell in (("A", self.first), ("B", self.second))
             if cell
-            for trial in cell.result.disturbances
+            for trial in cell.result.disturbance.descriptions
         ]
 
     def as_json(self) -> dict[str, object]:

@@ -13,13 +13,10 @@ from dataclasses import dataclass, replace
 
 from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared
-from harness.analysis.setting import SETTING
+from harness.analysis.ranking import compare
+from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, ratio
-
-AXES = ("strategy", "precision", "micro_batches", "recompute", "compile", "optimizer", "arithmetic")
-"""Features that can be on or off; off is the baseline's value."""
-_FIXED = tuple(name for name in SETTING if name not in ("workload", "precision", "optimizer"))
+from harness.spec.cell import TECHNIQUES, Cell
 
 
 @dataclass(frozen=True)
@@ -56,31 +53,16 @@ Identity = tuple[tuple[str, str], ...]
 """Pairs of axis and value."""
 
 
-def axes_of(cell: CellResult) -> dict[str, str]:
-    """Returns the value of each axis."""
-    suffixes = cell.workload.partition("+")[2]
+def axes_of(cell: Cell) -> dict[str, str]:
+    """Returns the value of each feature that can be on or off; off is the baseline's."""
+    own_axis = (*TECHNIQUES, "optimizer")
+    off = {name: Cell.model_fields[name].default for name in own_axis}
     return {
-        "strategy": _strategy(cell),
+        "strategy": cell.model_copy(update=off).label,
         "precision": cell.precision,
-        "micro_batches": str(cell.micro_batches),
-        "recompute": cell.recompute,
-        "compile": cell.compile,
-        "optimizer": cell.optimizer,
-        "arithmetic": suffixes or "fp32",
+        **{name: str(getattr(cell, name)) for name in own_axis},
+        "arithmetic": cell.workload.partition("+")[2] or "fp32",
     }
-
-
-def _strategy(cell: CellResult) -> str:
-    """Returns the label without parts that have their own axis."""
-    head, bracket, inside = cell.label.partition("(")
-    shown = [
-        part
-        for part in inside.removesuffix(")").split(", ")
-        if part
-        and part.partition("=")[0] not in ("micro_batches", "recompute", "compile")
-        and part != cell.optimizer
-    ]
-    return f"{head}({', '.join(shown)})" if bracket and shown else head
 
 
 def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
@@ -88,22 +70,22 @@ def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
     places: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
-            fixed = tuple(getattr(cell, name) for name in _FIXED)
-            base = cell.workload.partition("+")[0]
-            places.setdefault((cell.run_id, base, cell.regime, *fixed), []).append(cell)
+            fixed = setting(cell.cell, ("workload", "precision", "optimizer"))
+            base = cell.cell.workload.partition("+")[0]
+            places.setdefault((cell.run_id, base, cell.cell.regime, *fixed), []).append(cell)
     known = [effects for place in places.values() if (effects := _effects(place))]
     return sorted(known, key=lambda effects: -len(effects.effects))
 
 
 def _effects(cells: Sequence[CellResult]) -> Effects | None:
-    plain = [cell for cell in cells if "+" not in cell.workload and cell.precision == "fp32"]
-    baseline = baseline_of([cell for cell in plain if cell.optimizer == "adamw"])
+    plain = [r for r in cells if "+" not in r.cell.workload and r.cell.precision == "fp32"]
+    baseline = baseline_of([result for result in plain if result.cell.optimizer == "adamw"])
     if baseline is None:
         return None
-    off = axes_of(baseline)
+    off = axes_of(baseline.cell)
     by_axes: dict[Identity, CellResult] = {}
     for cell in cells:
-        by_axes.setdefault(tuple(axes_of(cell).items()), cell)
+        by_axes.setdefault(tuple(axes_of(cell.cell).items()), cell)
     pairs: dict[tuple[str, str], list[tuple[CellResult, CellResult]]] = {}
     for identity, cell in by_axes.items():
         for axis, value in identity:
@@ -121,13 +103,13 @@ def _effects(cells: Sequence[CellResult]) -> Effects | None:
     return Effects(
         baseline,
         tuple(known),
-        max(cells, key=lambda cell: cell.samples_per_second or 0.0),
-        min(cells, key=lambda cell: cell.peak_memory_bytes or math.inf),
+        max(cells, key=lambda cell: cell.speed.samples_per_second or 0.0),
+        min(cells, key=lambda cell: cell.memory.peak_memory_bytes or math.inf),
     )
 
 
 def _changes(cell: CellResult, off: Mapping[str, str]) -> int:
-    return sum(value != off[axis] for axis, value in axes_of(cell).items())
+    return sum(value != off[axis] for axis, value in axes_of(cell.cell).items())
 
 
 def _effect(
@@ -144,7 +126,7 @@ def _effect(
         axis,
         value if axis in ("strategy", "arithmetic") else f"{axis}={value}",
         len(pairs),
-        compared(*alone, CONFIDENCE) if alone else None,
+        compare(*alone, CONFIDENCE) if alone else None,
         _memory_ratio([alone]) if alone else None,
         together,
         _memory_ratio(pairs),
@@ -158,9 +140,9 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     are too few for a scatter, so the interval then spans both pairs' intervals.
     """
     known = [
-        (cell.log_throughput, twin.log_throughput)
+        (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs
-        if cell.log_throughput and twin.log_throughput
+        if cell.speed.log_throughput and twin.speed.log_throughput
     ]
     if not known:
         return None
@@ -183,8 +165,8 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
 
 def _memory_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> float | None:
     logs = [
-        math.log(cell.peak_memory_bytes / twin.peak_memory_bytes)
+        math.log(cell.memory.peak_memory_bytes / twin.memory.peak_memory_bytes)
         for cell, twin in pairs
-        if cell.peak_memory_bytes and twin.peak_memory_bytes
+        if cell.memory.peak_memory_bytes and twin.memory.peak_memory_bytes
     ]
     return math.exp(statistics.fmean(logs)) if logs else None

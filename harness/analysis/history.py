@@ -115,11 +115,13 @@ def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
 
 
 def _by_round(cell: MeasuredCell, figure: Figure) -> Mapping[int, float]:
-    return cell.result.by_round if figure == "throughput" else cell.result.peak_by_round
+    return (
+        cell.result.speed.by_round if figure == "throughput" else cell.result.memory.peak_by_round
+    )
 
 
 def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool:
-    same_method = cell.result.memory_method == other.result.memory_method
+    same_method = cell.result.memory.memory_method == other.result.memory.memory_method
     return (figure == "throughput" or same_method) and cell.comparable(other)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.analysis.maxsize import Holding, MaxsizeResult
 from harness.record.plan import Plan
-from harness.record.search import COLUMNS, KINDS, MATRIX, ODD, family, steps_of
+from harness.record.search import COLUMNS, KINDS, MATRIX, NOT_A_SIZE_LIMIT, base_cell, steps_of
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -56,7 +56,7 @@ class Search:
         last = {(trial.cell_id, trial.trial): trial for trial in trials}
         by_cell: dict[str, list[TrialRecord]] = {}
         for trial in last.values():
-            cell = family(Cell(**json.loads(trial.cell)), tokens)
+            cell = base_cell(Cell(**json.loads(trial.cell)), tokens)
             by_cell.setdefault(cell.id, []).append(trial)
         unlimited = [trial for trial in trials if trial.memory_limit_bytes is None]
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
@@ -73,7 +73,7 @@ class Search:
             for trial in self.unlimited
             if trial.label == cell.label and trial.status == "ok"
         }
-        odd = [trial for trial in trials if trial.status in ODD]
+        odd = [trial for trial in trials if trial.status in NOT_A_SIZE_LIMIT]
         stopped = next((trial for trial in odd if self.size(trial) not in trains), None)
         short = [trial for trial in odd if self.size(trial) in trains]
         short += [trial for trial in trials if trial.status == "out_of_memory"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compared
-from harness.analysis.setting import setting
+from harness.analysis.ranking import compare
+from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LEAST_TRIALS, Estimate, percentile
 from harness.analysis.summary import cell_results
 
@@ -53,12 +53,14 @@ def precision(cells: Sequence[CellResult]) -> Precision | None:
 
 def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
     return {
-        cell.cell_id: (cell.over_baseline_high - cell.over_baseline_low) / 2 / cell.over_baseline
+        cell.cell_id: (cell.relative.over_baseline_high - cell.relative.over_baseline_low)
+        / 2
+        / cell.relative.over_baseline
         for cell in cells
-        if cell.over_baseline
-        and cell.over_baseline_low is not None
-        and cell.over_baseline_high is not None
-        and not cell.oversubscribed
+        if cell.relative.over_baseline
+        and cell.relative.over_baseline_low is not None
+        and cell.relative.over_baseline_high is not None
+        and not cell.placement.oversubscribed
     }
 
 
@@ -71,7 +73,7 @@ def not_known_well(cells: Sequence[CellResult]) -> set[str]:
     known, among = precision(cells), _widths_over_baseline(cells)
     if known is None or known.enough:
         return set()
-    return {*among, *(cell.baseline for cell in cells if cell.cell_id in among)}
+    return {*among, *(cell.relative.baseline for cell in cells if cell.cell_id in among)}
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
@@ -93,15 +95,15 @@ def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
         comparison
         for other in ranked
         if other is not cell
-        and other.turns
-        and cell.turns
-        and (other.run_id, setting(other)) == (cell.run_id, setting(cell))
-        and (comparison := compared(cell, other, CONFIDENCE))
+        and other.speed.turns
+        and cell.speed.turns
+        and (other.run_id, Setting.of(other.cell)) == (cell.run_id, Setting.of(cell.cell))
+        and (comparison := compare(cell, other, CONFIDENCE))
     ]
     own = Estimate(
-        cell.samples_per_second or 0.0,
-        cell.samples_per_second_low,
-        cell.samples_per_second_high,
+        cell.speed.samples_per_second or 0.0,
+        cell.speed.samples_per_second_low,
+        cell.speed.samples_per_second_high,
         cell.trials,
     )
     widths = [comparison.precision for comparison in comparisons] or [own.precision]

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.analysis.compared_cell import KINDS, MEMORY_EFFECT, REGRESSIONS, ComparedCell
-from harness.analysis.stats import COMPARED_CONFIDENCE, SMALLEST_EFFECT
+from harness.analysis.stats import ACROSS_RUNS_CONFIDENCE, SMALLEST_EFFECT
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
     " once, with Welch's t interval of their logarithms (Biometrika 34, 1947),"
-    f" {COMPARED_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine did"
-    " differently meanwhile is in the ratio"
+    f" {ACROSS_RUNS_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine"
+    " did differently meanwhile is in the ratio"
 )
-FALSE_ALARM_RATE = round(1 - COMPARED_CONFIDENCE, 6)
+FALSE_ALARM_RATE = round(1 - ACROSS_RUNS_CONFIDENCE, 6)
 MEMORY_METHOD = (
     "the same test of the fullest rank's peak, where both sides measured it in the same way"
 )

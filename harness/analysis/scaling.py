@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import CellResult, Speed
 from harness.analysis.setting import SCALED, batch, series, setting
 from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE
@@ -18,45 +18,32 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
-        if cell.ranked and cell.devices == 1 and cell.samples_per_second is not None:
-            key = (cell.run_id, *setting(cell, SCALED), cell.global_batch)
-            own.setdefault((*key, *series(cell)), cell)
-            if cell.strategy == BASELINE and cell.plain:
+        if cell.ranked and cell.cell.devices == 1 and cell.speed.samples_per_second is not None:
+            key = (cell.run_id, *setting(cell.cell, SCALED), cell.cell.global_batch)
+            own.setdefault((*key, *series(cell.cell)), cell)
+            if cell.cell.strategy == BASELINE and cell.cell.plain:
                 single.setdefault(key, cell)
 
     def scaled(cell: CellResult) -> CellResult:
-        key = (cell.run_id, *setting(cell, SCALED), batch(cell))
-        against_own = _efficiency(cell, own.get((*key, *series(cell))))
-        against_single = _efficiency(cell, single.get(key))
-        return dataclasses.replace(
-            cell,
-            efficiency_own=against_own.value,
-            efficiency_own_low=against_own.low,
-            efficiency_own_high=against_own.high,
-            efficiency_single=against_single.value,
-            efficiency_single_low=against_single.low,
-            efficiency_single_high=against_single.high,
-        )
+        key = (cell.run_id, *setting(cell.cell, SCALED), batch(cell.cell))
+        efficiencies = _efficiency("own", cell, own.get((*key, *series(cell.cell))))
+        efficiencies |= _efficiency("single", cell, single.get(key))
+        relative = dataclasses.replace(cell.relative, **efficiencies)
+        return dataclasses.replace(cell, relative=relative)
 
     return [scaled(cell) if cell.ranked else cell for cell in cells]
 
 
-@dataclass(frozen=True)
-class _Efficiency:
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-def _efficiency(cell: CellResult, base: CellResult | None) -> _Efficiency:
-    """Returns the efficiency, with its 95 % interval if estimates exist."""
-    if base is None or not base.samples_per_second or cell.samples_per_second is None:
-        return _Efficiency()
-    value = efficiency(cell.samples_per_second, cell.devices, base.samples_per_second)
-    if cell is base or cell.log_throughput is None or base.log_throughput is None:
-        return _Efficiency(value)
-    against_base = ratio(cell.log_throughput, base.log_throughput, CONFIDENCE)
-    low, high = against_base.low, against_base.high
-    if low is None or high is None:
-        return _Efficiency(value)
-    return _Efficiency(value, low / cell.devices, high / cell.devices)
+def _efficiency(against: str, cell: CellResult, base: CellResult | None) -> dict[str, Any]:
+    """Returns fields of `Relative`: the efficiency, with its 95 % interval if estimates exist."""
+    own, other, devices = cell.speed, base.speed if base else Speed(), cell.cell.devices
+    if not other.samples_per_second or own.samples_per_second is None:
+        return {}
+    name = f"efficiency_{against}"
+    value = efficiency(own.samples_per_second, devices, other.samples_per_second)
+    if cell is base or own.log_throughput is None or other.log_throughput is None:
+        return {name: value}
+    ends = ratio(own.log_throughput, other.log_throughput, CONFIDENCE)
+    if ends.low is None or ends.high is None:
+        return {name: value}
+    return {name: value, f"{name}_low": ends.low / devices, f"{name}_high": ends.high / devices}

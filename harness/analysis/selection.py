@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import statistics
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from harness.analysis.summary import in_recorded_order
 from harness.record.run import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,15 +41,14 @@ class MeasuredCell:
 
     @property
     def cell_name(self) -> str:
-        return self.result.cell_name
+        return self.result.cell.name
 
     @property
     def label(self) -> str:
-        return self.result.label
+        return self.result.cell.label
 
     @property
-    def cell(self) -> str:
-        """Whole cell as JSON."""
+    def cell(self) -> Cell:
         return self.result.cell
 
     @property
@@ -60,16 +59,16 @@ class MeasuredCell:
     @property
     def speed(self) -> float | None:
         """Samples per second, geometric mean over trials; None if not comparable."""
-        return self.result.samples_per_second if self.ok else None
+        return self.result.speed.samples_per_second if self.ok else None
 
     @property
     def peak(self) -> float | None:
         """Median over trials of the fullest rank's peak bytes."""
-        peaks = self.result.peak_by_round.values()
+        peaks = self.result.memory.peak_by_round.values()
         return statistics.median(peaks) if peaks else None
 
     def comparable(self, other: MeasuredCell) -> bool:
-        return not self.hardware.difference(other.hardware, self.result.device)
+        return not self.hardware.difference(other.hardware, self.result.cell.device)
 
 
 def measured(results: Results) -> list[MeasuredCell]:
@@ -100,18 +99,11 @@ def joined(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
     """
     newer: dict[str, str] = {}
     for cell in sorted(cells, key=lambda cell: cell.started_at):
-        if cell.cell_id != (older := _older_id(cell.result.cell)):
+        if cell.cell_id != (older := cell.result.cell.older_id):
             newer.setdefault(older, cell.cell_id)
     return [
         dataclasses.replace(cell, cell_id=newer.get(cell.cell_id, cell.cell_id)) for cell in cells
     ]
-
-
-@functools.cache
-def _older_id(cell: str) -> str:
-    from harness.spec.cell import Cell
-
-    return Cell(**json.loads(cell)).older_id
 
 
 @dataclass(frozen=True)

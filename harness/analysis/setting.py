@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
+from harness.spec.cell import TECHNIQUES, Cell
 from harness.spec.link import over
 
 if TYPE_CHECKING:
     from harness.analysis.cell_result import CellResult
-    from harness.spec.cell import Cell
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Setting:
     threads_per_device: int
 
     @classmethod
-    def of(cls, cell: Cell | CellResult) -> Setting:
+    def of(cls, cell: Cell) -> Setting:
         return cls(*(getattr(cell, name) for name in SETTING))
 
     @property
@@ -52,27 +53,27 @@ SETTING = tuple(field.name for field in fields(Setting))
 SCALED = ("devices", "nodes", "links", "global_batch")
 """Fields of a setting that scaling changes. The batch is then compared in total, or per device
 (weak scaling)."""
-SERIES = ("strategy", "options", "micro_batches", "recompute", "compile", "launcher")
+SERIES = ("strategy", "options", "launcher", *TECHNIQUES)
 """Fields of a cell that stay constant along a scaling curve."""
 
 
-def setting(cell: CellResult, without: Collection[str] = ()) -> tuple[object, ...]:
+def setting(cell: Cell, without: Collection[str] = ()) -> tuple[object, ...]:
     """Returns a cell's setting as a tuple, without some fields."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
-def by_setting(cells: Iterable[CellResult]) -> list[list[CellResult]]:
-    """Returns the cells of each setting, in order."""
-    groups: dict[tuple[object, ...], list[CellResult]] = {}
-    for cell in cells:
-        groups.setdefault(setting(cell), []).append(cell)
+def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
+    """Returns the results of each setting, in order."""
+    groups: dict[Setting, list[CellResult]] = {}
+    for result in results:
+        groups.setdefault(Setting.of(result.cell), []).append(result)
     return list(groups.values())
 
 
-def timed(cells: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Returns the cells whose throughput is a measurement. `once`: ids of cells that run once, for
-    parity alone."""
-    return [cell for cell in cells if cell.cell_id not in once]
+def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
+    """Returns the results whose throughput is a measurement. `once`: ids of cells that run once,
+    for parity alone."""
+    return [result for result in results if result.cell_id not in once]
 
 
 class GroupSize(NamedTuple):
@@ -101,11 +102,13 @@ def heading(groups: Sequence[GroupSize]) -> int | None:
     return max(range(len(order)), key=order.__getitem__, default=None)
 
 
-def series(cell: CellResult) -> tuple[object, ...]:
-    return tuple(getattr(cell, name) for name in SERIES)
+def series(cell: Cell) -> tuple[object, ...]:
+    """Returns the fields in SERIES, with all options written out."""
+    options = json.dumps({**(cell.defaults or {}), **cell.options}, sort_keys=True)
+    return tuple(options if name == "options" else getattr(cell, name) for name in SERIES)
 
 
-def batch(cell: CellResult, regime: str | None = None) -> int:
+def batch(cell: Cell, regime: str | None = None) -> int:
     """Returns the samples per step that stay constant: in total (strong scaling) or per device
     (weak). `regime`: overrides the cell's."""
     weak = (regime or cell.regime) == "weak"

@@ -18,9 +18,9 @@ INTERVAL_METHOD = (
 )
 LEAST_TRIALS = 5
 """Fewest trials for a narrow interval: two trials may agree by chance."""
-COMPARED_CONFIDENCE = 0.995
+ACROSS_RUNS_CONFIDENCE = 0.995
 """Confidence for ratios within rounds, and between runs."""
-ESTIMATES_CONFIDENCE = 0.9985
+WITHIN_RUN_CONFIDENCE = 0.9985
 """Confidence for ratios between cells of a run. With 60 comparisons per cell, at most one run in 20
 should have a false alarm. Simulated from three recorded runs (scripts/power.py), 2.6 to 9.0 % of
 runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
@@ -31,7 +31,7 @@ _DECISION = (
 )
 COMPARISON_METHOD = (
     "geometric mean of the ratios within rounds with Student's paired t interval of their"
-    f" logarithms, {100 * COMPARED_CONFIDENCE:g} %; {_DECISION}"
+    f" logarithms, {100 * ACROSS_RUNS_CONFIDENCE:g} %; {_DECISION}"
 )
 ESTIMATE_METHOD = (
     "geometric mean over trials (independent launches, each counted once, by the mean of its timed"
@@ -41,8 +41,8 @@ ESTIMATE_METHOD = (
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
-    f" {100 * ESTIMATES_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run;"
-    f" {_DECISION}, and at most one run in 20 is to have any"
+    f" {100 * WITHIN_RUN_CONFIDENCE:g} %, with spreads that are moderated over all cells of the"
+    f" run; {_DECISION}, and at most one run in 20 is to have any"
 )
 TURNS_METHOD = (
     "of launches that trained by turns, the ratio within a round is the median over all turns of a"
@@ -96,7 +96,7 @@ class LogEstimate:
 
 
 def ratio(
-    first: LogEstimate, second: LogEstimate, confidence: float = ESTIMATES_CONFIDENCE
+    first: LogEstimate, second: LogEstimate, confidence: float = WITHIN_RUN_CONFIDENCE
 ) -> Comparison:
     """Returns the ratio of two estimates of one run.
 
@@ -184,7 +184,7 @@ def compare_rounds(
     first: Mapping[int, float],
     second: Mapping[int, float],
     turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
-    confidence: float = COMPARED_CONFIDENCE,
+    confidence: float = ACROSS_RUNS_CONFIDENCE,
 ) -> Comparison | None:
     """Compares throughputs in common rounds, where machine drift cancels; None without any.
 
@@ -231,7 +231,7 @@ def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
 
 
 def compare_runs(
-    first: Sequence[float], second: Sequence[float], confidence: float = COMPARED_CONFIDENCE
+    first: Sequence[float], second: Sequence[float], confidence: float = ACROSS_RUNS_CONFIDENCE
 ) -> Comparison | None:
     """Compares throughputs without common rounds by Welch's t interval of the logarithms
     (Biometrika 34, 1947)."""

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.analysis.baseline import Choice, with_baselines
-from harness.analysis.cell_result import VERIFIED, CellResult
+from harness.analysis.cell_result import (
+    VERIFIED,
+    CellResult,
+    Disturbance,
+    KeptStates,
+    Memory,
+    Parity,
+    Placement,
+    Speed,
+    Summary,
+    Times,
+    Traffic,
+    Work,
+)
 from harness.analysis.control import Adjustment
 from harness.analysis.disturbance import CAUSES
 from harness.analysis.estimates import RunEstimates, estimates_of
 from harness.analysis.flops import device_rate
 from harness.analysis.same_training import with_same_training
 from harness.analysis.scaling import with_efficiencies
-from harness.analysis.stats import Estimate, LogEstimate, estimate
+from harness.analysis.stats import Estimate, estimate
 from harness.analysis.trials import (
     causes_of,
     disturbance_in_words,
@@ -27,91 +42,22 @@ from harness.analysis.trials import (
     worst_of,
 )
 from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
+from harness.spec.errors import DamagedRun
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Figures = dict[str, Any]
-"""Fields of a CellResult, by name."""
-_SHARED = [
-    "run_id",
-    "cell_id",
-    "cell_name",
-    "label",
-    "cell",
-    "system",
-    "strategy",
-    "options",
-    "workload",
-    "data",
-    "sequence_length",
-    "links",
-    "device",
-    "devices",
-    "processes",
-    "data_parallel",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "sequence_parallel",
-    "precision",
-    "regime",
-    "global_batch",
-    "micro_batches",
-    "recompute",
-    "compile",
-    "optimizer",
-    "launcher",
-    "packages",
-    "wraps_ddp",
-    "threads_per_device",
-    "stand_in",
-    "oversubscribed",
-    "parameters",
-    "trained_parameters",
-    "flops_per_step",
-    "hardware_flops_per_step",
-    "memory_method",
-    "parity_steps",
-]
-"""Columns that all trials of a cell share."""
-_MEDIANS = [
-    "step_seconds_p50",
-    "step_seconds_p95",
-    "data_seconds_p50",
-    "setup_seconds",
-    "startup_seconds",
-    "first_step_seconds",
-    "compile_seconds",
-    "mfu",
-    "matmul_utilization",
-    "bubble_fraction",
-    "expert_imbalance",
-    "memory_imbalance",
-    "wall_seconds",
-    "energy_joules_per_sample",
-    "offload_read_bytes_per_step",
-    "offload_written_bytes_per_step",
-]
-_LARGEST = ("peak_memory_bytes", "offload_kept_bytes", "fp32_loss_deviation")
-_PARITY = [
-    "parity_verdict",
-    "parity_reason",
-    "parity_max_loss_deviation",
-    "parity_max_update_deviation",
-    "parity_worst_tensor",
-    "parity_loss_tolerance",
-    "parity_update_tolerance",
-]
 _WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
-_KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
+STATE_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
+Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Parity)
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
-    """Returns a frame for notebooks, with fields of CellResult as columns, ordered like
-    `cell_results`."""
+    """Returns a frame for notebooks, with a result's `columns`, ordered like `cell_results`."""
     import pandas as pd
 
-    return pd.DataFrame([vars(result) for result in cell_results(trials)])
+    return pd.DataFrame([result.columns() for result in cell_results(trials)])
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
@@ -126,7 +72,7 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
     """
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
     results = with_baselines(results, baseline)
-    return sorted(results, key=lambda cell: (not cell.ranked, -(cell.samples_per_second or 0.0)))
+    return sorted(results, key=lambda r: (not r.ranked, -(r.speed.samples_per_second or 0.0)))
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
@@ -161,31 +107,27 @@ def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     return [trial for trial in trials if trial.samples_per_second is not None]
 
 
+@functools.lru_cache(maxsize=4096)
+def _cell(text: str) -> Cell:
+    """Raises DamagedRun if it is no cell."""
+    try:
+        return Cell.model_validate_json(text)
+    except ValueError as error:
+        raise DamagedRun(f"a trial's cell cannot be read: {error}") from None
+
+
 def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
     """Returns one cell's result from the last attempts, with estimates of its run."""
     finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
     status = worst_of(trials).status
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
-    figures: Figures = {name: getattr(trials[0], name) for name in _SHARED}
-    # Before version 4 there was always one node, and it was not recorded.
-    figures |= {"nodes": trials[0].nodes or 1}
-    for name in ("samples_per_second", "tokens_per_second"):
-        figures |= _interval(name, _values(finished, name))
-    by_round = _by_round(finished, "samples_per_second")
-    if estimate := estimates.cells.get(trials[0].cell_id):
-        figures |= _estimated(figures, estimate)
-        by_round = {
-            number: estimates.by_trial[cell_id, number]
-            for cell_id, number in ((t.cell_id, t.trial) for t in finished)
-        }
-    for name in _MEDIANS:
-        values = _values(finished, name)
-        figures[name] = statistics.median(values) if values else None
-    for name in _LARGEST:
-        figures[name] = max(_values(finished, name), default=None)
-    figures["peak_memory_bytes_low"] = min(_values(finished, "peak_memory_bytes"), default=None)
+    judged = [trial for trial in trials if trial.parity_verdict is not None]
+    fill = _Fill(trials[0], finished, min(judged, key=_verdict_order, default=None))
     return CellResult(
+        run_id=trials[0].run_id,
+        cell=_cell(trials[0].cell),
+        cell_id=trials[0].cell_id,
         status=status,
         reason=reason_of(trials),
         expected=worst_of(trials).expected,
@@ -193,27 +135,47 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
         ranked=status == "ok" and verified and bool(finished),
         recorded_trials=len(trials),
         trials=len(finished),
-        by_round=by_round,
-        peak_by_round=_by_round(well, "peak_memory_bytes"),
-        turns=turns_of(finished),
-        expert_tokens=next((t.expert_tokens for t in finished if t.expert_tokens), None),
-        trend=max(map(abs, _values(finished, "trend")), default=None),
-        **figures,
-        **_rates(finished),
-        **_disturbances(finished),
-        **_by_rank(finished),
-        **_states(finished),
-        **_parity(trials),
+        placement=fill(Placement),
+        work=_work(fill),
+        speed=_speed(finished, estimates),
+        times=fill(Times),
+        memory=_memory(fill, well),
+        traffic=_traffic(fill),
+        states=_states(finished),
+        parity=_parity(fill, judged),
+        disturbance=_disturbance(finished),
     )
 
 
-def _rates(finished: Sequence[TrialRecord]) -> Figures:
-    """Returns denominators of utilizations, from the first trial."""
-    first = finished[0] if finished else None
-    return {
-        "peak_flops_per_second": first and device_rate(first, first.mfu),
-        "matmul_flops_per_second": first and device_rate(first, first.matmul_utilization),
-    }
+@dataclass(frozen=True)
+class _Fill:
+    """Fills the fields of a group that declare how trials become one value."""
+
+    first: TrialRecord
+    finished: Sequence[TrialRecord]
+    most_deviating: TrialRecord | None
+
+    def __call__(self, group: type[Group], **others: Any) -> Group:
+        """`others`: fields of the group that declare nothing."""
+        values = {
+            field.name: self._value(summary, field.metadata.get("column", field.name))
+            for field in fields(group)
+            if (summary := field.metadata.get("summary"))
+        }
+        known = {name: value for name, value in values.items() if value is not None}
+        return group(**known, **others)
+
+    def _value(self, summary: Summary, column: str) -> Any:
+        match summary:
+            case "shared":
+                return getattr(self.first, column)
+            case "median":
+                values = _values(self.finished, column)
+                return statistics.median(values) if values else None
+            case "largest":
+                return max(_values(self.finished, column), default=None)
+            case "most deviating":
+                return self.most_deviating and getattr(self.most_deviating, column)
 
 
 def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:
@@ -224,99 +186,129 @@ def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
     return {t.trial: value for t in trials if (value := getattr(t, name)) is not None}
 
 
-def _interval(name: str, values: Sequence[float]) -> Figures:
-    median = estimate(values) if values else Estimate(0.0, None, None, 0)
-    return {
-        name: median.value if values else None,
-        f"{name}_low": median.low,
-        f"{name}_high": median.high,
+def _work(fill: _Fill) -> Work:
+    """Denominators of utilizations are from the first trial."""
+    if not fill.finished:
+        return fill(Work)
+    first = fill.finished[0]
+    return fill(
+        Work,
+        peak_flops_per_second=device_rate(first, first.mfu),
+        matmul_flops_per_second=device_rate(first, first.matmul_utilization),
+    )
+
+
+def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
+    """Returns throughput with and without the control's adjustment."""
+    if not finished:
+        return Speed()
+    rates = {
+        name: estimate(values)
+        for name in ("samples_per_second", "tokens_per_second")
+        if (values := _values(finished, name))
     }
+    own = estimates.cells.get(finished[0].cell_id)
+    by_round = _by_round(finished, "samples_per_second")
+    raw = {}
+    if own:
+        by_round = {t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished}
+        raw = {f"raw_{name}": rate.value for name, rate in rates.items()}
+        usual, adjusted = rates["samples_per_second"].value, own.estimate()
+        rates = {name: _scaled(adjusted, rate.value / usual) for name, rate in rates.items()}
+    intervals: dict[str, Any] = {}
+    for name, rate in rates.items():
+        intervals |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+    return Speed(
+        log_throughput=own,
+        by_round=by_round,
+        turns=turns_of(finished),
+        trend=max(map(abs, _values(finished, "trend")), default=None),
+        **raw,
+        **intervals,
+    )
 
 
-def _estimated(figures: Figures, estimate: LogEstimate) -> Figures:
-    """Returns the throughput with and without the control's adjustment."""
-    raw, adjusted = figures["samples_per_second"], estimate.estimate()
-    each: Figures = {"log_throughput": estimate}
-    for name in ("samples_per_second", "tokens_per_second"):
-        if figures[name] is None:
-            continue
-        scale = figures[name] / raw
-        each |= {
-            f"raw_{name}": figures[name],
-            name: adjusted.value * scale,
-            f"{name}_low": None if adjusted.low is None else adjusted.low * scale,
-            f"{name}_high": None if adjusted.high is None else adjusted.high * scale,
-        }
-    return each
+def _scaled(rate: Estimate, factor: float) -> Estimate:
+    low, high = (None if end is None else end * factor for end in (rate.low, rate.high))
+    return Estimate(rate.value * factor, low, high, rate.trials)
 
 
-def _disturbances(trials: Sequence[TrialRecord]) -> Figures:
+def _memory(fill: _Fill, well: Sequence[TrialRecord]) -> Memory:
+    peaks = [ranks for trial in fill.finished if (ranks := trial.peak_memory_bytes_by_rank)]
+    return fill(
+        Memory,
+        peak_memory_bytes_low=min(_values(fill.finished, "peak_memory_bytes"), default=None),
+        peak_memory_bytes_by_rank=tuple(max(peaks, key=max, default=())),
+        peak_by_round=_by_round(well, "peak_memory_bytes"),
+    )
+
+
+def _traffic(fill: _Fill) -> Traffic:
+    counted = [[x for x in t.sent_bytes_per_step if math.isfinite(x)] for t in fill.finished]
+    sent = [max(ranks) for ranks in counted if ranks]
+    return fill(
+        Traffic,
+        sent_bytes_per_step=statistics.median(sent) if sent else None,
+        expert_tokens=next((t.expert_tokens for t in fill.finished if t.expert_tokens), None),
+    )
+
+
+def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
     by_trial = [(trial, causes) for trial in trials if (causes := causes_of(trial))]
     counts = Counter(cause for _, causes in by_trial for cause in causes)
-    words = [disturbance_in_words(trial, causes) for trial, causes in by_trial]
+    descriptions = tuple(disturbance_in_words(trial, causes) for trial, causes in by_trial)
     records = [gpus_of(trial) for trial in trials]
     findings = [finding.words for record in records for finding in record.findings()]
     unanswered = [words for record in records for words in record.unanswered]
-    return {
-        "disturbed": len(words),
-        "disturbed_by": {cause: counts[cause] for cause in CAUSES if counts[cause]},
-        "disturbances": tuple(words),
-        "gpu_findings": tuple(dict.fromkeys([*findings, *unanswered])),
-    }
+    return Disturbance(
+        trials=len(descriptions),
+        by_cause={cause: counts[cause] for cause in CAUSES if counts[cause]},
+        descriptions=descriptions,
+        gpu_findings=tuple(dict.fromkeys([*findings, *unanswered])),
+    )
 
 
-def _by_rank(trials: Sequence[TrialRecord]) -> Figures:
-    counted = [[x for x in trial.sent_bytes_per_step if math.isfinite(x)] for trial in trials]
-    sent = [max(ranks) for ranks in counted if ranks]
-    peaks = [ranks for trial in trials if (ranks := trial.peak_memory_bytes_by_rank)]
-    return {
-        "sent_bytes_per_step": statistics.median(sent) if sent else None,
-        "peak_memory_bytes_by_rank": tuple(max(peaks, key=max, default=())),
-    }
-
-
-def _states(trials: Sequence[TrialRecord]) -> Figures:
+def _states(trials: Sequence[TrialRecord]) -> KeptStates:
     """Returns the most that a rank holds between steps, and the formula's prediction."""
     kept = [
         (sum(sizes), sizes, trial)
         for trial in trials
-        for sizes in zip(*(getattr(trial, name) for name in _KEPT), strict=True)
+        for sizes in zip(*(getattr(trial, name) for name in STATE_KINDS), strict=True)
     ]
     if not kept:
-        return {}
+        return KeptStates()
     total, sizes, trial = max(kept, key=lambda rank: rank[0])
-    figures: Figures = {
-        **dict(zip(_KEPT, sizes, strict=True)),
-        "state_bytes": total,
-        "library_buffers": trial.library_buffers,
-        "host_state_bytes": max(trial.host_state_bytes, default=None),
-    }
-    by_kind = [getattr(trial, f"formula_{name}") for name in _KEPT]
+    states = KeptStates(
+        **dict(zip(STATE_KINDS, sizes, strict=True)),
+        state_bytes=total,
+        library_buffers=trial.library_buffers,
+        host_state_bytes=max(trial.host_state_bytes, default=None),
+    )
+    by_kind = [getattr(trial, f"formula_{name}") for name in STATE_KINDS]
     if None in by_kind:  # the strategy has no formula
-        return figures
+        return states
     formula = sum(by_kind)
-    return figures | {
-        "formula_bytes": formula,
-        "formula_transient_bytes": trial.formula_transient_bytes,
-        "formula_deviation": total / formula - 1 if formula else None,
-    }
+    return replace(
+        states,
+        formula_bytes=formula,
+        formula_transient_bytes=trial.formula_transient_bytes,
+        formula_deviation=total / formula - 1 if formula else None,
+    )
 
 
-def _parity(trials: Sequence[TrialRecord]) -> Figures:
-    """Returns parity of the trial that deviates most."""
-    judged = [trial for trial in trials if trial.parity_verdict is not None]
-    if not judged:
-        return {}
-    worst = min(judged, key=lambda trial: _WORST_VERDICT_FIRST.index(trial.parity_verdict))
-    counts = [trial.set_backs for trial in judged if trial.set_backs is not None]
-    losses = [x for trial in judged if (x := trial.set_back_loss_deviation) is not None]
-    updates = [x for trial in judged if (x := trial.set_back_update_deviation) is not None]
-    return {
-        "set_backs": sum(counts) if counts else None,
-        "not_set_back": next((trial.not_set_back for trial in judged if trial.not_set_back), None),
-        "set_back_loss_deviation": max(losses, default=None),
-        "set_back_update_deviation": max(updates, default=None),
-        **{name: getattr(worst, name) for name in _PARITY},
-        "losses": tuple(worst.losses),
-        "reference_losses": tuple(worst.reference_losses),
-    }
+def _verdict_order(trial: TrialRecord) -> int:
+    """Returns a sort key: the verdict that deviates most comes first."""
+    return _WORST_VERDICT_FIRST.index(trial.parity_verdict or "unknown")
+
+
+def _parity(fill: _Fill, judged: Sequence[TrialRecord]) -> Parity:
+    """Returns parity of the trial that deviates most, and rewinds of all."""
+    counts = [trial.rewinds for trial in judged if trial.rewinds is not None]
+    reasons = (t.rewind_skipped_reason for t in judged if t.rewind_skipped_reason)
+    return fill(
+        Parity,
+        rewinds=sum(counts) if counts else None,
+        rewind_skipped_reason=next(reasons, None),
+        rewind_loss_deviation=max(_values(judged, "rewind_loss_deviation"), default=None),
+        rewind_update_deviation=max(_values(judged, "rewind_update_deviation"), default=None),
+    )

@@ -30,7 +30,7 @@ def systems(cells: Sequence[CellResult]) -> list[System]:
     """Returns systems by the number that begins their name; those without one come last."""
     grouped: dict[str, list[CellResult]] = {}
     for cell in cells:
-        grouped.setdefault(cell.label if cell.system is None else cell.system, []).append(cell)
+        grouped.setdefault(cell.cell.system or cell.cell.label, []).append(cell)
 
     def number(name: str) -> int:
         digits = re.match(r"\d{1,9}", name)

@@ -29,7 +29,7 @@ from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, s
 from harness.host.store import LOOPBACK, open_store
 from harness.launch.elastic import run_elastic
 from harness.launch.options import Command, TrialOptions
-from harness.launch.outcome import Outcome, RankOutputs, ending, judge
+from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec, log_file
@@ -140,11 +140,11 @@ class Launcher:
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
         left, by = self.run_ranks(spec, command=command, on_progress=on_progress, waited=waited)
-        return Outcome(
+        return dataclasses.replace(
+            classify_end(cell, processes, left),
             started_at=started_at,
             wall_seconds=time.perf_counter() - begin,
             launcher=by,
-            **vars(judge(cell, processes, left)),
         )
 
     def run_ranks(

@@ -22,7 +22,7 @@ class TrialOptions(TypedDict, total=False):
     turns: TimeSlices | None
     samples_per_control: int
     timed_seconds: float
-    set_back_seed: int | None
+    rewind_seed: int | None
 
 
 class LaunchOptions(TrialOptions, total=False):

@@ -27,8 +27,8 @@ class Outcome:
 
     status: str
     reason: str
-    started_at: float
-    wall_seconds: float
+    started_at: float = 0.0
+    wall_seconds: float = 0.0
     launcher: str = "elastic"
     """The cell's launcher, or a library's own command."""
     answers: tuple[RankAnswer, ...] = ()
@@ -109,22 +109,17 @@ class RankOutputs:
         )
 
 
-@dataclass(frozen=True)
-class Ending:
-    status: str
-    reason: str
-    answers: tuple[RankAnswer, ...]
-    log_tail: str = ""
-    stacks: str = ""
+def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Outcome:
+    """Returns status and reason, without the trial's times and nodes.
 
-
-def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Ending:
-    """`lost`: what became of a node that cannot report itself."""
+    `lost`: what became of a node that cannot report itself.
+    """
     answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
 
-    def ended(status: str, reason: str, rank: int = 0) -> Ending:
-        return Ending(status, redacted(reason), answers, outputs.logs.get(rank, ""), stacks)
+    def ended(status: str, reason: str, rank: int = 0) -> Outcome:
+        tail = outputs.logs.get(rank, "")
+        return Outcome(status, redacted(reason), answers=answers, log_tail=tail, stacks=stacks)
 
     if outputs.interrupted:
         return ended("interrupted", "stopped by the user")
@@ -158,7 +153,7 @@ def judge(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> E
         return ended(status, reason, 0 if outputs.ended else rank)
     for rank, failure in causes or failed:
         return ended(failure.status, f"rank {rank}: {failure.reason}", rank)
-    return Ending("ok", "", answers)
+    return Outcome("ok", "", answers=answers)
 
 
 def _together(one: Hang | None, other: Hang | None) -> Hang | None:

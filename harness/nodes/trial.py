@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from harness.launch.outcome import Outcome, RankOutputs, judge
+from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
@@ -57,14 +57,13 @@ class Trial:
             with contextlib.suppress(KeyboardInterrupt):  # repeated request, already in progress
                 self._gather(ANSWER_SECONDS)
         self.left.interrupted |= interrupted
-        end = judge(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
-        facts = [node.facts for node in self.nodes]
-        return Outcome(
+        end = classify_end(self.cell, self.specs[0].processes, self.left, "; ".join(self.lost))
+        return dataclasses.replace(
+            end,
             started_at=started_at,
             wall_seconds=time.perf_counter() - begin,
             launcher=self.cell.launcher,
-            nodes=facts,
-            **vars(end),
+            nodes=[node.facts for node in self.nodes],
         )
 
     def _start(self) -> bool:

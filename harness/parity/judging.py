@@ -12,8 +12,8 @@ from harness.parity.verdict import (
     PRECISION,
     SPLIT_BATCH_NORM,
     ParityVerdict,
-    judge,
     loss_deviations,
+    parity_verdict,
     widest,
 )
 from harness.spec.cell import Cell
@@ -73,7 +73,7 @@ def verdict_of(
     harness/parity/verdict.py); without a reference, unknown because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
-    return judge(
+    return parity_verdict(
         losses,
         reference_losses,
         updates,

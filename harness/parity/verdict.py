@@ -82,7 +82,7 @@ def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) 
     return gaps
 
 
-def judge(
+def parity_verdict(
     losses: Sequence[float | None],
     reference_losses: Sequence[float],
     updates: Sequence[Mapping[str, float]],

@@ -13,7 +13,7 @@ KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 
 
-def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
+def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
     """Returns the cell after this many search steps: `llama-320x1` becomes `llama-320x40`, or its
     sequences become 40 times `tokens` long.
 
@@ -24,13 +24,13 @@ def sized(cell: Cell, steps: int, tokens: int = 0) -> Cell:
     return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
 
 
-def family(cell: Cell, tokens: int = 0) -> Cell:
+def base_cell(cell: Cell, tokens: int = 0) -> Cell:
     """Returns the one-step cell that a probe's cell was made from."""
-    return sized(cell, 1, tokens)
+    return cell_at_size(cell, 1, tokens)
 
 
 def steps_of(cell: Cell, tokens: int = 0) -> int:
     return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
 
 
-ODD = ("failed", "timeout", "diverged", "unavailable", "refused")
+NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")

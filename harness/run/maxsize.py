@@ -20,11 +20,11 @@ from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import LeftOut, Plan
-from harness.record.search import KINDS, MATRIX, ODD, sized, steps_of
+from harness.record.search import KINDS, MATRIX, NOT_A_SIZE_LIMIT, cell_at_size, steps_of
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_record
-from harness.run.runner import Runner, Watcher
+from harness.run.runner import ProgressListener, Runner
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload, prepare_data
@@ -119,7 +119,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
     remain until the last gradient. From the second micro-batch on, all gradients exist. In a
     pipeline, `activations` is what exists in addition to them.
 
-    `activations`: see Prediction; `tokens`: see `sized`.
+    `activations`: see Prediction; `tokens`: see `cell_at_size`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
@@ -144,16 +144,16 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size of a family, given its one-step cell.
+    """Predicts the largest size at which a cell trains, given its one-step cell.
 
-    `tokens`: see `sized`.
+    `tokens`: see `cell_at_size`.
     """
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
         """Uses an unsplit model if there is no formula: the first guess needs a number."""
-        probe = sized(cell, steps, tokens)
+        probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
         if known is None:
@@ -164,16 +164,16 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     activations = (held(1), held(2) - held(1))
 
     def fits(steps: int) -> bool:
-        needed = formula(sized(cell, steps, tokens), activations, tokens)
+        needed = formula(cell_at_size(cell, steps, tokens), activations, tokens)
         return needed is not None and needed["total"] <= budget
 
     known = formula(cell, activations, tokens) is not None
     steps = largest(fits, 64, most_steps(cell, tokens))[0] if known else None
     if tokens:
         return Prediction(tokens, steps, steps and steps * tokens, activations)
-    step = parameters_of(sized(cell, 2)) - parameters_of(cell)
+    step = parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
     return Prediction(
-        step, steps, parameters_of(sized(cell, steps)) if steps else steps, activations
+        step, steps, parameters_of(cell_at_size(cell, steps)) if steps else steps, activations
     )
 
 
@@ -192,7 +192,7 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of a search: for each strategy, its cell after one step.
 
-    `order`: chains of labels by theoretical size; `tokens`: see `sized`.
+    `order`: chains of labels by theoretical size; `tokens`: see `cell_at_size`.
     """
     predicted = {}
     for cell in cells:
@@ -244,7 +244,7 @@ class Search:
     """Searches for each cell of a plan; does not repeat recorded probes."""
 
     runner: Runner
-    watcher: Watcher
+    listener: ProgressListener
     position: int = 0
     _known: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """(cell id, trial) -> status of each attempt."""
@@ -276,7 +276,7 @@ class Search:
         guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
 
         def after(steps: int) -> Cell:
-            return sized(cell, steps, tokens)
+            return cell_at_size(cell, steps, tokens)
 
         try:
             low, _ = largest(
@@ -296,7 +296,7 @@ class Search:
         """
         status = self._status(launcher, cell, 0)
         if (
-            status in ODD
+            status in NOT_A_SIZE_LIMIT
             and self._status(launcher, cell.model_copy(update={"memory_limit_bytes": None}), 0)
             != "ok"
         ):
@@ -310,19 +310,22 @@ class Search:
         while (
             not known
             or known[-1] == "interrupted"
-            or (known[-1] in ODD and sum(status in ODD for status in known) < 2)
+            or (
+                known[-1] in NOT_A_SIZE_LIMIT
+                and sum(status in NOT_A_SIZE_LIMIT for status in known) < 2
+            )
         ):
-            self.watcher.trial_started(cell, trial, self.position)
+            self.listener.trial_started(cell, trial, self.position)
             key = TrialKey(cell.id, trial, len(known) + 1)
             if trial == 0:
                 trial_record = self.runner.run_trial(
-                    launcher, cell, key, self.position, None, self.watcher.step
+                    launcher, cell, key, self.position, None, self.listener.step
                 )
             else:
                 trial_record = self._verified(launcher, cell, key)
             self.position += 1
             known.append(trial_record.status)
-            self.watcher.trial_finished(cell, trial_record)
+            self.listener.trial_finished(cell, trial_record)
             if known[-1] == "interrupted":
                 raise KeyboardInterrupt
         return known[-1]
@@ -332,9 +335,9 @@ class Search:
         are not cached."""
         if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
-                launcher, cell, key, self.position, None, self.watcher.step
+                launcher, cell, key, self.position, None, self.listener.step
             )
-        self.watcher.preparing(f"reference run of {cell.workload}, without the limit")
+        self.listener.preparing(f"reference run of {cell.workload}, without the limit")
         remove_abandoned(cache_folder())
         with scratch_folder(cache_folder()) as folder:
             data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
@@ -344,5 +347,5 @@ class Search:
             ):
                 raise KeyboardInterrupt
             return self.runner.run_trial(
-                launcher, cell, key, self.position, Reference(str(folder)), self.watcher.step
+                launcher, cell, key, self.position, Reference(str(folder)), self.listener.step
             )

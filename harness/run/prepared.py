@@ -33,9 +33,9 @@ SAMPLES_PER_CONTROL = 8
 control, which favours strategies that synchronise often within a step."""
 
 
-LAUNCHES_PER_SET_BACK = 3
+LAUNCHES_PER_REWIND = 3
 """One trial in this many rewinds the state, which takes a second."""
-ANOTHER = "another launch of the cell is"
+REWOUND_ELSEWHERE = "another launch of the cell is"
 
 
 class PreparedTrial:
@@ -70,18 +70,18 @@ class PreparedTrial:
                 "samples_per_control": SAMPLES_PER_CONTROL,
                 "timed_seconds": 0.0 if fixed else timed_seconds,
             }
-        self.not_set_back = self._why_not_set_back(timed_seconds)
+        self.rewind_skipped_reason = self._why_not_rewound(timed_seconds)
         begins_with = zlib.crc32(f"{seed} {key.cell_id}".encode())
-        chosen = (begins_with + key.trial) % min(launches, LAUNCHES_PER_SET_BACK) == 0
-        if not self.not_set_back and not chosen:
-            self.not_set_back = ANOTHER
-        if not self.not_set_back:
+        chosen = (begins_with + key.trial) % min(launches, LAUNCHES_PER_REWIND) == 0
+        if not self.rewind_skipped_reason and not chosen:
+            self.rewind_skipped_reason = REWOUND_ELSEWHERE
+        if not self.rewind_skipped_reason:
             text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"
-            more["set_back_seed"] = zlib.crc32(text.encode())
+            more["rewind_seed"] = zlib.crc32(text.encode())
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
 
-    def _why_not_set_back(self, timed_seconds: float | None) -> str:
+    def _why_not_rewound(self, timed_seconds: float | None) -> str:
         """Returns why the state is never rewound; empty if it is."""
         cell = self.cell
         if self.known is None:
@@ -127,7 +127,7 @@ class Surroundings:
         )
 
 
-def more_of_the_same(cell: Cell, other: Cell) -> bool:
+def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
     """Returns whether `cell` is `other` with a larger model, batch or sequence, or fewer
     devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}

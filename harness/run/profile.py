@@ -14,7 +14,7 @@ from harness.launch.outcome import Outcome
 from harness.measure.breakdown import own_seconds, straggler
 from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
 from harness.record.profile import GPU_PARTS, ProfileRecord
-from harness.run.figures import all_known
+from harness.run.metrics import all_known
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategy.registry import own_command, validate

@@ -1,76 +1,89 @@
-"""Records of skipped cells, trials and their steps."""
+"""Records of runs, skipped cells, trials and their steps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
 from harness.host.cores import cores_of_nodes, oversubscribed
+from harness.host.environment import environment, gpus
+from harness.host.gpu_models import peak_flops_per_second
 from harness.launch.outcome import Outcome
 from harness.measure.bubble import bubble_fraction
 from harness.parity.later import largest_finite
 from harness.parity.reference import Noise
 from harness.parity.verdict import ParityVerdict
+from harness.record.device_speed import SpeedMeasurement, matmul_rate
 from harness.record.nodes import distinct_cores, shared_machine
+from harness.record.plan import Plan
+from harness.record.run import RunRecord
 from harness.record.schema import VERSION
 from harness.record.step import StepRecord
-from harness.record.store import TrialKey
+from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.figures import with_figures
-from harness.run.peaks import Peaks
+from harness.run.metrics import Peaks, with_metrics
 from harness.run.prepared import PreparedTrial, Surroundings
 from harness.spec.cell import Cell
-from harness.strategy.registry import stand_in_of
+from harness.strategy.registry import required_packages, stand_in_of
 from harness.worker.answer import RankAnswer
 from harness.workloads.counts import model_facts
+from harness.workloads.workload import Workload
+from harness.workloads.workload_variants import FLOAT8
+
+
+def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecord:
+    """Builds the row; measures the GPU if any cell of the plan needs one."""
+    speed = measure_gpu().as_json if plan.needs_gpu else None
+    return RunRecord(
+        schema_version=VERSION,
+        run_id=plan.run_id,
+        started_at=datetime.now(timezone.utc),
+        matrix=plan.matrix,
+        plan=plan.to_json(),
+        device_speed=speed,
+        **environment(required_packages()),
+    )
+
+
+def device_speed_of(store: Store, plan: Plan) -> str | None:
+    """Returns column `device_speed` of a run; None if no cell needs a GPU, or before schema version
+    12."""
+    return store.run_row(plan.run_id).get("device_speed") if plan.needs_gpu else None
+
+
+def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
+    """Returns the rates of this host's devices for a cell. `device_speed`: the run's column."""
+    if cell.device != "cuda":
+        return Peaks()
+    precision = workload.arithmetic or cell.precision
+    name = gpus()[0][0] if gpus() else None
+    measured = "fp8" if FLOAT8 in workload.suffixes else precision
+    return Peaks(peak_flops_per_second(name, precision), matmul_rate(device_speed, measured))
 
 
 def left_out_record(
     run_id: str, cell: Cell, status: str, reason: str, attempt: int = 1, position: int = -1
 ) -> TrialRecord:
-    return TrialRecord(
+    return TrialRecord.of(
+        cell,
         schema_version=VERSION,
         run_id=run_id,
-        cell_id=cell.id,
-        cell_name=cell.name,
-        label=cell.label,
-        cell=cell.model_dump_json(),
         trial=0,
         attempt=attempt,
         position=position,
         status=status,
         reason=reason,
         started_at=datetime.now(timezone.utc),
-        system=cell.system or None,
-        strategy=cell.strategy,
-        options=json.dumps(cell.options, sort_keys=True),
-        workload=cell.workload,
-        data=cell.data,
-        sequence_length=cell.sequence_length,
-        devices=cell.devices,
-        nodes=cell.nodes,
-        links=cell.links or None,
-        device=cell.device,
-        precision=cell.precision,
-        regime=cell.regime,
-        global_batch=cell.global_batch,
-        micro_batches=cell.micro_batches,
-        recompute=cell.recompute,
-        compile=cell.compile,
-        optimizer=cell.optimizer,
-        seed=cell.seed,
-        launcher=cell.launcher,
-        threads_per_device=cell.threads_per_device,
-        memory_limit_bytes=cell.memory_limit_bytes,
         oversubscribed=oversubscribed(cell, cores_of_nodes(cell)),
-        parity_steps=cell.parity_steps,
     )
 
 
 @dataclass(frozen=True)
-class SetBackCheck:
+class RewindCheck:
+    """Parity of the steps that were trained again after rewinds."""
+
     count: int
     why_not: str
     """Why the state was never rewound; empty if it was."""
@@ -79,7 +92,7 @@ class SetBackCheck:
     update_deviation: float | None
 
     @classmethod
-    def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> SetBackCheck:
+    def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> RewindCheck:
         """Summarises the verdicts of all rewinds. `why_not`: the reason if there are none."""
         losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
         updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
@@ -101,7 +114,7 @@ class Verification:
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
     """Relative loss deviation from the reference at each step after the parity segment."""
-    set_backs: SetBackCheck | None = None
+    rewinds: RewindCheck | None = None
     """None if the trial was not compared, or diverged within the parity segment."""
 
 
@@ -114,12 +127,7 @@ def trial_record(
     peaks: Peaks,
 ) -> TrialRecord:
     """Returns the record of a launched trial, however it ended."""
-    cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
-    facts = model_facts(prepared.workload, cell.sequence_length)
-    noise, nodes = verification.noise, outcome.nodes
-    stand_in = stand_in_of(strategy, cell, prepared.workload)
-    if not stand_in:
-        stand_in = shared_machine(nodes, outcome.link.get("link_emulation"))
+    cell, strategy = prepared.cell, prepared.strategy
     trial = replace(
         left_out_record(run_id, cell, outcome.status, outcome.reason),
         trial=prepared.key.trial,
@@ -131,40 +139,13 @@ def trial_record(
         wall_seconds=outcome.wall_seconds,
         startup_seconds=outcome.startup_seconds,
         data_fingerprint=prepared.launch.data.fingerprint,
-        processes=layout.processes,
-        data_parallel=layout.data,
-        pipeline_parallel=layout.pipeline,
-        tensor_parallel=layout.tensor,
-        sequence_parallel=layout.sequence,
-        packages=strategy.requires,
-        wraps_ddp=strategy.ddp_equivalent_of(cell),
-        stand_in=stand_in,
-        oversubscribed=oversubscribed(
-            cell, distinct_cores(nodes) if nodes else cores_of_nodes(cell), layout.processes
-        ),
-        launcher=outcome.launcher,
-        parameters=facts.parameters,
-        trained_parameters=sum(facts.sizes),
-        reference_losses=tuple(verification.reference_losses),
-        reference_loss_noise=noise.loss if noise else None,
-        reference_update_noise=noise.update if noise else None,
-        fp32_loss_deviation=verification.fp32_loss_deviation,
-        later_steps_verified=len(verification.later_deviations),
-        later_loss_deviation=largest_finite(verification.later_deviations),
     )
-    if check := verification.set_backs:
-        trial = replace(
-            trial,
-            set_backs=check.count,
-            not_set_back=check.why_not or None,
-            set_back_loss_deviation=check.loss_deviation,
-            set_back_update_deviation=check.update_deviation,
-        )
+    trial = _with_placement(trial, prepared, outcome)
+    trial = _with_verification(trial, verification)
     trial = surroundings.noted_in(trial, prepared.gpus, outcome)
-    if nodes:
-        names = tuple(node["name"] for node in nodes)
-        trial = replace(trial, node_names=names, node_facts=json.dumps(nodes), **outcome.link)
-    if formula := strategy.costs.states(cell, layout, facts):
+    facts = model_facts(prepared.workload, cell.sequence_length)
+    trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
+    if formula := strategy.costs.states(cell, prepared.layout, facts):
         trial = replace(
             trial,
             formula_parameter_bytes=formula.parameters,
@@ -177,12 +158,62 @@ def trial_record(
         trial = _with_shortage(trial, outcome.answers)
     if outcome.status != "ok" or verification.verdict is None:
         return trial
-    trial = with_figures(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
+    trial = with_metrics(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
     added = strategy.costs.recomputed_flops(cell, prepared.workload)
     trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]
     trial = replace(trial, bubble_fraction=bubble_fraction(busy) if busy else None)
     return _with_verdict(trial, verification.verdict, cell.expect == "diverged")
+
+
+def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcome) -> TrialRecord:
+    """Adds ranks, nodes, libraries and what stood in for the real thing."""
+    cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
+    nodes = outcome.nodes
+    emulation = outcome.link.get("link_emulation")
+    stand_in = stand_in_of(strategy, cell, prepared.workload) or shared_machine(nodes, emulation)
+    cores = distinct_cores(nodes) if nodes else cores_of_nodes(cell)
+    trial = replace(
+        trial,
+        processes=layout.processes,
+        data_parallel=layout.data,
+        pipeline_parallel=layout.pipeline,
+        tensor_parallel=layout.tensor,
+        sequence_parallel=layout.sequence,
+        packages=strategy.requires,
+        wraps_ddp=strategy.ddp_equivalent_of(cell),
+        stand_in=stand_in,
+        oversubscribed=oversubscribed(cell, cores, layout.processes),
+        launcher=outcome.launcher,
+    )
+    if not nodes:
+        return trial
+    names = tuple(node["name"] for node in nodes)
+    return replace(trial, node_names=names, node_facts=json.dumps(nodes), **outcome.link)
+
+
+def _with_verification(trial: TrialRecord, verification: Verification) -> TrialRecord:
+    """Adds all but the verdict, which a failed trial lacks."""
+    noise = verification.noise
+    trial = replace(
+        trial,
+        reference_losses=tuple(verification.reference_losses),
+        reference_loss_noise=noise.loss if noise else None,
+        reference_update_noise=noise.update if noise else None,
+        fp32_loss_deviation=verification.fp32_loss_deviation,
+        later_steps_verified=len(verification.later_deviations),
+        later_loss_deviation=largest_finite(verification.later_deviations),
+    )
+    check = verification.rewinds
+    if check is None:
+        return trial
+    return replace(
+        trial,
+        rewinds=check.count,
+        rewind_skipped_reason=check.why_not or None,
+        rewind_loss_deviation=check.loss_deviation,
+        rewind_update_deviation=check.update_deviation,
+    )
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from harness.host.gpu_state import GpuLook
 from harness.launch.interleaved import InterleavedLauncher
@@ -23,17 +23,22 @@ from harness.record.plan import Plan
 from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.further_rounds import TimeBudget, worth_launching
-from harness.run.new_run import device_speed_of, new_run
-from harness.run.peaks import peaks_of
-from harness.run.prepared import PreparedTrial, Surroundings, more_of_the_same, packages
+from harness.run.allocation import TimeBudget, worth_launching
+from harness.run.prepared import PreparedTrial, Surroundings, needs_at_least_as_much_as, packages
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
-from harness.run.rows import left_out_record, step_records, trial_record
+from harness.run.rows import (
+    device_speed_of,
+    left_out_record,
+    new_run,
+    peaks_of,
+    step_records,
+    trial_record,
+)
 from harness.spec.cell import Cell
 
 
-class Watcher(Protocol):
+class ProgressListener(Protocol):
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
     def time_is_spent(self, left_out: int) -> None: ...
@@ -42,8 +47,10 @@ class Watcher(Protocol):
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
-Todo = tuple[int, Cell, TrialKey]
-"""Trial to launch: (position, cell, key)."""
+class PendingTrial(NamedTuple):
+    position: int
+    cell: Cell
+    key: TrialKey
 
 
 @dataclass
@@ -79,8 +86,8 @@ class Runner:
         """Whether no share of the run has anything left to do."""
         return not replace(self, share=(0, 1)).open_trials()
 
-    def open_trials(self) -> list[Todo]:
-        """Returns (position, cell, key) of trials without a final record."""
+    def open_trials(self) -> list[PendingTrial]:
+        """Returns the trials without a final record."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -91,32 +98,27 @@ class Runner:
                 finished.add((key.cell_id, key.trial))
             if status in NOT_AGAIN:
                 self._given_up[key.cell_id] = status
-        todo, own = [], {cell.id for cell in self.cells}
+        pending, own = [], {cell.id for cell in self.cells}
         for position, (cell, trial) in enumerate(self.plan.schedule()):
             if (
                 cell.id in own
                 and (cell.id, trial) not in finished
                 and not (trial > 0 and cell.id in self._given_up)
             ):
-                todo.append(
-                    (
-                        position,
-                        cell,
-                        TrialKey(cell.id, trial, attempts.get((cell.id, trial), 0) + 1),
-                    )
-                )
-        return todo
+                key = TrialKey(cell.id, trial, attempts.get((cell.id, trial), 0) + 1)
+                pending.append(PendingTrial(position, cell, key))
+        return pending
 
     def make_room(self) -> None:
         """Raises UsageError, recording nothing, if the disk has too little room for missing
         references."""
-        make_room(compared([cell for _, cell, _ in self.open_trials()]))
+        make_room(compared([trial.cell for trial in self.open_trials()]))
 
     def begin(self) -> bool:
         """Writes the run's row; returns False if another process has begun this run."""
         return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
-    def run(self, watcher: Watcher) -> bool:
+    def run(self, listener: ProgressListener) -> bool:
         """Runs all open trials. If interrupted, records the running ones as such and returns
         False."""
         recorded = self.store.statuses(self.plan.run_id)
@@ -126,12 +128,12 @@ class Runner:
                     left_out_record(self.plan.run_id, left.cell, left.status, left.reason)
                 )
         self._budget = TimeBudget(self.plan, self.now)
-        todo = self.open_trials() or self.another_round(watcher)
-        if not todo:
+        pending = self.open_trials() or self.plan_extra_round(listener)
+        if not pending:
             return True
-        wanted = [cell for _, cell, _ in todo]
+        wanted = [trial.cell for trial in pending]
         if self.plan.by_turns:
-            watcher.preparing(
+            listener.preparing(
                 f"importing what ranks need, once for each of {len(self.cells)} cells, which will"
                 " train by turns"
             )
@@ -141,25 +143,25 @@ class Runner:
             else contextlib.nullcontext()
         ) as interleaved:
             launcher = interleaved or self.start(wanted)
-            references = self._references.of(launcher, wanted, watcher.preparing)
+            references = self._references.of(launcher, wanted, listener.preparing)
 
-            def launch(group: Sequence[Todo]) -> list[TrialRecord]:
+            def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
                 if interleaved:
-                    return self._by_turns(interleaved, group, references, watcher.step)
+                    return self._by_turns(interleaved, group, references, listener.step)
                 return [
                     self.run_trial(
-                        launcher, cell, key, at, references[reference_key(cell)], watcher.step
+                        launcher, cell, key, at, references[reference_key(cell)], listener.step
                     )
                     for at, cell, key in group
                 ]
 
-            while todo:
-                if not self._trials(launch, todo, watcher):
+            while pending:
+                if not self._trials(launch, pending, listener):
                     return False
-                todo = self.another_round(watcher)
+                pending = self.plan_extra_round(listener)
         return True
 
-    def another_round(self, watcher: Watcher) -> list[Todo]:
+    def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
         """Returns a further trial of each cell whose interval is too wide, or that may still be the
         answer, as far as time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
@@ -175,47 +177,50 @@ class Runner:
         cells = [cell for cell in self.cells if cell.id in launched]
         if not cells:
             return []
-        watcher.round_added(cells, f"{len(wanted)} cells that {why}")
+        listener.round_added(cells, f"{len(wanted)} cells that {why}")
         trial = int(trials["trial"].max()) + 1
         return [
-            (position + i, cell, TrialKey(cell.id, trial, 1))
+            PendingTrial(position + i, cell, TrialKey(cell.id, trial, 1))
             for i, cell in enumerate(self.plan.shuffled(cells, trial))
         ]
 
     def _trials(
         self,
-        launch: Callable[[Sequence[Todo]], list[TrialRecord]],
-        todo: Sequence[Todo],
-        watcher: Watcher,
+        launch: Callable[[Sequence[PendingTrial]], list[TrialRecord]],
+        pending: Sequence[PendingTrial],
+        listener: ProgressListener,
     ) -> bool:
         """Runs these trials in order; returns False if interrupted.
 
         `launch`: launches and records one group.
         """
-        for group in self._groups(todo):
-            launched = [trial for trial in group if self._is_launched(*trial, watcher)]
+        for group in self._groups(pending):
+            launched = [trial for trial in group if self._is_launched(*trial, listener)]
             for position, cell, key in launched:
-                watcher.trial_started(cell, key.trial, position)
+                listener.trial_started(cell, key.trial, position)
             trials = launch(launched)
             for (_, cell, _), record in zip(launched, trials, strict=True):
-                watcher.trial_finished(cell, record)
+                listener.trial_finished(cell, record)
                 self._budget.took[cell.id] = record.wall_seconds or 0.0
                 if record.status in NOT_AGAIN:
                     self._given_up[cell.id] = record.status
             if any(record.status == "interrupted" for record in trials):
                 return False
         if self._budget.left_out:
-            watcher.time_is_spent(self._budget.left_out)
+            listener.time_is_spent(self._budget.left_out)
             self._budget.left_out = 0
         return True
 
-    def _groups(self, todo: Sequence[Todo]) -> list[list[Todo]]:
+    def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
         """Groups trials that are launched together: single trials, or a round."""
         if not self.plan.by_turns:
-            return [[trial] for trial in todo]
-        return [list(group) for _, group in itertools.groupby(todo, key=lambda todo: todo[2].trial)]
+            return [[trial] for trial in pending]
+        by_number = itertools.groupby(pending, key=lambda trial: trial.key.trial)
+        return [list(group) for _, group in by_number]
 
-    def _is_launched(self, position: int, cell: Cell, key: TrialKey, watcher: Watcher) -> bool:
+    def _is_launched(
+        self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
+    ) -> bool:
         """Returns False if an earlier trial ran out of memory or time, the time budget is spent, or
         a cell that needs less memory ran out of it. Records the trial as skipped in the last
         case."""
@@ -230,11 +235,11 @@ class Runner:
                 self.plan.run_id, cell, "skipped", reason, key.attempt, position
             )
             self.store.write_trial(trial)
-            watcher.trial_finished(cell, trial)
+            listener.trial_finished(cell, trial)
             return False
         return True
 
-    def explain(self, watcher: Watcher) -> bool:
+    def explain(self, listener: ProgressListener) -> bool:
         """Profiles each cell that ended ok and has no profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
@@ -243,7 +248,7 @@ class Runner:
         todo = [cell for cell in self.cells if cell.id in fine - done]
         launcher = self.start(todo) if todo else None
         for number, cell in enumerate(todo, 1):
-            watcher.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
+            listener.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
             assert launcher is not None
             attempt = int(last.get(cell.id, 0)) + 1
             profile = profile_cell(launcher, self.plan.run_id, cell, attempt)
@@ -282,14 +287,14 @@ class Runner:
     def _by_turns(
         self,
         interleaved: InterleavedLauncher,
-        todo: Sequence[Todo],
+        pending: Sequence[PendingTrial],
         references: dict[str, Reference],
         on_progress: Callable[[int, float], None],
     ) -> list[TrialRecord]:
         """Launches, verifies and records a round of interleaved trials."""
         round_ = [
             PreparedTrial(cell, key, position, references[reference_key(cell)])
-            for position, cell, key in todo
+            for position, cell, key in pending
         ]
         most = max((trial.gpus for trial in round_), default=0)
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()
@@ -327,6 +332,6 @@ class Runner:
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
-            if more_of_the_same(cell, other):
+            if needs_at_least_as_much_as(cell, other):
                 return f"{other.name} ran out of memory and this needs more"
         return None

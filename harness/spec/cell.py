@@ -15,8 +15,8 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """Strategy that all others are compared with: one process on one device. It is part of the record
 format, which is read where no strategy can be imported."""
-PLAIN = (1, "none", "none")
-"""Micro-batches, recomputation and compilation of a cell that uses none of them."""
+TECHNIQUES = ("micro_batches", "recompute", "compile")
+"""Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Implementations of an optimizer, and the one the reference uses."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
@@ -169,14 +169,7 @@ class Cell(BaseModel):
             f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
             for k, v in sorted(self.options.items())
         ]
-        if self.launcher != "elastic":
-            shown.append(f"launcher={self.launcher}")
-        if self.micro_batches > 1:
-            shown.append(f"micro_batches={self.micro_batches}")
-        if self.recompute != "none":
-            shown.append(f"recompute={self.recompute}")
-        if self.compile != "none":
-            shown.append(f"compile={self.compile}")
+        shown += [f"{k}={getattr(self, k)}" for k in ("launcher", *TECHNIQUES) if self.is_set(k)]
         if self.optimizer != "adamw":
             shown.append(self.optimizer)
         return self.strategy + (f"({', '.join(shown)})" if shown else "")
@@ -195,8 +188,12 @@ class Cell(BaseModel):
 
     @property
     def plain(self) -> bool:
-        """Whether it uses no micro-batches, recomputation or compilation."""
-        return (self.micro_batches, self.recompute, self.compile) == PLAIN
+        """Whether it uses no technique."""
+        return not any(map(self.is_set, TECHNIQUES))
+
+    def is_set(self, name: str) -> bool:
+        """Whether a field is not at its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def moments(self) -> int:
@@ -220,9 +217,7 @@ class Cell(BaseModel):
                 "links": "",
                 "precision": "fp32",
                 "regime": "strong",
-                "micro_batches": 1,
-                "recompute": "none",
-                "compile": "none",
+                **{name: type(self).model_fields[name].default for name in TECHNIQUES},
                 "optimizer": SAME_TRAINING.get(self.optimizer, self.optimizer),
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,

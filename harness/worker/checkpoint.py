@@ -63,8 +63,8 @@ class Checkpoint:
                 self._fill(tensor, place)
         if restored != self._places.keys():
             raise RuntimeError(
-                "the state cannot be set back, as the rank keeps other tensors than it kept then; a"
-                " strategy of which that is right says why in `not_set_back`"
+                "the state cannot be rewound, as the rank keeps other tensors than it kept then; a"
+                " strategy of which that is right says why in `rewind_skipped_reason`"
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
@@ -150,6 +150,6 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
     while numbers:
         count = os.preadv(file, [numbers], place)
         if not count:
-            raise RuntimeError("the state cannot be set back: its copy is shorter than it was")
+            raise RuntimeError("the state cannot be rewound: its copy is shorter than it was")
         numbers, place = numbers[count:], place + count
     return place

@@ -27,7 +27,7 @@ from harness.worker.control import Control
 from harness.worker.heartbeat import Heartbeat
 from harness.worker.interleave import Place
 from harness.worker.progress import Progress
-from harness.worker.set_back import FIRST_WITHIN, REPLAYED_STEPS, SetBacks
+from harness.worker.rewind import FIRST_WITHIN, REPLAYED_STEPS, Rewinds
 from harness.worker.spec import TrialSpec
 from harness.worker.states import states_of
 
@@ -46,10 +46,10 @@ class Loop:
         meter: MemoryMeter,
         control: Control | None = None,
         heartbeat: Heartbeat | None = None,
-        set_backs: SetBacks | None = None,
+        rewinds: Rewinds | None = None,
     ) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
-        self.control, self.heartbeat, self.set_backs = control, heartbeat, set_backs
+        self.control, self.heartbeat, self.rewinds = control, heartbeat, rewinds
         self.training_step = 0
         """Index of the next training step, for its batch and the reference's step."""
         self.paused_seconds = 0.0
@@ -140,32 +140,32 @@ class Loop:
         Interleaved and timed trials take more steps than the cell's number. With rewinds, there is
         at least one, and its replay is complete.
         """
-        if self.set_backs and (
-            not self.set_backs.count or self.training_step < self.job.cell.parity_steps
+        if self.rewinds and (
+            not self.rewinds.count or self.training_step < self.job.cell.parity_steps
         ):
             return False
         return len(self.steps) >= self.job.cell.total_steps and (
             not self.counted or self.timed >= self.planned
         )
 
-    def keep_or_set_back(self, set_backs: SetBacks) -> None:
+    def keep_or_rewind(self, rewinds: Rewinds) -> None:
         """Saves or rewinds the state before a step.
 
         The next step does not count, as caches are cold.
         """
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
-        if set_backs.keeps(self.training_step):
-            self._without_counting(lambda: set_backs.keep(train_state, number))
+        if rewinds.keeps(self.training_step):
+            self._without_counting(lambda: rewinds.keep(train_state, number))
         elif (
             self.training_step >= self.job.cell.parity_steps
             and self._knows_what_is_left()
-            and set_backs.due(number, self.planned - self.timed)
+            and rewinds.due(number, self.planned - self.timed)
         ):
             self.note_peak()
             self.peaks_noted = True
-            self._without_counting(lambda: set_backs.set_back(train_state))
-            self.training_step = set_backs.from_step
+            self._without_counting(lambda: rewinds.rewind(train_state))
+            self.training_step = rewinds.from_step
 
     def _knows_what_is_left(self) -> bool:
         """Returns whether the ranks have agreed on the number of timed steps, or many are left
@@ -204,8 +204,8 @@ class Loop:
             self.heartbeat.forget()
 
     def run_step(self, index: int) -> None:
-        if self.set_backs:
-            self.keep_or_set_back(self.set_backs)
+        if self.rewinds:
+            self.keep_or_rewind(self.rewinds)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":

@@ -38,8 +38,8 @@ class TrialSpec:
     """Samples of a rank per control (see harness/worker/control.py); 0 for no control."""
     timed_seconds: float = 0.0
     """With a control: least total time of the timed steps; never fewer than the cell's."""
-    set_back_seed: int | None = None
-    """Seed of the rewind schedule (see harness/worker/set_back.py); None for no rewinds."""
+    rewind_seed: int | None = None
+    """Seed of the rewind schedule (see harness/worker/rewind.py); None for no rewinds."""
     node: int = 0
     node_name: str = ""
     """Name of this node; empty for the host's."""

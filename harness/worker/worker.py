@@ -36,7 +36,7 @@ from harness.worker.control import Control
 from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
 from harness.worker.loop import Loop, busy_share
 from harness.worker.nccl import nccl_variables
-from harness.worker.set_back import SetBacks
+from harness.worker.rewind import Rewinds
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
 from harness.workloads import make_workload
 
@@ -292,8 +292,8 @@ def _train(
     progress.heartbeat.beat("step 0")
     # Profiled steps are followed by work of unknown length.
     heartbeat = None if spec.profile else progress.heartbeat
-    set_backs = SetBacks.of(spec, strategy.cycle)
-    loop = Loop(spec, job, step, meter, control, heartbeat, set_backs)
+    rewinds = Rewinds.of(spec, strategy.cycle)
+    loop = Loop(spec, job, step, meter, control, heartbeat, rewinds)
     if spec.profile:
         from harness.worker.profile import profile_rank
 

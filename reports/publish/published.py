@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.spec.cell import TECHNIQUES
+
 CellRecord = Mapping[str, Any]
 """A cell's record, see reports/export_records.py."""
 
@@ -48,9 +50,7 @@ AXES = (
     "precision",
     "regime",
     "global_batch",
-    "micro_batches",
-    "recompute",
-    "compile",
+    *TECHNIQUES,
     "optimizer",
     "launcher",
 )

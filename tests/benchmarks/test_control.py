@@ -13,7 +13,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.launch.launcher import Launcher
-from harness.run.figures import WINDOW_STEPS, timed_seconds
+from harness.run.metrics import WINDOW_STEPS, timed_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.worker.answer import TrainedAnswer

@@ -22,7 +22,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.matrix import DEFAULT_TRIALS
 from harness.analysis.stats import (
-    COMPARED_CONFIDENCE,
+    ACROSS_RUNS_CONFIDENCE,
     CONFIDENCE,
     Comparison,
     SliceRates,
@@ -121,7 +121,7 @@ def rounds(
 
 
 def compared(
-    taken: Sequence[Round], name: str, confidence: float = COMPARED_CONFIDENCE
+    taken: Sequence[Round], name: str, confidence: float = ACROSS_RUNS_CONFIDENCE
 ) -> Comparison:
     speeds, turns = (
         [{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")]

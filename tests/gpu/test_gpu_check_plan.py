@@ -12,7 +12,7 @@ import typer.main
 from bench.cli import app
 from bench.expand import Expanded, expand
 from bench.gpu_check.plan import Step, read_plan
-from bench.gpu_check.report import judge
+from bench.gpu_check.report import step_verdict
 from bench.host import Host
 from bench.matrix import parse_bytes, parse_changes, read_matrix
 from harness.parity.judging import in_fp32
@@ -162,6 +162,6 @@ def test_a_plan_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_claim_is_confirmed_by_what_its_cells_did(
     cells: list[dict[str, Any]], status: str, verdict: str
 ) -> None:
-    found, reason = judge(STEP.model_copy(update={"status": status}), {"cells": cells})
+    found, reason = step_verdict(STEP.model_copy(update={"status": status}), {"cells": cells})
     assert found == verdict
     assert reason

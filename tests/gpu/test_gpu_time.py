@@ -20,8 +20,9 @@ from harness.record.device_speed import DeviceSpeed, SpeedMeasurement, matmul_ra
 from harness.record.plan import Plan
 from harness.record.profile import COMPONENTS, GPU_PARTS, ProfileRecord
 from harness.record.store import Results, Store
-from harness.run.peaks import Peaks, peaks_of
+from harness.run.metrics import Peaks
 from harness.run.profile import Theory, profile_record
+from harness.run.rows import peaks_of
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer

@@ -20,13 +20,12 @@ import harness.run.runner as runner_module
 from harness.launch.outcome import Outcome
 from harness.parity.deviations import update_deviations
 from harness.parity.reference import Reference
-from harness.parity.verdict import judge
+from harness.parity.verdict import parity_verdict
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.run.prepared import PreparedTrial
-from harness.run.references import ReferenceRuns
+from harness.run.references import ReferenceRuns, verified
 from harness.run.runner import Runner
-from harness.run.verified import verified
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.spec.training import EXACT
@@ -179,7 +178,9 @@ def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_pat
     assert reference.noise.update == pytest.approx(3e-3)
     references(tmp_path, [SMALL], launches)
     assert len(launches.cells) == 2, "kept with the reference"
-    said = judge([2.0, 1.0], [2.0, 1.0], [{"a": 0.0}], ["a"], EXACT, noise=reference.noise).reason
+    said = parity_verdict(
+        [2.0, 1.0], [2.0, 1.0], [{"a": 0.0}], ["a"], EXACT, noise=reference.noise
+    ).reason
     assert "2.0e-04" in said
     assert "3.0e-03" in said
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.cli.run_plan import require_few
 from harness.record.plan import Plan
-from harness.run.fits import device_bytes
+from harness.run.expected import device_bytes
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from tests.gpu import fake_nvml

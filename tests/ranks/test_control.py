@@ -121,7 +121,7 @@ def test_training_that_turns_wrong_after_the_segment_is_diverged(
     assert "after the parity segment" in trial.reason
 
 
-def test_what_its_losses_do_not_show_is_found_once_the_state_is_set_back(
+def test_what_its_losses_do_not_show_is_found_once_the_state_is_rewound(
     run_cells: RunCells,
 ) -> None:
     """Without weight decay of one norm later losses are off by less than rounding may bring
@@ -131,15 +131,15 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_set_back(
     results = run_cells(wrong, cell("broken", **axes), timed_seconds=0.1)
     trials = {trial.options: trial for trial in TrialRecord.from_frame(results.trials)}
     right = trials["{}"]
-    assert (right.status, right.not_set_back) == ("ok", None)
-    assert right.set_backs
-    assert right.set_back_loss_deviation is not None
-    assert right.set_back_loss_deviation < 1e-6
-    assert right.set_back_update_deviation is not None
-    assert right.set_back_update_deviation < 1e-4
+    assert (right.status, right.rewind_skipped_reason) == ("ok", None)
+    assert right.rewinds
+    assert right.rewind_loss_deviation is not None
+    assert right.rewind_loss_deviation < 1e-6
+    assert right.rewind_update_deviation is not None
+    assert right.rewind_update_deviation < 1e-4
     (found,) = (trial for options, trial in trials.items() if options != "{}")
     assert found.status == "diverged"
-    assert "when its state was set back to step 7: parameters of" in found.reason
+    assert "when its state was rewound to step 7: parameters of" in found.reason
     assert found.later_loss_deviation is not None
     assert found.later_loss_deviation < 2e-6, "the envelope alone does not show it"
     steps = results.steps[
@@ -150,7 +150,7 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_set_back(
     assert (again[again["training_step"] > 7]["phase"] == "timed").any()
 
 
-def test_a_library_that_counts_steps_counts_them_anew_once_the_state_is_set_back(
+def test_a_library_that_counts_steps_counts_them_anew_once_the_state_is_rewound(
     run_cells: RunCells,
 ) -> None:
     """Steps that were trained twice are not counted twice: else the last ones would be local."""
@@ -170,6 +170,6 @@ def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
     results = run_cells(cell(strategy, parity_steps=5), timed_seconds=0.5)
     (trial,) = TrialRecord.from_frame(results.trials)
     assert trial.status == "ok", trial.log_tail
-    assert "fixed" in (trial.not_set_back or "")
+    assert "fixed" in (trial.rewind_skipped_reason or "")
     assert set(results.steps.groupby("rank")["step"].nunique()) == {8}
     assert trial.window_control_seconds

@@ -18,6 +18,7 @@ PAGE = pages.ROOT / "docs" / "extending.md"
 OUTPUT = {
     "A family of workloads": ["mistral-small", "pipeline(schedule="],
     "A measured column": [f"golden/v{VERSION + 1}", "passed", "True"],
+    "An axis": ["ddp(denormals=flushed)"],
     "A section of the report": ["starting.html", "## Set-up"],
     "A command": ["Lists the runs of a results folder", "20261125T060908-d185  full"],
 }
@@ -87,8 +88,9 @@ def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -
     # Its schema has a column more than this process knows.
     files_of_trials = (copy / "results" / "trials").rglob("*.parquet")
     trials = pd.concat(pd.read_parquet(file) for file in files_of_trials)
-    assert list(trials["status"]) == ["ok"], trials["log_tail"].tolist()
-    assert list(trials["parity_verdict"]) == ["exact"]
+    assert list(trials["status"]) == ["ok", "ok"], trials["log_tail"].tolist()
+    assert list(trials["parity_verdict"]) == ["exact", "exact"]
+    assert sorted(trials["denormals"]) == ["flushed", "kept"]
 
 
 def test_a_strategy_needs_no_more_than_its_file(tmp_path: Path) -> None:

@@ -237,7 +237,8 @@ def typical() -> list[dict[str, Any]]:
 def rows_of(results: Results) -> dict[str, CellResult]:
     """The cells by label, workload and, past 2, devices, in the order of the ranking."""
     return {
-        f"{cell.label} {cell.workload}" + (f" x{cell.devices}" if cell.devices > 2 else ""): cell
+        f"{cell.cell.label} {cell.cell.workload}"
+        + (f" x{cell.cell.devices}" if cell.cell.devices > 2 else ""): cell
         for cell in cell_results(results.trials)
     }
 

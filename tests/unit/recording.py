@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.record.trial import TrialRecord
-from harness.run.figures import with_figures
-from harness.run.peaks import Peaks
+from harness.run.metrics import Peaks, with_metrics
 from harness.run.rows import left_out_record
 from harness.spec.cell import Cell
 from harness.worker.answer import CpuTime, RankAnswer, RankStates, RankStep, TrainedAnswer
@@ -30,7 +29,7 @@ def figures(
 ) -> TrialRecord:
     """What is recorded of a trial by its ranks' answers."""
     trial = left_out_record("run-1", cell, "ok", "")
-    return with_figures(trial, cell, answers, facts, Peaks(peak_flops), cycle)
+    return with_metrics(trial, cell, answers, facts, Peaks(peak_flops), cycle)
 
 
 def answer(

@@ -11,7 +11,7 @@ import pytest
 from bench.expand import expand
 from bench.host import Host
 from bench.matrix import read_matrix
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import CellResult, Memory, Placement, Speed
 from harness.analysis.effects import effects_of
 from harness.analysis.stats import LogEstimate
 from harness.spec.cell import Cell
@@ -22,25 +22,16 @@ def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -
     cell = Cell(strategy="ddp", devices=2, workload=workload, **axes)
     return CellResult(
         "run",
+        cell,
         cell.id,
-        cell.name,
-        cell.label,
-        "ddp",
-        workload,
-        2,
         "ok",
-        "",
-        precision=cell.precision,
-        optimizer=cell.optimizer,
-        recompute=cell.recompute,
-        micro_batches=cell.micro_batches,
-        global_batch=8,
-        wraps_ddp="torchrun",
         ranked=True,
         trials=2,
-        samples_per_second=rate,
-        peak_memory_bytes=peak,
-        log_throughput=LogEstimate(math.log(rate), 0.01, 20, 2),
+        placement=Placement(wraps_ddp="torchrun"),
+        speed=Speed(
+            samples_per_second=rate, log_throughput=LogEstimate(math.log(rate), 0.01, 20, 2)
+        ),
+        memory=Memory(peak_memory_bytes=peak),
     )
 
 
@@ -92,7 +83,7 @@ def test_the_interval_of_two_combinations_has_both_in_it() -> None:
 
 def test_the_best_combinations_are_named() -> None:
     (effects,) = effects_of(combinations())
-    assert effects.fastest.precision == "bf16"
+    assert effects.fastest.cell.precision == "bf16"
     text = best_text(effects)
     assert text.startswith("Fastest: ddp in bf16, 2.00 x (1.94 to 2.06) the throughput and 1.00 x")
     assert "Least memory: ddp(recompute=full) in" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.host.memory_group import oom_kills
-from harness.launch.outcome import Outcome, RankOutputs, judge
+from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer
 
@@ -40,7 +40,7 @@ def test_kills_for_lack_of_memory_are_counted(
 def test_a_rank_that_the_kernel_killed_is_out_of_memory() -> None:
     left = RankOutputs(exit_codes={1: -9}, oom_kills=1)
     left.add(RankOutputs(exit_codes={0: -15}))
-    end = judge(CELL, 2, left)
+    end = classify_end(CELL, 2, left)
     assert end.status == "out_of_memory"
     assert end.reason.startswith("rank 1 was killed by SIGKILL")
     assert end.reason.endswith("processes killed for lack of memory rose by 1")
@@ -49,7 +49,7 @@ def test_a_rank_that_the_kernel_killed_is_out_of_memory() -> None:
 def test_ranks_that_cannot_be_started_have_failed_with_the_reason() -> None:
     left = RankOutputs(not_started="OSError: [Errno 98] Address already in use")
     assert not left.succeeded
-    end = judge(CELL, 2, left)
+    end = classify_end(CELL, 2, left)
     assert (end.status, end.reason) == (
         "failed",
         "the ranks could not be started: OSError: [Errno 98] Address already in use",

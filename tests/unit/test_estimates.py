@@ -17,7 +17,7 @@ from harness.analysis.best import against_best, dunnett
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import NONE, Window, fitted
 from harness.analysis.moderated import Spread, moderated, prior
-from harness.analysis.ranking import compared
+from harness.analysis.ranking import compare
 from harness.analysis.stats import LogEstimate, ratio
 from harness.analysis.summary import cell_results
 from harness.spec.cell import Cell
@@ -194,31 +194,33 @@ def cells(tmp_path: Path) -> list[CellResult]:
 
 def first_and_second(cells: Sequence[CellResult], behind: float, error: float) -> list[CellResult]:
     """Two cells like a, with a difference and standard errors of their log throughputs."""
-    pattern = next(cell for cell in cells if cell.strategy == "a")
+    pattern = next(cell for cell in cells if cell.cell.strategy == "a")
     return [
         dataclasses.replace(
-            pattern,
+            pattern.varied(strategy=name),
             cell_id=name,
-            label=name,
-            log_throughput=LogEstimate(mean, error, 100, 3),
-            samples_per_second=math.exp(mean),
+            speed=dataclasses.replace(
+                pattern.speed,
+                log_throughput=LogEstimate(mean, error, 100, 3),
+                samples_per_second=math.exp(mean),
+            ),
         )
         for name, mean in (("first", 0.0), ("second", -behind))
     ]
 
 
 def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None:
-    by_name = {cell.strategy: cell for cell in cells}
+    by_name = {cell.cell.strategy: cell for cell in cells}
     a, b = by_name["a"], by_name["b"]
-    assert a.log_throughput
-    assert b.log_throughput
-    assert a.log_throughput.adjusted
-    assert a.samples_per_second == pytest.approx(8.0, rel=0.02)
-    assert a.samples_per_second_low
-    assert a.samples_per_second_high
-    assert a.samples_per_second_high / a.samples_per_second_low < 1.03
-    assert a.raw_samples_per_second == pytest.approx(8.0, rel=0.01)  # the median
-    ratio_of_both = compared(b, a)
+    assert a.speed.log_throughput
+    assert b.speed.log_throughput
+    assert a.speed.log_throughput.adjusted
+    assert a.speed.samples_per_second == pytest.approx(8.0, rel=0.02)
+    assert a.speed.samples_per_second_low
+    assert a.speed.samples_per_second_high
+    assert a.speed.samples_per_second_high / a.speed.samples_per_second_low < 1.03
+    assert a.speed.raw_samples_per_second == pytest.approx(8.0, rel=0.01)  # the median
+    ratio_of_both = compare(b, a)
     assert ratio_of_both is not None
     assert ratio_of_both.ratio == pytest.approx(1 / 1.1, rel=0.005)
     assert ratio_of_both.verdict == "slower"
@@ -238,7 +240,10 @@ def test_the_noise_of_crowded_cells_is_theirs_alone(tmp_path: Path) -> None:
         cell = Cell(strategy=f"c{number}", devices=2)
         crowded += _rows(cell, seconds, [1.0, 0.8, 1.1], oversubscribed=True)
     alone, beside = (
-        {cell.cell_id: cell.log_throughput for cell in cell_results(stored(folder, rows).trials)}
+        {
+            cell.cell_id: cell.speed.log_throughput
+            for cell in cell_results(stored(folder, rows).trials)
+        }
         for folder, rows in ((tmp_path / "a", quiet), (tmp_path / "b", quiet + crowded))
     )
     assert len(beside) == 30
@@ -251,8 +256,8 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
     found = answer(cells)
     assert found is not None
     assert found.baseline is not None
-    assert found.baseline.strategy == "b"
-    assert [(advice.role, advice.cell.strategy) for advice in found.advice] == [
+    assert found.baseline.cell.strategy == "b"
+    assert [(advice.role, advice.cell.cell.strategy) for advice in found.advice] == [
         ("Use", "a"),
         ("Faster at a price", "c"),
         ("Least memory", "b"),
@@ -285,7 +290,7 @@ def test_cells_are_equal_where_their_interval_says_so(
 
 
 def test_no_advice_without_an_exact_training(cells: list[CellResult]) -> None:
-    assert answer([cell for cell in cells if cell.strategy in "cd"]) is None
+    assert answer([cell for cell in cells if cell.cell.strategy in "cd"]) is None
 
 
 def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) -> None:
@@ -302,7 +307,7 @@ def test_of_two_baselines_the_one_with_more_launches_is_taken(tmp_path: Path) ->
     fastest, other = cell_results(stored(tmp_path, rows).trials)
     assert (fastest.trials, other.trials) == (2, 3)
     assert baseline_of([fastest, other]) is other
-    assert fastest.baseline == other.cell_id
+    assert fastest.relative.baseline == other.cell_id
 
 
 def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path) -> None:
@@ -312,15 +317,15 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
         for row in _rows(Cell(strategy=name), [seconds, seconds * 1.01], [0.1, 0.1])
     ]
     trials = stored(tmp_path, rows).trials
-    for chosen, expected in ((None, 2.0), (lambda cell: cell.strategy == "b", 1.6)):
-        by_name = {cell.strategy: cell for cell in cell_results(trials, chosen)}
+    for chosen, expected in ((None, 2.0), (lambda result: result.cell.strategy == "b", 1.6)):
+        by_name = {cell.cell.strategy: cell for cell in cell_results(trials, chosen)}
         a, baseline = by_name["a"], by_name["b" if chosen else "single"]
-        assert a.baseline == baseline.cell_id
-        assert a.over_baseline == pytest.approx(expected)
-        assert a.over_baseline_low is not None
-        assert a.over_baseline_high is not None
-        assert 0 < a.over_baseline_low < expected < a.over_baseline_high
-        assert (baseline.over_baseline, baseline.over_baseline_low) == (1.0, None)
+        assert a.relative.baseline == baseline.cell_id
+        assert a.relative.over_baseline == pytest.approx(expected)
+        assert a.relative.over_baseline_low is not None
+        assert a.relative.over_baseline_high is not None
+        assert 0 < a.relative.over_baseline_low < expected < a.relative.over_baseline_high
+        assert (baseline.relative.over_baseline, baseline.relative.over_baseline_low) == (1.0, None)
 
 
 def test_bad_luck_in_one_look_ends_no_cells_launches(cells: list[CellResult]) -> None:

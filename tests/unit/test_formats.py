@@ -225,27 +225,23 @@ def test_the_page_for_print_is_light_open_and_without_script(one: RunReport, htm
     ],
 )
 def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(
-        ("label", "cell_name", "workload", "parity_reason", "precision", "memory_method"), text
+    a, b, c, d = (
+        Cell(strategy=text, workload=text, system=text, devices=2, seed=seed) for seed in range(4)
     )
+    odd: dict[str, Any] = dict.fromkeys(("parity_reason", "memory_method"), text)
     odd |= states((4, 0, 8, 4), (4, 0, 8, 4), trained_parameters=MIB) | {
         "sent_bytes_per_step": [1.0, math.nan],
-        "system": text,
     }
     rows = trial_rows(
-        Cell(strategy="a", devices=2),
+        a,
         [3.0, 3.1],
         **odd,
         stand_in=text,
         parity_verdict="within tolerance",
     )
-    rows += trial_rows(
-        Cell(strategy="b", devices=2), [2.0, 2.1], **odd, peak_memory_bytes=None, mfu=math.nan
-    )
-    rows += diverged_rows(Cell(strategy="c", devices=2), **odd, reason=text)
-    rows += left_out(
-        Cell(strategy="d", devices=2), "failed", text, **odd, log_tail=text, stacks=text
-    )
+    rows += trial_rows(b, [2.0, 2.1], **odd, peak_memory_bytes=None, mfu=math.nan)
+    rows += diverged_rows(c, **odd, reason=text)
+    rows += left_out(d, "failed", text, **odd, log_tail=text, stacks=text)
     found = stored(
         tmp_path,
         rows,

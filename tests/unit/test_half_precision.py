@@ -21,8 +21,12 @@ from harness.analysis.summary import cell_results
 from harness.parity.judging import allowed_deviation
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.allocation import launches_per_round, not_compared, planned_headline
-from harness.run.further_rounds import worth_launching
+from harness.run.allocation import (
+    launches_per_round,
+    not_compared,
+    planned_headline,
+    worth_launching,
+)
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, rounding_alone
 from harness.strategy.optimizers import TOLERANCES
@@ -45,7 +49,7 @@ HOSTS = ("8 x h100-80gb", "1 x h100-80gb", "8 x l4")
 
 def in_precision(cells: list[CellResult], precision: str) -> list[CellResult]:
     """The group in this precision, fastest first."""
-    return [cell for cell in cells if cell.precision == precision]
+    return [cell for cell in cells if cell.cell.precision == precision]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -60,15 +64,19 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     found = answer(group)
     assert found is not None
     assert found.baseline is not None
-    assert found.baseline.strategy == "ddp"
-    assert [(advice.role, advice.cell.strategy) for advice in found.advice] == [
+    assert found.baseline.cell.strategy == "ddp"
+    assert [(advice.role, advice.cell.cell.strategy) for advice in found.advice] == [
         ("Use", "fsdp2"),
         ("Faster at a price", "tensor"),
         ("Least memory", "fsdp2"),
         ("Simplest", "fsdp1"),
     ]
-    assert {cell.strategy for cell in group if cell.same_training} == {"ddp", "fsdp1", "fsdp2"}
-    assert {cell.strategy for cell in undecided(group)} == {"ddp", "fsdp1", "fsdp2"}
+    assert {cell.cell.strategy for cell in group if cell.parity.same_training} == {
+        "ddp",
+        "fsdp1",
+        "fsdp2",
+    }
+    assert {cell.cell.strategy for cell in undecided(group)} == {"ddp", "fsdp1", "fsdp2"}
     further = worth_launching(run.plan, trials)
     assert further.cell_ids == {cell.cell_id for cell in undecided(group)}
 
@@ -90,7 +98,7 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
         other = Cell(strategy="ddp", options=options, workload="resnet-micro")
         rows += trial_rows(other, [10.0], schema_version=8, parity_verdict="within tolerance")
     group = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
-    assert {cell.fp32_twin: cell.same_training for cell in group} == {
+    assert {cell.parity.fp32_twin: cell.parity.same_training for cell in group} == {
         "exact": True,
         "within tolerance": False,
         "diverged": False,
@@ -108,14 +116,14 @@ def test_the_nearest_twin_counts(tmp_path: Path) -> None:
         split, [10.0], schema_version=8, status="diverged", parity_verdict="diverged"
     )
     (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
-    assert (cell.fp32_twin, cell.same_training) == ("exact", True)
+    assert (cell.parity.fp32_twin, cell.parity.same_training) == ("exact", True)
 
 
 def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
     reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
     rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], schema_version=8, **reason)
     (cell,) = cell_results(stored(tmp_path, rows).trials)
-    assert not cell.same_training
+    assert not cell.parity.same_training
 
 
 @functools.cache
@@ -153,10 +161,15 @@ def test_half_precision_of_the_kept_run_has_an_answer() -> None:
     use = {}
     for group in by_setting(cell_results(loaded.trials)):
         known = group[0]
-        if known.precision != "fp32" and len(group) > 1:
+        if known.cell.precision != "fp32" and len(group) > 1:
             found = answer(group)
-            key = (known.workload, known.devices, known.precision, known.optimizer)
-            use[key] = found and found.baseline and found.baseline.label
+            key = (
+                known.cell.workload,
+                known.cell.devices,
+                known.cell.precision,
+                known.cell.optimizer,
+            )
+            use[key] = found and found.baseline and found.baseline.cell.label
     assert use == {
         ("llama-micro", 2, "fp16", "adamw"): "ddp",
         ("llama-mini", 2, "bf16", "adamw"): "ddp",
@@ -223,7 +236,7 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
     report = ran(results)
     leading = report.leading
     assert leading is not None
-    assert (leading.rows[0].precision, leading.devices) == ("bf16", devices)
+    assert (leading.rows[0].cell.precision, leading.devices) == ("bf16", devices)
     ended = Ended(finished=True, wall_seconds=1.0, all_recorded=True)
     store = Store(tmp_path / "results")
     assert conclude(store, plan, ended, None, EndOptions(report=True, json_output=True)) == 0
@@ -242,14 +255,14 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
 
 
 def leading_cell(rows: tuple[Any, ...], strategy: str) -> str:
-    return next(cell.cell_id for cell in rows if cell.strategy == strategy)
+    return next(cell.cell_id for cell in rows if cell.cell.strategy == strategy)
 
 
 def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> None:
     groups = find_groups(cell_results(stored(tmp_path, timed_and_checked(8).rows).trials))
     largest = headline(groups)
     assert largest is not None
-    assert largest.rows[0].precision == "fp32"
+    assert largest.rows[0].cell.precision == "fp32"
 
 
 def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from harness.host.store import RENDEZVOUS_SECONDS
 from harness.launch import hang
 from harness.launch.hang import Hang, Silence, ask_ranks, missing
-from harness.launch.outcome import RankOutputs, judge
+from harness.launch.outcome import RankOutputs, classify_end
 from harness.spec.cell import Cell
 from harness.worker.answer import answer_file
 from harness.worker.heartbeat import MEETING, GroupState, Heartbeat, read_beat
@@ -212,7 +212,7 @@ def test_the_missing_rank_is_named(
 def test_hangs_of_two_nodes_are_one_timeout() -> None:
     left = RankOutputs(hang=Hang(15.0, {0: "step 2"}), groups={0: [group(5, ranks=(0, 1))]})
     left.add(RankOutputs(hang=Hang(16.2, {1: "step 2"}), groups={1: [group(4, ranks=(0, 1))]}))
-    end = judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left)
+    end = classify_end(Cell(strategy="ddp", devices=2, nodes=2), 2, left)
     assert end.status == "timeout"
     assert end.reason == (
         "hangs: nothing was finished for 16 s in step 2; rank 1 never entered gloo:all_reduce 5,"

@@ -128,7 +128,7 @@ def test_a_rewind_that_does_not_fit_into_the_group_is_not_done(
         cell = Cell(strategy="ddp", workload=workload, devices=8, global_batch=8)
         key = TrialKey(cell.id, 0)
         trial = prepared.PreparedTrial(cell, key, 0, Reference(str(folder)), 0.5)
-        return trial.not_set_back
+        return trial.rewind_skipped_reason
 
     assert why_not("llama-256x6") == ""
     limited = functools.partial(available_memory_bytes, *where)

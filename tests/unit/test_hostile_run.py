@@ -30,9 +30,9 @@ from tests.unit.html_page import Page
 from tests.unit.made_results import run_row, trial_rows
 from tests.unit.recording import left_out_fields
 
-FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
 NAME = '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd ' + "n" * 500
+FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", NAME, ""))
 
 
 def without(table: type[Record], number: float | None) -> dict[str, Any]:
@@ -63,19 +63,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
                 )
             )
         )
-        bare = (
-            left_out_fields(run_id, BARE, "ok", "")
-            | without(TrialRecord, request.param)
-            | {
-                "label": NAME,
-                "cell_name": NAME,
-            }
-        )
-        refused = left_out_fields(run_id, OTHER, "refused", NAME) | {
-            "label": "",
-            "cell_name": "",
-            "workload": "",
-        }
+        bare = left_out_fields(run_id, BARE, "ok", "") | without(TrialRecord, request.param)
+        refused = left_out_fields(run_id, OTHER, "refused", NAME)
         for row in [*trial_rows(FULL, [10.0, 11.0]), bare, refused]:
             found.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     return found

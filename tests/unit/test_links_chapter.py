@@ -185,7 +185,7 @@ def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: 
         == "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order"
         " of the bytes sent, fewest first, in all 3 pairs that can be told apart."
     )
-    sent = {row.row.label: (row.row.sent or 0.0) / MIB for row in chapter.grid.rows}
+    sent = {row.row.cell.label: (row.row.sent or 0.0) / MIB for row in chapter.grid.rows}
     assert sent == {"chatty": 8.0, "frugal": 1.0, "talker": 0.5}
     (one,) = chapters(run_over_links(tmp_path, {"slow": (0.9, 0.5, 2), "quick": (0.010, 2.0, 2)}))
     assert one.by_bytes.endswith(
@@ -229,7 +229,7 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
     values = {
         float(value) for _, field, value in page.grids if field == "tokens_per_second" and value
     }
-    assert {cell.tokens_per_second for cell in frame.cells} <= values
+    assert {cell.speed.tokens_per_second for cell in frame.cells} <= values
     (summary,) = [
         str(a["aria-label"])
         for tag, a in page.tags

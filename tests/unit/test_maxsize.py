@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from harness.analysis.maxsize import Holding, MaxsizeResult, limits, order_notes
 from harness.analysis.maxsize_table import maxsize_results
-from harness.launch.outcome import Ending, RankOutputs, judge
+from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage
 from harness.record.plan import Plan, resumable
-from harness.record.search import family, sized, steps_of
+from harness.record.search import base_cell, cell_at_size, steps_of
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
@@ -98,7 +98,7 @@ def test_a_good_guess_takes_few_probes() -> None:
 def test_a_block_is_a_small_step(gibibytes: int) -> None:
     budget = gibibytes * 2**30
     cell = base(workload=f"llama-{hidden_size(budget)}x1")
-    step = parameters_of(sized(cell, 2)) - parameters_of(cell)
+    step = parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
     assert step <= 0.03 * budget / 20
 
 
@@ -118,7 +118,7 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk(suffix: str) -> None:
 
 
 def test_a_size_is_one_of_its_family() -> None:
-    assert family(sized(base(), 5)) == base()
+    assert base_cell(cell_at_size(base(), 5)) == base()
     from harness.spec.errors import UsageError
 
     with pytest.raises(UsageError, match="unknown workload 'gpt2-64x5'"):
@@ -139,20 +139,20 @@ def test_the_formula_of_ddp_by_hand() -> None:
     said = predict(cell, BUDGET)
     assert said.blocks is not None
     per_parameter = 20
-    assert per_parameter * parameters_of(sized(cell, said.blocks)) <= BUDGET
+    assert per_parameter * parameters_of(cell_at_size(cell, said.blocks)) <= BUDGET
     assert (
-        per_parameter * parameters_of(sized(cell, said.blocks + 1)) > BUDGET - 1000
+        per_parameter * parameters_of(cell_at_size(cell, said.blocks + 1)) > BUDGET - 1000
     )  # model buffers
-    assert said.step == parameters_of(sized(cell, 2)) - parameters_of(cell)
-    needed = formula(sized(cell, 7), said.activations)
+    assert said.step == parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
+    needed = formula(cell_at_size(cell, 7), said.activations)
     assert needed is not None
-    assert needed["total"] == pytest.approx(20 * parameters_of(sized(cell, 7)), rel=1e-3)
+    assert needed["total"] == pytest.approx(20 * parameters_of(cell_at_size(cell, 7)), rel=1e-3)
 
 
 def test_activations_count_where_they_are_more_than_gradients() -> None:
     long = base(sequence_length=256, global_batch=16)
     said = predict(long, BUDGET)
-    needed = formula(sized(long, 4), said.activations)
+    needed = formula(cell_at_size(long, 4), said.activations)
     assert needed is not None
     assert needed["activations"] > needed["transient"]
     assert needed["total"] == sum(
@@ -199,7 +199,7 @@ class Runs(Runner):
             "trial": key.trial,
             "attempt": key.attempt,
             "position": position,
-            "parameters": parameters_of(family(cell, tokens) if tokens else cell),
+            "parameters": parameters_of(base_cell(cell, tokens) if tokens else cell),
             "wall_seconds": 1.0,
         }
         if status == "out_of_memory":
@@ -230,7 +230,7 @@ class Runs(Runner):
 
 class Dry(Search):
     def _verified(self, launcher: Any, cell: Cell, key: Any) -> TrialRecord:
-        return self.runner.run_trial(launcher, cell, key, self.position, None, self.watcher.step)
+        return self.runner.run_trial(launcher, cell, key, self.position, None, self.listener.step)
 
 
 class Silent:
@@ -262,8 +262,8 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
         "llama-64x20",
         "exact",
     )
-    assert row.parameters == parameters_of(sized(base(), 20))
-    assert row.next_parameters == parameters_of(sized(base(), 21))
+    assert row.parameters == parameters_of(cell_at_size(base(), 20))
+    assert row.next_parameters == parameters_of(cell_at_size(base(), 21))
     assert row.next_parameters - row.parameters == row.step
     assert row.kept == {"parameters": 2, "gradients": 0, "optimizer": 3, "library": 0}
     assert runner.asked.count((20, 1, False)) == 1
@@ -290,7 +290,7 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     assert found is not None
     assert (found.what, found.unit) == ("longest sequence", "tokens")
     assert found.winner is not None
-    assert found.winner.cell_id == sized(one, 20, 8).id
+    assert found.winner.cell_id == cell_at_size(one, 20, 8).id
 
 
 def test_half_of_a_sequence_is_half_of_its_activations() -> None:
@@ -464,10 +464,10 @@ def test_an_abort_for_lack_of_memory_is_no_mere_failure(tmp_path: Path) -> None:
     assert ended(tmp_path).status == "failed"
 
 
-def ended(scratch: Path) -> Ending:
+def ended(scratch: Path) -> Outcome:
     left = RankOutputs(exit_codes={1: -6})
     left.read(str(scratch), range(2))
-    return judge(base(), 2, left)
+    return classify_end(base(), 2, left)
 
 
 @pytest.mark.parametrize(

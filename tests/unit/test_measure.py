@@ -34,7 +34,7 @@ from harness.measure.load import (
     idle_share,
 )
 from harness.measure.memory import imbalance
-from harness.run.figures import timed_seconds
+from harness.run.metrics import timed_seconds
 from harness.spec.cell import Cell
 from harness.worker.answer import CpuTime, RankStep
 from harness.worker.interleave import TimeSlices

@@ -15,7 +15,7 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
 from harness.host.cores import oversubscribed
-from harness.launch.outcome import RankOutputs, judge
+from harness.launch.outcome import RankOutputs, classify_end
 from harness.nodes.facts import link_speed, numa_nodes
 from harness.nodes.node import Node
 from harness.nodes.protocol import NodeConnection
@@ -148,11 +148,11 @@ def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
     lost = FailureAnswer("failed", "connection closed by peer", failed_at=1.0, consequence=True)
     left = RankOutputs(answers={0: RankAnswer(0, failure=lost)})
     assert (
-        judge(cell, 2, left, "node n2 was lost: its agent is gone").reason
+        classify_end(cell, 2, left, "node n2 was lost: its agent is gone").reason
         == "node n2 was lost: its agent is gone"
     )
     left.add(RankOutputs(interrupted=True))
-    assert judge(cell, 2, left, "node n2 was lost").status == "interrupted"
+    assert classify_end(cell, 2, left, "node n2 was lost").status == "interrupted"
 
 
 def test_the_first_node_that_failed_is_the_cause() -> None:
@@ -160,7 +160,7 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
     left = RankOutputs()
     left.add(RankOutputs(exit_codes={1: -9}))
     left.add(RankOutputs(exit_codes={0: -15}))
-    assert judge(Cell(strategy="ddp", devices=2, nodes=2), 2, left).reason.startswith(
+    assert classify_end(Cell(strategy="ddp", devices=2, nodes=2), 2, left).reason.startswith(
         "rank 1 was killed by SIGKILL"
     )
 

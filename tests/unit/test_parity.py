@@ -9,7 +9,7 @@ import pytest
 from harness.parity.deviations import plain_name
 from harness.parity.judging import allowed_deviation
 from harness.parity.reference import Noise
-from harness.parity.verdict import judge, loss_deviations, widened, widest
+from harness.parity.verdict import loss_deviations, parity_verdict, widened, widest
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Tolerance
 from harness.strategy.registry import make_strategy
@@ -20,7 +20,7 @@ REFERENCE = [2.0, 1.0]
 
 
 def verdict(losses, updates=({"a": 0.0, "b": 0.0},), allowed=EXACT, names=("a", "b"), tied=None):
-    return judge(losses, REFERENCE, updates, names, allowed, tied)
+    return parity_verdict(losses, REFERENCE, updates, names, allowed, tied)
 
 
 def test_equal_is_exact() -> None:
@@ -98,10 +98,10 @@ def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
     """So that the fp32 twin of a cell in bf16 stays exact on a GPU, and the cell may be advised."""
     noise, moved = Noise(1e-7, 2e-3), [{"a": 1e-2, "b": 0.0}]
     allowed = widened(EXACT, noise)
-    found = judge([2.0, 1.0], REFERENCE, moved, ("a", "b"), allowed, noise=noise)
+    found = parity_verdict([2.0, 1.0], REFERENCE, moved, ("a", "b"), allowed, noise=noise)
     assert (found.verdict, found.update_tolerance) == ("exact", 2e-2)
     assert "2.0e-03" in found.reason
-    loose = judge([2.0, 1.0], REFERENCE, moved, ("a", "b"), LOOSE, noise=noise)
+    loose = parity_verdict([2.0, 1.0], REFERENCE, moved, ("a", "b"), LOOSE, noise=noise)
     assert (loose.verdict, loose.reason) == ("within tolerance", LOOSE.reason)
 
 

@@ -277,17 +277,16 @@ def test_the_environment_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("text", [*HOSTILE, "", "../../escaped", "a/b\\c\nd"])
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(
-        ("label", "cell_name", "parity_reason", "workload", "memory_method"), text
-    )
+    ran, absent = (Cell(strategy=text, workload=text, devices=n) for n in (2, 3))
+    odd: dict[str, Any] = dict.fromkeys(("parity_reason", "memory_method"), text)
     store = Store(tmp_path / "results")
     store.write_run(
         RunRecord(**run_row(run_id=NEW, host=text, matrix=text, cpu_model=text, git_commit=text))
     )
     rows = trial_rows(
-        DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
+        ran, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
     )
-    for row in rows + left_out(ABSENT, "failed", text, **odd):
+    for row in rows + left_out(absent, "failed", text, **odd):
         store.write_trial(
             TrialRecord(**(row | {"run_id": NEW})), steps(NEW, row["cell_id"], row["trial"])
         )
@@ -299,16 +298,16 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(LIBRARIES)
     folders = [path.name for path in (tmp_path / "out" / "tensorboard" / NEW).iterdir()]
     assert sorted(folders) == sorted(
-        cell_folder({"cell_name": text, "cell_id": cell.id}) for cell in (DDP, ABSENT)
+        cell_folder({"cell_name": cell.name, "cell_id": cell.id}) for cell in (ran, absent)
     )
     assert all(re.fullmatch(r"[A-Za-z0-9._=-]{1,110}", name) for name in folders)
     from prometheus_client.parser import text_string_to_metric_families
 
     told = (tmp_path / "out" / "prometheus" / FILE).read_text()
     labels = {
-        one.labels.get("cell", text)
+        one.labels.get("cell", ran.name)
         for family in text_string_to_metric_families(told)
         for one in family.samples
     }
-    assert labels == {text}
+    assert labels == {ran.name, absent.name}
     assert time.time() - before < 60

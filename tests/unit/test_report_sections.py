@@ -86,7 +86,7 @@ def test_overview_of_systems(sharded_results: Results) -> None:
         "2 exact",
     )
     assert wrapped.best is not None
-    assert (wrapped.best.row.label, wrapped.best.share, wrapped.best.setting) == (
+    assert (wrapped.best.row.cell.label, wrapped.best.share, wrapped.best.setting) == (
         "plain",
         "100 %",
         "",
@@ -105,12 +105,12 @@ def test_overview_of_systems(sharded_results: Results) -> None:
     assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
     halted = [
         dataclasses.replace(cell, status="interrupted")
-        if cell.system == wrapped.name and cell.label != "plain"
+        if cell.cell.system == wrapped.name and cell.cell.label != "plain"
         else cell
         for cell in cells
     ]
     assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
-    plain = [dataclasses.replace(cell, system=None) for cell in cells]
+    plain = [cell.varied(system="") for cell in cells]
     assert overview(systems(plain), groups, headline(groups)) == []
 
 
@@ -133,14 +133,14 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
         False,
     )
     buffers = {
-        one.names: [row.label for row in one.rows] for one in kept.buffers(list(rows.values()))
+        one.names: [row.cell.label for row in one.rows] for one in kept.buffers(list(rows.values()))
     }
     assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
-    far = dataclasses.replace(
-        rows["wrap llama-mini"], library_bytes=2000 * MIB, state_bytes=2012 * MIB
-    )
+    wrap = rows["wrap llama-mini"]
+    much = dataclasses.replace(wrap.states, library_bytes=2000 * MIB, state_bytes=2012 * MIB)
+    far = dataclasses.replace(wrap, states=much)
     rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
-    stacked = state_stacks([far, *rest], "x", "title", lambda cell: cell.label)
+    stacked = state_stacks([far, *rest], "x", "title", lambda cell: cell.cell.label)
     assert stacked.limit < 200
     assert stacked.stacks[-1].total == 2012
     assert "goes on beyond the axis" in stacked.notes[0]
@@ -163,11 +163,13 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
         ("sharded", 1.5, 1.0, False),
     ]
     assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
-    plain = rows["plain llama-mini"]
-    assert traffic.bound(dataclasses.replace(plain, data_parallel=4, devices=4)) == 1.5
-    assert traffic.bound(dataclasses.replace(plain, data_parallel=2, devices=4)) is None, (
-        "a rank does not have the whole model"
+    plain = rows["plain llama-mini"].varied(devices=4)
+    all_data, half_data = (
+        dataclasses.replace(plain, placement=dataclasses.replace(plain.placement, data_parallel=n))
+        for n in (4, 2)
     )
+    assert traffic.bound(all_data) == 1.5
+    assert traffic.bound(half_data) is None, "a rank does not have the whole model"
     assert traffic.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
     disk = traffic.offload(list(rows.values()))
     assert disk is not None
@@ -190,7 +192,10 @@ def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
 
 def test_variants_beside_their_model(sharded_results: Results) -> None:
     (one,) = variants(list(rows_of(sharded_results).values()))
-    assert [line.row.workload for line in one.grid.rows] == ["llama-mini", "llama-mini+nf4+lora"]
+    assert [line.row.cell.workload for line in one.grid.rows] == [
+        "llama-mini",
+        "llama-mini+nf4+lora",
+    ]
     titles = [column.title for column in one.grid.columns]
     cells = {
         title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)

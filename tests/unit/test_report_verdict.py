@@ -60,13 +60,13 @@ def test_figure_data_by_hand(results: Results) -> None:
     cells = cell_results(results.trials)
     group = headline(find_groups(cells))
     assert group is not None
-    assert [row.label for row in group.rows] == [
+    assert [row.cell.label for row in group.rows] == [
         "fast",
         "near",
         "small(micro_batches=4)",
         "once",
     ]
-    assert [row.label for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
+    assert [row.cell.label for row in pareto(group)] == ["fast", "near", "small(micro_batches=4)"]
     bars = throughput_bars(group, "x").bars
     assert [bar.strong for bar in bars] == [True, True, False, False]
     assert bars[3].label == "once†"

@@ -22,10 +22,9 @@ from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run import further_rounds
-from harness.run.allocation import launches_per_round, not_compared
-from harness.run.further_rounds import TimeBudget
-from harness.run.prepared import ANOTHER, PreparedTrial
+from harness.run import allocation
+from harness.run.allocation import TimeBudget, launches_per_round, not_compared
+from harness.run.prepared import REWOUND_ELSEWHERE, PreparedTrial
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, trial_row
@@ -290,7 +289,7 @@ def test_what_is_compared_is_launched_again_until_it_is_known_well(
     """Where there is a time budget; the answer stands in the third round."""
     spread = {"single": 0.05, "vertical": 0.05, "ddp": 0.05}
     answered: dict[str, Any] = {"until_answered": True, "time_budget_seconds": 3600.0}
-    monkeypatch.setattr(further_rounds, "undecided", lambda cells: [])
+    monkeypatch.setattr(allocation, "undecided", lambda cells: [])
     store, watcher, _ = adaptive(tmp_path / "a", monkeypatch, spread, **answered)
     known = precision(cell_results(store.load().trials))
     assert known is not None
@@ -306,7 +305,7 @@ def test_what_is_compared_is_launched_again_until_it_is_known_well(
     assert not watcher.added
 
 
-def test_one_of_three_launches_of_a_cell_is_set_back(tmp_path: Path) -> None:
+def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
     """Of fewer one too; which, the seed of the run decides."""
     folder = tmp_path / "reference"
     folder.mkdir()
@@ -316,8 +315,10 @@ def test_one_of_three_launches_of_a_cell_is_set_back(tmp_path: Path) -> None:
         cell = Cell(strategy="ddp", workload="llama-nano")
         known, key = Reference(str(folder)), TrialKey(cell.id, trial)
         trained = PreparedTrial(cell, key, 0, known, 0.5, seed, launches)
-        assert trained.not_set_back == ("" if "set_back_seed" in trained.launch.more else ANOTHER)
-        return not trained.not_set_back
+        assert trained.rewind_skipped_reason == (
+            "" if "rewind_seed" in trained.launch.more else REWOUND_ELSEWHERE
+        )
+        return not trained.rewind_skipped_reason
 
     for launches, most in ((1, 1), (2, 1), (3, 1), (6, 2)):
         for seed in range(4):

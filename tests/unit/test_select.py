@@ -28,7 +28,7 @@ PLAIN = Cell(strategy="ddp", devices=2)
 STATIC = Cell(strategy="ddp", devices=2, options={"static_graph": True})
 SHARDED = Cell(strategy="fsdp2", devices=2)
 CELLS = [STATIC, PLAIN, SHARDED]
-RECORDED = [RecordedCell(cell.id, cell.name, cell.label, cell.model_dump_json()) for cell in CELLS]
+RECORDED = [RecordedCell(cell.id, cell) for cell in CELLS]
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_a_comparison_is_of_two(tmp_path: Path) -> None:
 
 
 def test_what_is_named_exactly_comes_before_what_a_pattern_means() -> None:
-    assert [cell.label for cell in closest(RECORDED, "ddp")] == ["ddp"]
-    assert [cell.label for cell in matching(RECORDED, "ddp")] == [STATIC.label, "ddp"]
+    assert [row.cell.label for row in closest(RECORDED, "ddp")] == ["ddp"]
+    assert [row.cell.label for row in matching(RECORDED, "ddp")] == [STATIC.label, "ddp"]
     for word in (STATIC.id, STATIC.name, STATIC.label):
         assert [cell.cell_id for cell in closest(RECORDED, word)] == [STATIC.id]
-    assert [cell.label for cell in closest(RECORDED, "*x2*")] == [cell.label for cell in CELLS]
+    assert [row.cell.label for row in closest(RECORDED, "*x2*")] == [cell.label for cell in CELLS]
     assert closest(RECORDED, "dpp") == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.ranking import alike
+from harness.analysis.ranking import tied_with_previous
 from harness.analysis.selection import measured
 from harness.analysis.summary import cell_results, cells
 from harness.record.run import RunRecord
@@ -38,7 +38,9 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     means = [math.sqrt(16 * 17), math.sqrt(10 * 12)]  # geometric
     assert table["samples_per_second"].tolist()[:2] == pytest.approx(means)
     assert table.loc[0, "efficiency_single"] == pytest.approx(means[0] / means[1] / 2)
-    assert alike(cell_results(frame_of(rows))[:2]) == [False, True], "two rounds say nothing"
+    assert tied_with_previous(cell_results(frame_of(rows))[:2]) == [False, True], (
+        "two rounds say nothing"
+    )
 
 
 def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:

@@ -16,7 +16,7 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
 from harness.host.hidden_packages import show
-from harness.run.prepared import more_of_the_same
+from harness.run.prepared import needs_at_least_as_much_as
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError
 from harness.strategy.registry import validate
@@ -439,9 +439,11 @@ def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
     small, large = (
         Cell(strategy="single", workload=f"llama-{size}+lora") for size in ("nano", "micro")
     )
-    assert more_of_the_same(large, small)
-    assert not more_of_the_same(Cell(strategy="single", workload="llama-micro+nf4+lora"), small)
-    assert not more_of_the_same(large, Cell(strategy="single", workload="llama-nano"))
+    assert needs_at_least_as_much_as(large, small)
+    assert not needs_at_least_as_much_as(
+        Cell(strategy="single", workload="llama-micro+nf4+lora"), small
+    )
+    assert not needs_at_least_as_much_as(large, Cell(strategy="single", workload="llama-nano"))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.setting import SERIES, Setting
+from harness.analysis.setting import SERIES, Setting, series
 from harness.analysis.summary import cell_results
 from harness.planner.local.cpu_prediction import CellFacts, Observation
 from harness.planner.local.local_plan import LocalVariant
@@ -171,8 +170,8 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
             if text and rate > 0:
                 links[str(text)] = Link(rate, max(0.0, delay))
         for result in sorted(cell_results(trials), key=lambda result: result.run_id):
-            plain = "+" not in result.workload or result.workload == workload
-            if result.device == "cpu" and result.ranked and plain:
+            plain = "+" not in result.cell.workload or result.cell.workload == workload
+            if result.cell.device == "cpu" and result.ranked and plain:
                 results[result.cell_id] = result
     without_cells = LocalMeasurements(
         f"{newest['host']}, {newest['cpu_model'] or 'unknown processor'},"
@@ -194,20 +193,20 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
 
 def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | None:
     """Returns None if the strategy or workload no longer exists."""
-    cell = Cell(**json.loads(result.cell))
+    cell = result.cell
     try:
         facts = facts_of(cell, measured)
     except (Refused, Unavailable, UsageError):
         return None
-    assert result.samples_per_second, "a ranked cell has a throughput"
-    low, high = result.samples_per_second_low, result.samples_per_second_high
+    assert result.speed.samples_per_second, "a ranked cell has a throughput"
+    low, high = result.speed.samples_per_second_low, result.speed.samples_per_second_high
     return LocalCell(
         result,
         cell,
         Observation(
             facts,
-            cell.global_batch / result.samples_per_second,
-            result.peak_memory_bytes,
+            cell.global_batch / result.speed.samples_per_second,
+            result.memory.peak_memory_bytes,
             cell.global_batch / high if high else None,
             cell.global_batch / low if low else None,
         ),
@@ -343,11 +342,5 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns a key that is equal for equal trainings.
-
-    Options are written out, so a default value makes no difference. Older records get today's
-    defaults.
-    """
-    complete = cell if cell.defaults is not None else with_defaults(cell)
-    options = json.dumps({**(complete.defaults or {}), **cell.options}, sort_keys=True)
-    return tuple(options if name == "options" else getattr(cell, name) for name in SERIES)
+    """Returns a key that is equal for equal trainings; older records get today's defaults."""
+    return series(cell if cell.defaults is not None else with_defaults(cell))

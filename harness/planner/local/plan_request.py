@@ -185,8 +185,8 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
         for cell in measured.cells
         if cell.cell.devices > 1
         and not cell.cell.links
-        and not cell.result.oversubscribed
-        and cell.result.stand_in is None
+        and not cell.result.placement.oversubscribed
+        and cell.result.placement.stand_in is None
     ]
     if not cells:
         raise UsageError(
@@ -211,9 +211,9 @@ def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
 def step_spread(measured: LocalMeasurements) -> float:
     """Returns the median cell's standard deviation of the logarithmic step time."""
     ratios = [
-        math.log(result.step_seconds_p95 / result.step_seconds_p50) / NORMAL_95
+        math.log(result.times.step_seconds_p95 / result.times.step_seconds_p50) / NORMAL_95
         for cell in measured.cells
-        if (result := cell.result).step_seconds_p50 and result.step_seconds_p95
+        if (result := cell.result).times.step_seconds_p50 and result.times.step_seconds_p95
     ]
     return max(0.0, statistics.median(ratios)) if ratios else 0.0
 
@@ -242,7 +242,9 @@ def scaled(
             inputs.append(_input(cell, measured, request))
             end = ""
         devices *= 2
-    most = max(cell.cell.devices for cell in measured.cells if not cell.result.oversubscribed)
+    most = max(
+        cell.cell.devices for cell in measured.cells if not cell.result.placement.oversubscribed
+    )
     return curve(start.cell.label, inputs, calibration, most, step_spread(measured), end)
 
 
@@ -255,9 +257,9 @@ def _input(cell: Cell, measured: LocalMeasurements, request: ScalingRequest) -> 
             link_seconds=request.link.delay_seconds,
         )
     same = [
-        other.result.samples_per_second
+        other.result.speed.samples_per_second
         for other in measured.cells
-        if not other.result.oversubscribed
+        if not other.result.placement.oversubscribed
         and other.observation.facts.setting == facts.setting
         and other.observation.facts.label == facts.label
     ]

@@ -24,7 +24,7 @@ LEAST_BETWEEN, MOST_BETWEEN = 8, 24
 trainings (docs/explanation/parity.md)."""
 
 
-class SetBacks:
+class Rewinds:
     """Rewind schedule of one rank.
 
     A step's number counts all steps taken; its training step is its place in the training, whose
@@ -45,9 +45,9 @@ class SetBacks:
         """Number of the step before the next rewind; None if not yet chosen."""
 
     @classmethod
-    def of(cls, spec: TrialSpec, cycle: int) -> SetBacks | None:
+    def of(cls, spec: TrialSpec, cycle: int) -> Rewinds | None:
         """Returns a trial's schedule; None without rewinds."""
-        seed = spec.set_back_seed
+        seed = spec.rewind_seed
         return None if seed is None else cls(seed, spec.cell.parity_steps, cycle)
 
     def keeps(self, training_step: int) -> bool:
@@ -67,7 +67,7 @@ class SetBacks:
             self._at = number + self.random.randint(*between)
         return number >= self._at and (number - self._kept_at) % self.cycle == 0
 
-    def set_back(self, train_state: TrainState) -> None:
+    def rewind(self, train_state: TrainState) -> None:
         assert self._checkpoint is not None
         self._checkpoint.restore(train_state)
         self.count += 1

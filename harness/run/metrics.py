@@ -1,4 +1,4 @@
-"""Turns measurements of a trial's ranks into recorded figures. Pure arithmetic, no clock."""
+"""Turns measurements of a trial's ranks into recorded metrics. Pure arithmetic, no clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from harness.analysis.flops import mfu
@@ -18,7 +18,6 @@ from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance
 from harness.measure.routing import ExpertTokens, imbalance_of_experts
 from harness.record.trial import TrialRecord
-from harness.run.peaks import Peaks
 from harness.spec.cell import Cell
 from harness.worker.answer import RankAnswer, RankStep, TrainedAnswer
 from harness.workloads.counts import ModelFacts
@@ -28,7 +27,16 @@ WINDOW_STEPS = 8
 """Timed steps per window; slow spells of a machine last longer."""
 
 
-def with_figures(
+@dataclass(frozen=True)
+class Peaks:
+    """FLOP/s of one device in a cell's precision; None: unknown."""
+
+    datasheet: float | None = None
+    matmul: float | None = None
+    """Rate that this device reached in a large matrix product."""
+
+
+def with_metrics(
     trial: TrialRecord,
     cell: Cell,
     answers: Sequence[RankAnswer],
