@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cli import main
-from harness.planner.cluster.calibration import DEFAULT, bounds_of, load
+from harness.planner.cluster.calibration import DEFAULT, load
 from harness.planner.cluster.cluster_plan import explanation, plan
 from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of, curve_of
 from harness.planner.cluster.layout_memory import capped, model_states
@@ -302,11 +302,12 @@ def test_a_calibration_outside_of_its_bounds_is_refused(tmp_path: Path) -> None:
 def test_every_constant_says_what_it_is() -> None:
     calibration = CALIBRATION
     for constants in (calibration.time, calibration.memory):
-        for name, bounds in bounds_of(type(constants)).items():
-            assert bounds.low < bounds.prior < bounds.high or bounds.low == 0.0, name
-            assert bounds.unit, name
-            assert len(bounds.meaning) > 20, name
-            assert bounds.source, name
+        for field in dataclasses.fields(constants):
+            prior = field.metadata["prior"]
+            assert prior.low < prior.value < prior.high or prior.low == 0.0, field.name
+            assert prior.unit, field.name
+            assert len(field.metadata["meaning"]) > 20, field.name
+            assert field.metadata["source"], field.name
 
 
 def test_the_network_is_as_fast_as_it_was_measured() -> None:

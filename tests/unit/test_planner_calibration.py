@@ -27,7 +27,7 @@ from harness.planner.cluster.calibrate import (
     read_runs,
     score,
 )
-from harness.planner.cluster.calibration import bounds_of, load
+from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import ModelShape, named_shapes
 from harness.planner.cluster.question import (
@@ -37,6 +37,7 @@ from harness.planner.cluster.question import (
     enumerate_layouts,
     joined,
 )
+from harness.planner.fitting import priors_of
 from harness.spec.errors import UsageError
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))
@@ -81,8 +82,8 @@ def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> Non
         errors.append(np.abs(result.seconds / clean.seconds[group.rows] - 1)[rows])
     assert np.median(np.concatenate(errors)) < 0.02
     for constants in (fitted.time, fitted.memory):
-        for name, bounds in bounds_of(type(constants)).items():
-            assert bounds.low <= getattr(constants, name) <= bounds.high, name
+        for name, prior in priors_of(type(constants)).items():
+            assert prior.low <= getattr(constants, name) <= prior.high, name
 
 
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:

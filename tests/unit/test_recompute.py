@@ -21,7 +21,7 @@ from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Batch
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy, validate, with_defaults
-from harness.workloads import flops, make_workload
+from harness.workloads import counts, make_workload
 from harness.workloads import recompute as products_of
 from harness.workloads.counts import _count, model_facts
 from harness.workloads.operators import activation_bytes, recomputed_flops
@@ -288,7 +288,7 @@ def test_operations_of_experts_with_and_without_an_operator_for_their_backward(
     workload, counted = make_workload("mixtral-nano"), []
     for present in (experts_backward(), None):
         monkeypatch.setattr(products_of, "experts_backward", lambda found=present: found)
-        monkeypatch.setattr(flops, "experts_backward", lambda found=present: found)
+        monkeypatch.setattr(counts, "experts_backward", lambda found=present: found)
         products_of.grouped_products.cache_clear()
         counted.append(_count(workload, 32))
     products_of.grouped_products.cache_clear()

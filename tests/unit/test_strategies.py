@@ -42,7 +42,7 @@ FILES = sorted(
 
 
 def _lines_of_training(source: str) -> int:
-    """Lines of a strategy's file up to its cost model."""
+    """Lines of a strategy's file up to its cost model: imports, options, export and training."""
     lines = source.splitlines()
     costs = (
         node.lineno
@@ -55,7 +55,9 @@ def _lines_of_training(source: str) -> int:
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: _lines_of_training(p.read_text()) for p in FILES}
     assert min(lengths.values()) <= 45
-    assert max(lengths.values()) <= 100, lengths
+    assert max(lengths.values()) <= 115, lengths
+    whole = {p.name: len(p.read_text().splitlines()) for p in FILES[0].parent.glob("*.py")}
+    assert max(whole.values()) <= 370, whole
 
 
 def test_the_seam_is_narrow() -> None:
