@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
@@ -106,11 +106,11 @@ def join(job: Job, tcp: bool) -> None:
     """Connects all processes by RPC, named by rank."""
     from torch.distributed import rpc
 
-    only_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=job.layout.data + 1,  # on the server, each worker's push blocks one
         rpc_timeout=job.cell.time_limit_seconds,
-        **only_tcp,
+        _transports=["uv"] if tcp else None,
+        _channels=["basic"] if tcp else None,
     )
     rpc.init_rpc(
         f"rank{job.rank}",
