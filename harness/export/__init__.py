@@ -78,8 +78,8 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
         raise UsageError(_no_export(cell, strategy, to))
     if not set(workload.suffixes) <= {FLOAT8}:
         raise UsageError(
-            f"{cell.workload} has no export: its model is not one of transformers alone; workloads"
-            f" without a +suffix, or with +{FLOAT8}, have"
+            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
+            f" workload without a +suffix, or with +{FLOAT8}"
         )
     values = _values(cell, workload, strategy) | plan.values
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
@@ -235,7 +235,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
     """Writes all files or none; raises UsageError if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
-            f"folder {str(folder)!r} is there already and not empty; give another one, or remove it"
+            f"folder {str(folder)!r} exists and is not empty; give another one, or remove it"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

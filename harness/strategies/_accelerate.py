@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 FSDP2_HALF = Tolerance(
     5e-2,
     1.0,
-    "Accelerate has FSDP2 compute and reduce gradients in bf16, the residual stream and the"
-    " norms too",
+    "Accelerate makes FSDP2 compute and reduce gradients in bf16, including the residual stream"
+    " and the norms",
 )
 
 

@@ -73,8 +73,8 @@ def require_disk(folder: str) -> None:
     path = Path(folder).resolve()
     if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
         raise Refused(
-            f"folder {folder!r} is not one to which states may be offloaded on this host; name it"
-            f" in the environment variable {DISKS}"
+            f"states may not be offloaded to folder {folder!r} on this host; name it in the"
+            f" environment variable {DISKS}"
         )
 
 

@@ -113,8 +113,8 @@ def check_groups(mixtures: Mapping[str, Mixture]) -> None:
         place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
         if place * mixture.moe.num_local_experts != mixture.first:
             raise RuntimeError(
-                f"this rank was given the experts from {mixture.first} on in {path}, but DeepSpeed"
-                f" has it as number {place} of those that share them"
+                f"this rank was given the experts from {mixture.first} on in {path}, but its"
+                f" position in DeepSpeed's expert group is {place}"
             )
 
 

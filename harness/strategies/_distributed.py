@@ -101,11 +101,11 @@ def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
     """Raises Refused if the model lacks a required plan, or sizes do not match each other or the
     model."""
     if cell.devices == 1:
-        raise Refused("1 device makes no mesh and changes nothing; use 2 devices or more")
+        raise Refused("1 device makes no mesh; use 2 devices or more")
     if workload.kind == "image" or workload.suffixes:
         raise Refused(
-            f"transformers splits a language model as it is when it loads it, and {workload.name}"
-            " is none; use a llama, mixtral or qwen3-moe workload without a suffix"
+            f"transformers splits only unmodified language models, and {workload.name} is not one;"
+            " use a llama, mixtral or qwen3-moe workload without a suffix"
         )
     if sizes.expert > 1:
         _check_experts(workload, sizes)
@@ -118,9 +118,9 @@ def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
             )
         if cell.micro_batches > 1 and ADDED_UP in plan.values():
             raise Refused(
-                "transformers adds up the gradients of norms within the heads after each"
-                " micro-batch, and with them, once more, those of the micro-batches before; use"
-                " micro_batches 1, tensor 1, or a model without such norms"
+                "transformers sums the gradients of norms within the heads after each"
+                " micro-batch, including those of earlier micro-batches again; use micro_batches"
+                " 1, tensor 1, or a model without such norms"
             )
 
 

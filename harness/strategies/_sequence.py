@@ -47,9 +47,9 @@ def check_heads(workload: Workload, ranks: int) -> None:
     """Raises Refused if the attention heads, or fewer key and value heads, do not divide evenly."""
     if workload.heads % ranks:
         raise Refused(
-            f"{workload.name} has {workload.heads} attention heads, of keys and values where these"
-            f" are fewer, which do not divide among {ranks} ranks; use a divisor of"
-            f" {workload.heads} as sequence_ranks"
+            f"{workload.name} has {workload.heads} attention heads (of keys and values, if fewer),"
+            f" which do not divide among {ranks} ranks; use a divisor of {workload.heads} as"
+            " sequence_ranks"
         )
 
 
@@ -60,9 +60,8 @@ def check_config(workload: Workload) -> None:
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
-            "DeepSpeed's UlyssesSPAttentionHF is for models whose config says how many heads of"
-            f" keys and values they have; {workload.name}'s does not: use the strategy ulysses, or"
-            " a llama workload"
+            "DeepSpeed's UlyssesSPAttentionHF needs a config with the number of key and value"
+            f" heads, which {workload.name}'s lacks: use the strategy ulysses, or a llama workload"
         )
 
 

@@ -37,8 +37,8 @@ class ContextParallel(Strategy):
             )
         if cell.sequence_length % (2 * cell.devices):
             raise Refused(
-                f"each of {cell.devices} ranks gets two equal parts of a sequence, and"
-                f" {cell.sequence_length} tokens do not divide so; use a multiple of"
+                f"each of {cell.devices} ranks gets two equal parts of a sequence, but"
+                f" {cell.sequence_length} tokens do not divide evenly; use a multiple of"
                 f" {2 * cell.devices} as sequence_length"
             )
 

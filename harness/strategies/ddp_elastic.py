@@ -41,13 +41,13 @@ class DdpElastic(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.devices < 2:
             raise Refused(
-                "an elastic restart needs a rank that dies and one that does not: at least 2"
-                " devices"
+                "an elastic restart needs a rank that crashes and one that survives: use at least"
+                " 2 devices"
             )
         if self.crash_at_step >= cell.warmup_steps:
             raise Refused(
-                f"crash_at_step={self.crash_at_step} is no warm-up step of {cell.warmup_steps}:"
-                " replayed steps must not be timed"
+                f"crash_at_step={self.crash_at_step} is not one of the {cell.warmup_steps} warm-up"
+                " steps, and replayed steps must not be timed"
             )
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")

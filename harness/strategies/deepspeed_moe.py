@@ -37,8 +37,8 @@ class DeepspeedMoe(Strategy):
             )
         if workload.experts_per_token < 2:
             raise Refused(
-                "of a token's only expert DeepSpeed does not normalise the weight, as the model"
-                " does; use a workload with 2 or more experts for each token"
+                "DeepSpeed does not normalise the weight of a token's only expert, as the model"
+                " does; use a workload with 2 or more experts per token"
             )
         for what, count in (("devices", cell.devices), ("experts", workload.experts)):
             if count % self.expert:

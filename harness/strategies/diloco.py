@@ -69,8 +69,8 @@ class DiLoCo(Strategy):
         return Tolerance(
             0.3,
             0.75 + abs(gain - 1),
-            "ranks step on their own gradients for a period, and the outer optimizer goes further"
-            " or less far than they did",
+            "ranks train on their own gradients for a period, and the outer optimizer moves"
+            " further or less far than they did",
         )
 
     @property

@@ -144,13 +144,13 @@ def check_recompute(cell: Cell) -> None:
     """Raises Refused if fairscale's checkpoint_wrapper would not recompute the same."""
     if cell.recompute == "selective":
         raise Refused(
-            "fairscale's checkpoint_wrapper computes whole blocks again: use recompute full, or"
-            " ddp or fsdp2 for selective"
+            "fairscale's checkpoint_wrapper recomputes whole blocks: use recompute full, or ddp"
+            " or fsdp2 for selective"
         )
     if cell.recompute == "full" and cell.precision != "fp32":
         raise Refused(
-            "fairscale's checkpoint_wrapper computes blocks again in CUDA's default autocast"
-            f" precision, fp16, and on CPUs without autocast: use precision fp32, not"
+            "fairscale's checkpoint_wrapper recomputes blocks in CUDA's default autocast"
+            " precision, fp16, and on CPUs without autocast: use precision fp32, not"
             f" {cell.precision}"
         )
 

@@ -34,7 +34,7 @@ class TensorParallel(Strategy):
             workload.split.check_tensor(self.sequence_parallel)
         if self.sequence_parallel and cell.compile != "none":
             raise Refused(
-                "torch.compile takes tensors that are split along the sequence for plain ones, and"
+                "torch.compile mistakes tensors split along the sequence for plain ones, and"
                 " fails; use sequence_parallel=false, or compile none"
             )
         if self.sequence_parallel and cell.sequence_length % cell.devices:
@@ -132,8 +132,8 @@ def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> 
     splitting."""
     if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
-            f"torch splits Linear layers, and those of {workload.name} are others, which the suite"
-            " replaces first and a script of the library alone would not; take a llama workload"
+            f"torch splits only Linear layers; {workload.name} has others, which the suite"
+            " replaces first and a standalone script would not; use a llama workload"
         )
     plan = split.tensor_plan(sequence_parallel)
     written = {path: written_style(style) for path, style in plan.items()}

@@ -37,8 +37,8 @@ class TiledLinear(Deepspeed):
         super().check(cell, workload)
         if workload.split is not None and workload.split.tied:
             raise Refused(
-                f"the linear layer of {workload.name} shares its weight with the embedding, which"
-                " tiles cannot; use a llama workload"
+                f"the linear layer of {workload.name} shares its weight with the embedding, so it"
+                " cannot be tiled; use a llama workload"
             )
 
     def build(self, job: Job) -> nn.Module:

@@ -34,7 +34,7 @@ class TransformersTrainer(AccelerateEngine):
         super().check(cell, workload)
         if prompts := {"prompt", "p_tuning", "p_tuning_lstm"} & set(workload.suffixes):
             raise Refused(
-                f"Trainer has the model make its loss, and peft's with {prompts.pop()} takes"
+                f"Trainer lets the model compute its loss, and peft's with {prompts.pop()} takes"
                 " unshifted labels only; use ddp"
             )
 

@@ -21,7 +21,7 @@ class Vertical(Strategy):
         workload.check_split(self.layout(cell.devices))
         if cell.micro_batches > 1:
             raise Refused(
-                f"vertical passes the whole batch on, not {cell.micro_batches} micro-batches; use"
+                f"vertical passes on the whole batch, not {cell.micro_batches} micro-batches; use"
                 " strategy pipeline for that"
             )
 

@@ -24,7 +24,7 @@ MUON = Tolerance(
 EIGHT_BITS = Tolerance(
     1e-4,
     0.02,
-    "of a moment in the middle of two values of eight bits rounding decides which one is kept",
+    "a moment halfway between two 8-bit values may be rounded to either",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
 """Tolerances of optimizers that amplify gradient rounding.

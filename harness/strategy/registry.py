@@ -147,7 +147,7 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
             "torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out"
         )
     if strategy.capabilities.max_restarts:
-        raise Refused(f"{cell.strategy} is restarted by the agent of one node: leave nodes out")
+        raise Refused(f"{cell.strategy} is restarted by a single node's agent: leave nodes out")
     if launcher := strategy.own_launcher:
         raise Refused(
             f"{launcher.name} starts ranks on one node only here: leave nodes out, or that option"
@@ -189,7 +189,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     layout = strategy.layout(cell.devices)
     if cell.links and cell.nodes < 2:
-        raise Refused("links are between nodes: add nodes, 2 or more, or leave links out")
+        raise Refused("links connect nodes: set nodes to 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
     if cell.optimizer in EXTRA_OPTIMIZERS and cell.optimizer not in capabilities.extra_optimizers:
@@ -232,7 +232,7 @@ def _admit_cuda_graphs(cell: Cell) -> None:
     still needs.
     """
     if cell.device != "cuda":
-        raise Refused("CUDA graphs are of GPUs; use compile block on CPUs")
+        raise Refused("CUDA graphs need GPUs; use compile block on CPUs")
     if cell.micro_batches > 1 or cell.recompute != "none":
         raise Refused(
             "a CUDA graph overwrites its earlier results when a block runs twice in a step; use"
@@ -258,13 +258,13 @@ def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bo
         _admit_cuda_graphs(cell)
     if not workload.block_path:
         raise Refused(
-            f"{workload.name} does not say which modules its blocks are, and they are compiled one"
-            " by one; use a gpt2, llama or bert workload, or compile none"
+            f"{workload.name} does not say which modules are its blocks, which are compiled one by"
+            " one; use a gpt2, llama or bert workload, or compile none"
         )
     if workload.suffixes:
         raise Refused(
             f"blocks of {workload.name} with +{' and +'.join(workload.suffixes)} are not known to"
-            " compile; use the workload without, or compile none"
+            " compile; use the workload without suffixes, or compile none"
         )
     if here and (lacks := missing_compiler()):
         raise Unavailable(lacks)

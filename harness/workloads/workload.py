@@ -30,8 +30,8 @@ hide("torchao")
 OTHER_EXPERTS = Tolerance(
     2e-3,
     1.0,
-    "in half precision rounding sends some tokens to other experts than in fp32, and these experts"
-    " and their router are then trained on others",
+    "in half precision, rounding sends some tokens to other experts than in fp32, so these"
+    " experts and their router are trained on other tokens",
 )
 """Tolerance for routers in half precision: rounding decides between experts with similar scores.
 
@@ -44,8 +44,8 @@ deviates by 0.017 and 0.032, like a dense model (llama-micro: 0.032).
 NEARLY_EQUAL_SCORES = Tolerance(
     1e-5,
     0.02,
-    "the scores of two experts may be equal but for the order of additions, which then decides"
-    " which of them a token is sent to",
+    "two experts' scores may differ only by the order of additions, which then decides where a"
+    " token goes",
 )
 """Tolerance for routers in fp32: the order of additions decides between nearly equal scores.
 
@@ -246,8 +246,8 @@ class Workload:
         """Raises Refused if the blocks cannot be recomputed this way."""
         if not self.block_path:
             raise Refused(
-                f"{self.name} does not say which modules its blocks are, and recomputation is block"
-                " by block; use a gpt2, llama or bert workload, or recompute none"
+                f"{self.name} does not say which modules are its blocks, and recomputation is"
+                " block by block; use a gpt2, llama or bert workload, or recompute none"
             )
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
@@ -311,8 +311,8 @@ class Workload:
         ranks = layout.sequence
         if self.kind != "causal":
             raise Refused(
-                f"the tokens of a sample are split over ranks, and {self.name} has one label for"
-                " all of them; use a causal workload, such as a llama"
+                f"ranks share the tokens of a sample, and {self.name} has one label for all of"
+                " them; use a causal workload, such as a llama"
             )
         if tokens % ranks:
             raise Refused(

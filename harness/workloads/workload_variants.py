@@ -72,25 +72,25 @@ _TOLERANCES = {
     "bf16": Tolerance(
         5e-3,
         0.4,
-        "sums in another order are rounded to bf16's 8 bits, and a small update is lost or not",
+        "sums in another order round differently in bf16's 8 bits, and a small update may be lost",
     ),
     "fp16": Tolerance(
         1e-3,
         0.12,
-        "sums in another order are rounded to fp16's 11 bits, and a small update is lost or not",
+        "sums in another order round differently in fp16's 11 bits, and a small update may be lost",
     ),
     FLOAT8: Tolerance(
         2e-3,
         0.05,
-        "a value at the middle of two float8 numbers, which are 6 % apart, is rounded to either of"
-        " them by the order of the sums before it",
+        "a value halfway between two float8 numbers, which are 6 % apart, rounds to either,"
+        " depending on the order of earlier sums",
     ),
 }
 _FLOAT8_ON_GPU = Tolerance(
     2e-3,
     0.15,
-    "products in float8 come back in bf16, which sends more values to the other one of the two"
-    " float8 numbers that they lie between",
+    "float8 products are returned in bf16, so more values round to the other neighbouring float8"
+    " number",
 )
 _INT8_ON_GPU = Tolerance(
     1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"
@@ -136,23 +136,23 @@ class Variant(Workload):
             )
         if self.storage in QUANTISED and shards_parameters:
             raise Refused(
-                f"{cell.strategy} cuts parameters into shards, and bitsandbytes finds the scales of"
-                f" {self.storage} weights by whole matrices only; use a strategy that keeps them"
-                " whole"
+                f"{cell.strategy} shards individual parameters, but bitsandbytes needs whole"
+                f" matrices to find the scales of {self.storage} weights; use a strategy that"
+                " keeps them whole"
             )
 
     def check_recompute(self, recompute: str) -> None:
         super().check_recompute(recompute)
         if self.adapter == "prefix":
             raise Refused(
-                f"{self.name} hands its prefix to the blocks in a cache, to which a block that runs"
-                f" twice adds twice; use {self.base.name}+lora, or recompute none"
+                f"{self.name} passes its prefix to the blocks in a cache, and a recomputed block"
+                f" would append to it twice; use {self.base.name}+lora, or recompute none"
             )
         if self.partly_frozen and recompute == "selective":
             raise Refused(
-                f"backward does not need the results of the frozen matrices of {self.name}, and"
-                " selective recomputation would keep them: it takes more memory than none; use"
-                " recompute full"
+                f"backward does not need the results of {self.name}'s frozen matrices, which"
+                " selective recomputation would keep, using more memory than none; use recompute"
+                " full"
             )
 
     def check_split(self, layout: Layout) -> None:
@@ -300,13 +300,13 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
     of_gpt2 = base.family is not None and base.family.name == "gpt2"  # Conv1D, not Linear
     if storage == FLOAT8 and (of_gpt2 or adapter or base.experts):
         raise UsageError(
-            f"workload {name!r}: float8 is of models whose matrices are trained linear layers; use"
-            " a llama or bert workload, without an adapter"
+            f"workload {name!r}: float8 needs matrices in trained linear layers; use a llama or"
+            " bert workload, without an adapter"
         )
     if base.experts and (adapter or storage in QUANTISED):
         raise UsageError(
-            f"workload {name!r}: the matrices of experts are one parameter of three dimensions,"
-            f" which +{adapter or storage} does not reach; use a gpt2 or llama workload"
+            f"workload {name!r}: experts' matrices form one three-dimensional parameter, which"
+            f" +{adapter or storage} does not support; use a gpt2 or llama workload"
         )
     if storage in QUANTISED and not adapter:
         raise UsageError(
@@ -315,8 +315,7 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
         )
     if adapter == "ia3" and not base.block_path:
         raise UsageError(
-            f"workload {name!r}: which matrices IA3 scales is known for gpt2 and llama models only;"
-            " use +lora"
+            f"workload {name!r}: IA3 is supported for gpt2 and llama models only; use +lora"
         )
 
 

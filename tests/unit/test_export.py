@@ -206,7 +206,7 @@ def test_what_is_not_here_is_a_note() -> None:
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_files({"run.sh": "#!/bin/sh\n", "a": "b"}, tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder" / "run.sh").stat().st_mode & 0o100
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="not empty"):
         write_files({"a": "c"}, tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder" / "a").read_text() == "b"
     with pytest.raises(OSError, match="nowhere"):

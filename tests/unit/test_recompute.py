@@ -234,9 +234,9 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
     ("axes", "reason"),
     [
         ({"strategy": "single", "devices": 1, "workload": "resnet-micro"}, "block by block"),
-        ({"strategy": "ddp", "workload": "llama-nano+prefix"}, "adds twice"),
+        ({"strategy": "ddp", "workload": "llama-nano+prefix"}, r"\+lora"),
         ({"strategy": "ddp", "workload": "llama-nano+lora"}, "frozen matrices"),
-        ({"strategy": "fairscale_oss"}, "whole blocks again"),
+        ({"strategy": "fairscale_oss"}, "recompute full"),
         ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
         ({"strategy": "deepspeed", "options": {"stage": 3}}, "gathers parameters within a block"),
         (

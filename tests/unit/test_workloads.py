@@ -370,7 +370,7 @@ def test_a_path_may_have_a_plus_sign(tmp_path: Path) -> None:
         ({"strategy": "tensor", "devices": 2, "workload": "llama-nano+lora"}, "use llama-nano"),
         (
             {"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+nf4+lora"},
-            "cuts parameters into shards",
+            "bitsandbytes",
         ),
         (
             {
@@ -470,7 +470,7 @@ def test_flops_of_experts_by_hand(name: str) -> None:
 
 
 def test_experts_have_no_adapters() -> None:
-    with pytest.raises(UsageError, match=r"one parameter of three dimensions, which \+lora"):
+    with pytest.raises(UsageError, match=r"experts.*\+lora"):
         make_workload("mixtral-nano+lora")
 
 
