@@ -41,17 +41,18 @@ test-torch:
 ## make test-cluster   the tests that need a real SLURM, on virtual nodes of this machine
 test-cluster: need-tests
 	$(PY) -m pytest -rs tests/cluster $(ARGS)
-## make lint    ruff, strict mypy, the direction of imports, and the prose of the documents
+## make lint    ruff, strict mypy, the direction of imports, the prose, and the sizes of modules and functions
 lint: need
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m scripts.prose
+	$(PY) -m scripts.sizes
 ## make bench   the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
-	$(PY) -m bench validate --here --results results/reference
+	$(PY) -m bench validate --results results/reference
 	if [ -n "$$BENCH_PLANNER_DATA" ]; then $(PY) -m bench validate; fi
 ## make campaign   injects FAULTS faults by SEED; ROUNDS rounds of two writers and a reader; FUZZ random inputs for each parser
 campaign: need

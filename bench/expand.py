@@ -47,18 +47,17 @@ def expand(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     changes: Axes | None = None,
-    only_option: str = "--only",
 ) -> Expanded:
     """Returns a matrix's cells on a host.
 
-    `only`, `skip`: strategies or patterns, see bench/select.py. `only_option`: the option behind
-    `only`, for errors. Raises UsageError for an unknown axis, value or pattern.
+    `only`, `skip`: strategies or patterns, see bench/select.py. Raises UsageError for an unknown
+    axis, value or pattern.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
     once = checked.keys() - timed.keys()
     cells_of_host = [*timed.values(), *(checked[cell] for cell in checked if cell in once)]
-    chosen = keep(cells_of_host, only, skip, only_option)
+    chosen = keep(cells_of_host, only, skip)
     cells, left_out = [], []
     for cell in chosen:
         try:

@@ -97,8 +97,8 @@ def admit_here(cell: Cell, host: Host) -> None:
             raise Unavailable(reason)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(
-            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit --nodes"
-            f" {cell.nodes} asks for them"
+            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench slurm submit"
+            f" --nodes {cell.nodes} asks for them"
         )
     prepare_data(cell.data, workload, cell.sequence_length)
 

@@ -144,12 +144,10 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
     raise no_such_cell(word, f"run {run_id}" if run_id else repr(str(store.folder)), looked_at)
 
 
-def keep(
-    cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str], only_option: str = "--only"
-) -> list[Cell]:
+def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
     """Returns cells that match `only` (if any) and not `skip`. Raises UsageError for a pattern
     without match, or if no cell is left."""
-    for option, patterns in ((only_option, only), ("--skip", skip)):
+    for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
                 raise UsageError(
@@ -159,7 +157,7 @@ def keep(
     kept = [cell for cell in cells if not only or any(matches(cell, word) for word in only)]
     kept = [cell for cell in kept if not any(matches(cell, word) for word in skip)]
     if not kept:
-        options = f"{only_option} and --skip leave" if only else "--skip leaves"
+        options = "--only and --skip leave" if only else "--skip leaves"
         raise UsageError(f"{options} no cell of the matrix")
     return kept
 

@@ -48,7 +48,7 @@ class Command:
 
 
 COMMANDS = (
-    Command(("status",), 1.0),
+    Command(("slurm", "status"), 1.0),
     Command(("run", "--resume", "--no-report"), 3.0),
     Command(("report", "--out", "{out}/report.html"), 5.0),
 )

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Functions of all jobs. Reads BENCH_* variables, which `python -m bench submit` sets from the site file; each has a default.
+# Functions of all jobs. Reads BENCH_* variables, which `python -m bench slurm submit` sets from the site file; each has a default.
 
 BENCH_MATRIX=${BENCH_MATRIX:-smoke}
 BENCH_RESULTS=${BENCH_RESULTS:-results}
@@ -29,7 +29,7 @@ BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
 
 # Keeps the agent of one node running: starts it again where it, its job step or its node was lost, until the run has ended or the agent
 # ends with exit code 0 (the coordinator has said that all is done) or 2 (it cannot work). The coordinator is the process `bench run`.
-keep_agent() { # MEETING NUMBER NAME
+keep_agent() { # RENDEZVOUS NUMBER NAME
   local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
   options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
   trap '[ -z "$step" ] || kill "$step" 2>/dev/null; exit 1' TERM
@@ -44,7 +44,7 @@ keep_agent() { # MEETING NUMBER NAME
 }
 
 # Starts keep_agent for each node for which it does not run.
-start_agents() { # MEETING
+start_agents() { # RENDEZVOUS
   local name number=0
   for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     if ! kill -0 "${agents[number]:-0x}" 2>/dev/null; then
@@ -56,7 +56,7 @@ start_agents() { # MEETING
 }
 
 # Waits up to 5 seconds for the agents to end, as most do by themselves, and kills the others.
-end_agents() { # MEETING
+end_agents() { # RENDEZVOUS
   local one tries=50
   touch "$1.over"
   for one in "${agents[@]}"; do
@@ -106,7 +106,7 @@ say_without_gpus() {
 # return where SLURM has warned that the time limit is near: the job is then requeued.
 run_matrix() {
   local options=(--matrix "$BENCH_MATRIX" --run "$BENCH_RUN" --results "$BENCH_RESULTS" --with-parent "${more_options[@]}" "$@") code tries=0
-  local meeting=''
+  local rendezvous=''
   warned='' ended='' agents=() coordinator=''
   say_without_gpus
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
@@ -116,12 +116,12 @@ run_matrix() {
   trap 'warned=yes; [ -z "$coordinator" ] || kill -TERM "$coordinator" 2>/dev/null' USR1
   trap 'ended=yes' TERM # SLURM sends TERM to the coordinator too; the job ends with this shell, which therefore waits for the coordinator
   if [ "$BENCH_NODES" -gt 1 ]; then
-    meeting=$BENCH_WORK/meeting-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-    options+=(--nodes "$BENCH_NODES" --meeting "$meeting")
+    rendezvous=$BENCH_WORK/rendezvous-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+    options+=(--nodes "$BENCH_NODES" --rendezvous "$rendezvous")
     [ -z "${BENCH_INTERFACE:-}" ] || options+=(--interface "$BENCH_INTERFACE")
   fi
   while :; do
-    [ -z "$meeting" ] || start_agents "$meeting"
+    [ -z "$rendezvous" ] || start_agents "$rendezvous"
     "${python[@]}" -m bench run "${options[@]}" &
     coordinator=$!
     wait_for "$coordinator"
@@ -132,9 +132,9 @@ run_matrix() {
     tries=$((tries + 1))
     [ $tries -lt 5 ] || break
     say "the coordinator ended with exit code $code; it is started again and continues"
-    [ $tries -gt 1 ] || options+=(--patience 30) # seconds: most agents are connected already, and a lost node is not waited for again
+    [ $tries -gt 1 ] || options+=(--timeout 30) # seconds: most agents are connected already, and a lost node is not waited for again
   done
-  [ -z "$meeting" ] || end_agents "$meeting"
+  [ -z "$rendezvous" ] || end_agents "$rendezvous"
   trap - USR1 TERM
   case $code in 130 | 143) [ -z "$warned" ] || requeue ;; esac
   return "$code"

@@ -10,32 +10,53 @@ from importlib import import_module
 
 import typer
 
-from bench.cli.remedies import refusal
 from harness.host.imports import collect_seldom
-from harness.spec.errors import DamagedFileWarning, UsageError
+from harness.spec.errors import (
+    DamagedFileWarning,
+    DamagedRun,
+    NoRuns,
+    NothingToResume,
+    NotRecorded,
+    NotWritable,
+    UsageError,
+)
 
 COMMANDS = {
-    "run": "run:run",
-    "list": "list_cmd:listing",
-    "doctor": "doctor:doctor",
-    "report": "report:report",
-    "show": "show:show",
-    "maxsize": "maxsize:maxsize",
-    "plan": "plan:plan",
-    "validate": "validate:validate",
-    "calibrate": "validate:calibrate",
-    "whatif": "whatif:whatif",
-    "export": "export:export",
-    "publish": "publish:publish",
-    "check": "check:check",
-    "profile": "profile:profile",
-    "rehearse": "rehearse:rehearse",
-    "compare": "compare:compare",
-    "history": "history:history",
-    "submit": "submit:submit",
-    "status": "status:status",
+    "Measure and compare": {
+        "run": "run:run",
+        "report": "report:report",
+        "show": "show:show",
+        "compare": "compare:compare",
+        "profile": "profile:profile",
+        "maxsize": "maxsize:maxsize",
+    },
+    "Look up": {"list": "list_cmd:listing", "doctor": "doctor:doctor"},
+    "Predict": {
+        "plan": "plan:plan",
+        "predict": "predict:predict",
+        "whatif": "whatif:whatif",
+        "rehearse": "rehearse:rehearse",
+        "validate": "validate:validate",
+    },
+    "Use elsewhere": {
+        "export": "export:export",
+        "publish": "publish:publish",
+        "slurm submit": "slurm:submit",
+        "slurm status": "slurm:status",
+    },
 }
-"""Module and function of each command, in the order of the help."""
+"""Module and function of each command, in the order of the help, by panel."""
+
+REMEDIES: dict[type[UsageError], str] = {
+    DamagedRun: "see what is with: python -m bench doctor --results RESULTS",
+    NoRuns: "make one with: python -m bench run --matrix smoke",
+    NothingToResume: "leave --resume out to start one",
+    NotRecorded: (
+        "earlier results are kept: fix this, then continue with python -m bench run --resume"
+    ),
+    NotWritable: "choose another with --results DIR",
+}
+"""What to do about a mistake, in terms of the command line."""
 
 app = typer.Typer(
     name="bench",
@@ -49,9 +70,40 @@ app = typer.Typer(
         " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
     ),
 )
-for command, place in COMMANDS.items():
-    module, _, function = place.partition(":")
-    app.command(command)(getattr(import_module(f"bench.cli.{module}"), function))
+slurm_app = typer.Typer(
+    no_args_is_help=True, help="Submit a matrix to a SLURM cluster, and follow it."
+)
+
+
+def _register() -> None:
+    for panel, commands in COMMANDS.items():
+        for command, place in commands.items():
+            module, _, function = place.partition(":")
+            group, _, name = command.rpartition(" ")
+            panel_of_command = None if group else panel
+            (slurm_app if group else app).command(name, rich_help_panel=panel_of_command)(
+                getattr(import_module(f"bench.cli.{module}"), function)
+            )
+    app.add_typer(slurm_app, name="slurm", rich_help_panel=[*COMMANDS][-1])
+
+
+_register()
+
+
+def refusal(error: Exception) -> str:
+    """Returns the message for a user's mistake or a file that the system refuses; empty for the
+    suite's own errors."""
+    if isinstance(error, UsageError):
+        return with_remedy(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)!r} cannot be used: {error.strerror}"
+    return ""
+
+
+def with_remedy(error: UsageError) -> str:
+    """Returns an error's sentence, with the option that helps if there is one."""
+    remedy = REMEDIES.get(type(error))
+    return f"{error}; {remedy}" if remedy else str(error)
 
 
 def _show_warning(

@@ -1,61 +1,80 @@
-"""bench compare: differences between two runs, or between two cells of a run."""
+"""bench compare: differences between two runs or two cells, or a cell's history over all runs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import ResultsRead
+from bench.cli.options import Json, OutFile, Results
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.analysis.history import Series
     from harness.analysis.run_comparison import RunComparison
+    from harness.analysis.selection import MeasuredCell
+
+WIDTH = 28
+"""Most runs in a line of a cell's history."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+Sides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[A] [B]",
+        help=(
+            "Runs (id, its first letters, latest, latest~1) or results folders, of which each"
+            " cell's newest run counts. With --history: one strategy, cell id or pattern."
+        ),
+    ),
+]
+Baseline: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME."),
+]
+CellPair: TypeAlias = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--cells", help="Two cells of one run, as labels or patterns: compare them round by round."
+    ),
+]
+ShowHistory: TypeAlias = Annotated[
+    bool, typer.Option("--history", help="Show a cell, or all cells, over all runs.")
+]
+Figure: TypeAlias = Annotated[
+    Literal["throughput", "memory"], typer.Option("--figure", help="With --history: what to show.")
+]
+FailOn: TypeAlias = Annotated[
+    Literal["regression"] | None,
+    typer.Option(
+        "--fail-on",
+        help="Exit code 1 if a cell is slower, missing, newly failing or needs more memory.",
+    ),
+]
+Format: TypeAlias = Annotated[
+    Literal["table", "md", "json", "html"] | None,
+    typer.Option("--format", help="By default as --out ends, else table."),
+]
 
 
 def compare(
-    sides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[A] [B]",
-            help=(
-                "Runs (id, its first letters, latest, latest~1) or results folders, of which each"
-                " cell's newest run counts."
-            ),
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME."),
-    ] = None,
-    cells: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            "--cells",
-            help="Two cells of one run, as labels or patterns: compares them round by round.",
-        ),
-    ] = None,
-    results: ResultsRead = Path("results"),
-    fail_on: Annotated[
-        Literal["regression"] | None,
-        typer.Option(
-            "--fail-on",
-            help="Exit code 1 where a cell is slower, missing, newly failing or needs more memory.",
-        ),
-    ] = None,
-    format_name: Annotated[
-        Literal["table", "md", "json", "html"] | None,
-        typer.Option("--format", help="By default as --out ends, else table."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File to write instead of the terminal.")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: the same as --format json.")
-    ] = False,
+    sides: Sides = None,
+    baseline: Baseline = None,
+    cells: CellPair = None,
+    history: ShowHistory = False,
+    figure: Figure = "throughput",
+    results: Results = Path("results"),
+    fail_on: FailOn = None,
+    format_name: Format = None,
+    out: OutFile = None,
+    json_output: Json = False,
 ) -> None:
-    """Compares B with A, cell by cell, on equal hardware; or with --cells two cells of one run.
+    """Compare two runs, two cells of a run, or a cell over all runs.
+
+    Cells are compared on equal hardware. B defaults to the newest run if --baseline is given.
 
     Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
     """
@@ -63,16 +82,21 @@ def compare(
     from harness.analysis.compare import compare_sides
     from harness.spec.errors import UsageError
 
+    words = sides or []
+    if history:
+        if baseline or cells or fail_on or format_name or out or len(words) > 1:
+            raise UsageError(
+                "--history takes at most one cell or pattern, and of the other options only"
+                " --figure, --results and --json"
+            )
+        _show_history(results, words[0] if words else None, figure, json_output)
+        return
     comparison = (
-        _within(sides or [], baseline, cells, results)
+        _within(words, baseline, cells, results)
         if cells
-        else compare_sides(*find_sides(sides or [], baseline, results))
+        else compare_sides(*find_sides(words, baseline, results))
     )
-    chosen = "json" if json_output else format_name or _by_suffix(out)
-    if chosen == "table":
-        _table(comparison, out)
-    else:
-        _give(_text(comparison, chosen), out)
+    _write(comparison, "json" if json_output else format_name or _by_suffix(out), out)
     if out is not None and not json_output:
         print(out)
     if fail_on and not comparison.comparisons and not comparison.regressions:
@@ -82,6 +106,13 @@ def compare(
         )
     if fail_on and comparison.regressions:
         raise typer.Exit(1)
+
+
+def _write(comparison: RunComparison, format_name: str, out: Path | None) -> None:
+    if format_name == "table":
+        _table(comparison, out)
+    else:
+        _give(_text(comparison, format_name), out)
 
 
 def _within(
@@ -196,4 +227,141 @@ def _colour(regression: bool, kind: str) -> str:
         else "yellow"
         if kind == "not compared"
         else ""
+    )
+
+
+def _show_history(
+    results: Path, pattern: str | None, figure: Literal["throughput", "memory"], json_output: bool
+) -> None:
+    """Prints one line per run of a single cell, else one line per cell."""
+    from bench.cli import terminal
+    from harness.analysis.change_points import MIN_RUNS
+    from harness.analysis.history import histories, method
+
+    all_series = histories(_measured(results, pattern), figure)
+    if json_output:
+        document = {
+            "figure": figure,
+            "method": method(figure),
+            "cells": [series.as_json() for series in all_series],
+        }
+        print(json.dumps(document))
+        return
+    out = terminal.console()
+    if pattern is not None and len(all_series) == 1:
+        _runs(out, all_series[0])
+    else:
+        _cells(out, all_series)
+    if not all_series:
+        out.print(f"no verified trial has a {figure}")
+    elif max(len(series.points) for series in all_series) < 2 * MIN_RUNS:
+        out.print(f"changes are detected from {2 * MIN_RUNS} runs of a cell")
+    for name, explanation in method(figure).items():
+        out.print(f"{name}: {explanation}")
+
+
+def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
+    from bench.select import matching, no_such_cell
+    from harness.analysis.selection import measured
+    from harness.record.store import Store
+
+    known = measured(Store(results).load(steps=False))
+    if pattern is None:
+        return known
+    meant = matching(known, pattern)
+    if not meant:
+        raise no_such_cell(pattern, repr(str(results)), known)
+    return meant
+
+
+def _value_text(series: Series, value: float) -> str:
+    return f"{value:.1f} samples/s" if series.figure == "throughput" else f"{value / 2**20:.1f} MiB"
+
+
+def _mark(series: Series, change: float) -> str:
+    words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
+    return f"{'▲' if change > 0 else '▼'} {abs(change) * 100:.1f} % {words[change < 0]}"
+
+
+def _runs(out: Console, series: Series) -> None:
+    """Prints one line per run; the bar spans the smallest to the largest value."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    values = [point.value.value for point in series.points]
+    low, high = min(values), max(values)
+    out.print(
+        f"{escape(series.cell_name)}: {series.figure} from {_value_text(series, low)} to"
+        f" {_value_text(series, high)}"
+    )
+    table = Table()
+    for column, justify in (
+        ("date", "left"),
+        ("run", "left"),
+        (series.figure, "right"),
+        ("95 %", "right"),
+        ("trials", "right"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("smallest to largest", no_wrap=True)
+    table.add_column("change from here on")
+    for point in series.points:
+        half = point.value.half_width
+        place = round((WIDTH - 1) * (point.value.value - low) / (high - low)) if high > low else 0
+        table.add_row(
+            f"{point.started_at:%Y-%m-%d %H:%M}",
+            point.run_id,
+            _value_text(series, point.value.value),
+            "1 trial" if half is None else f"± {_value_text(series, half).split()[0]}",
+            str(point.value.trials),
+            "·" * place + "█",
+            "" if point.change is None else _mark(series, point.change),
+        )
+    out.print(table)
+    if series.elsewhere:
+        out.print(f"left out: {series.elsewhere} runs on other hardware")
+    if series.failed:
+        out.print(f"left out: {series.failed} runs in which it failed or was not verified")
+
+
+def _cells(out: Console, all_series: list[Series]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column, justify in (
+        ("cell", "left"),
+        ("runs", "right"),
+        ("newest", "right"),
+        ("over the runs", "left"),
+        ("last change", "left"),
+    ):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for series in all_series:
+        last = series.last_change
+        since = ""
+        if last is not None and last.change is not None:
+            since = f"{_mark(series, last.change)} since {last.started_at:%Y-%m-%d} {last.run_id}"
+        values = [point.value.value for point in series.points]
+        table.add_row(
+            escape(series.cell_name),
+            str(len(values)),
+            _value_text(series, values[-1]),
+            sparkline(values[-WIDTH:]),
+            since,
+        )
+    if all_series:
+        out.print(table)
+
+
+def sparkline(values: list[float]) -> str:
+    """Returns one block character per value, scaled to their range."""
+    low, high = min(values), max(values)
+    return "".join(
+        (
+            _BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))]
+            if high > low
+            else _BLOCKS[3]
+        )
+        for value in values
     )

@@ -1,104 +1,146 @@
-"""bench doctor: what this host has, and what each strategy lacks here."""
+"""bench doctor: what this host has, what skews its results, and whether stored files are intact."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.gpu_check import CheckDevice, CheckOptions
-from bench.cli.options import JsonObject
+from bench.cli.options import Json, OutFolder, Resume
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bench.checks.trouble import Trouble
+    from bench.checks import Trouble
     from harness.measure.comm_benchmark import LinkFit
+
+MeasureLinks: TypeAlias = Annotated[
+    bool,
+    typer.Option("--links", help="Measure latency and bandwidth of messages between two ranks."),
+]
+CheckedResults: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--results", help="Verify the checksum of every file in this results folder."),
+]
+Repair: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--repair",
+        help="With --results: move damaged files to its folder quarantine; a resumed run repeats"
+        " their trials.",
+    ),
+]
+GpuCheck: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--gpu-check", help="Check the suite on this host's GPUs in a few minutes (docs/gpu.md)."
+    ),
+]
+Minutes: TypeAlias = Annotated[
+    float, typer.Option("--minutes", min=0, help="With --gpu-check: minutes for this call.")
+]
+Again: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--again", help="With --resume: repeat this step of the GPU check; may be repeated."
+    ),
+]
+CheckDevice = Literal["cuda", "cpu"]
+CheckedDevice: TypeAlias = Annotated[
+    CheckDevice,
+    typer.Option("--device", help="With --gpu-check: cpu rehearses it without a GPU."),
+]
+Steps: TypeAlias = Annotated[
+    Path | None, typer.Option("--steps", hidden=True, help="Another plan of the GPU check.")
+]
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of a GPU check."""
+
+    out: Path
+    resume: bool = False
+    budget_seconds: float = 600.0
+    device: CheckDevice = "cuda"
+    again: tuple[str, ...] = ()
+    """Names of settled steps to repeat."""
+    plan: Path | None = None
+    """Plan to run; None: the suite's."""
 
 
 def doctor(
-    links: Annotated[
-        bool,
-        typer.Option(
-            "--links", help="Measure latency and bandwidth of messages between two ranks."
-        ),
-    ] = False,
-    gpu_check: Annotated[
-        bool,
-        typer.Option(
-            "--gpu-check",
-            help="Check the suite on this host's GPUs in a few minutes (see docs/gpu.md).",
-        ),
-    ] = False,
-    out_folder: Annotated[
-        Path,
-        typer.Option("--out", help="With --gpu-check: folder to write to."),
-    ] = Path("gpu-check"),
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="With --gpu-check: go on with the check in that folder."),
-    ] = False,
-    budget_minutes: Annotated[
-        float,
-        typer.Option("--minutes", min=0, help="With --gpu-check: minutes for this call."),
-    ] = 10.0,
-    again: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--again", help="With --resume: repeat this step of the check; may be repeated."
-        ),
-    ] = None,
-    device: Annotated[
-        CheckDevice,
-        typer.Option("--device", help="With --gpu-check: cpu rehearses it without a GPU."),
-    ] = "cuda",
-    steps: Annotated[
-        Path | None, typer.Option("--steps", hidden=True, help="Another plan of the check.")
-    ] = None,
-    json_output: JsonObject = False,
+    links: MeasureLinks = False,
+    results: CheckedResults = None,
+    repair: Repair = False,
+    gpu_check: GpuCheck = False,
+    out: OutFolder = None,
+    resume: Resume = False,
+    minutes: Minutes = 10.0,
+    again: Again = None,
+    device: CheckedDevice = "cuda",
+    steps: Steps = None,
+    json_output: Json = False,
 ) -> None:
-    """Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
-    skew results.
+    """Check this host, its GPUs or a results folder.
 
-    Example: [bold]python -m bench doctor --links[/bold]
+    Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
+    skew results. With --results the exit code is 1 if damaged files remain, or files of a newer
+    version of the suite.
+
+    Example: [bold]python -m bench doctor --results results --repair[/bold]
     """
-    if gpu_check:
-        from bench.cli.gpu_check import gpu_check as check
+    from harness.spec.errors import UsageError
 
-        check(
-            CheckOptions(out_folder, resume, 60 * budget_minutes, device, tuple(again or ()), steps)
-        )
-        return
+    if repair and results is None:
+        raise UsageError("--repair needs --results FOLDER")
+    if results is not None:
+        raise typer.Exit(_check_results(results, repair, json_output))
+    if gpu_check:
+        folder, budget = out or Path("gpu-check"), 60 * minutes
+        check_gpu(CheckOptions(folder, resume, budget, device, tuple(again or ()), steps))
+    else:
+        _check_host(links, json_output)
+
+
+def _check_host(links: bool, json_output: bool) -> None:
+    """Prints what this host has; exit code 1 if links could not be measured."""
+    from bench.checks import troubles
     from bench.cli import terminal
+    from harness.measure.comm_benchmark import METHOD
 
     out = terminal.console(quiet=json_output)
     terminal.say_unused_gpus(out)
-    parts: dict[str, dict[str, str]] = {
+    parts = {
         "devices": _devices(),
         "libraries": _libraries(),
         "compiled_ops": _compiled_ops(),
         "links": _links(),
         "strategies": _strategies(),
     }
-    from bench.checks import troubles
-    from harness.measure.comm_benchmark import METHOD
-
-    troubled = troubles()
+    found = troubles()
     measured, failed = _measured_links() if links else ([], {})
     if json_output:
-        shown: dict[str, object] = {**parts}
+        document: dict[str, object] = {**parts}
         if links:
-            shown["measured_links"] = [link.as_json() for link in measured]
-            shown |= {"links_method": METHOD, "links_failed": failed}
-        shown["troubles"] = [dataclasses.asdict(trouble) for trouble in troubled]
-        print(json.dumps(shown, indent=2))
-        if failed:
-            raise typer.Exit(1)
-        return
+            document["measured_links"] = [link.as_json() for link in measured]
+            document |= {"links_method": METHOD, "links_failed": failed}
+        document["troubles"] = [dataclasses.asdict(trouble) for trouble in found]
+        print(json.dumps(document, indent=2))
+    else:
+        _show_parts(out, parts)
+        show_troubles(out, found)
+        _show_links(out, measured, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show_parts(out: Console, parts: dict[str, dict[str, str]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -107,13 +149,47 @@ def doctor(
         for name, text in rows.items():
             table.add_row(escape(name), escape(text))
         out.print(table)
-    show_troubles(out, troubled)
-    for backend in dict.fromkeys(link.backend for link in measured):
-        _show_links(out, backend, [link for link in measured if link.backend == backend])
-    for backend, reason in failed.items():
-        out.print(f"[red]links over {backend} could not be measured[/red]: {escape(reason)}")
-    if failed:
-        raise typer.Exit(1)
+
+
+def _check_results(results: Path, repair: bool, json_output: bool) -> int:
+    """Prints the files of a results folder that are not intact; returns the exit code."""
+    from rich.markup import escape
+
+    from bench.cli import terminal
+    from harness.record.check import check_folder, quarantine
+    from harness.record.store import Store
+    from harness.spec.errors import UsageError
+
+    if not results.is_dir():
+        raise UsageError(f"there is no results folder {str(results)!r}")
+    store, console = Store(results), terminal.console(quiet=json_output)
+    checked = check_folder(store)
+    moved = {
+        problem.file: quarantine(store, problem)
+        for problem in checked.problems
+        if repair and problem.damaged
+    }
+    for problem in checked.problems:
+        where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
+        console.print(escape(f"{problem.file}: {problem.what}{where}"), highlight=False)
+    remaining = len(checked.problems) - len(moved)
+    console.print(
+        f"{checked.files} files read, {len(checked.problems)} of them with a problem"
+        + (f", {len(moved)} moved" if moved else ""),
+        highlight=False,
+    )
+    if json_output:
+        rows = [
+            {
+                "file": str(problem.file),
+                "problem": problem.what,
+                "damaged": problem.damaged,
+                "moved_to": str(moved[problem.file]) if problem.file in moved else None,
+            }
+            for problem in checked.problems
+        ]
+        print(json.dumps({"files": checked.files, "problems": rows}))
+    return 1 if remaining else 0
 
 
 def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
@@ -148,7 +224,16 @@ def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
     return fits, failed
 
 
-def _show_links(out: Console, backend: str, links: list[LinkFit]) -> None:
+def _show_links(out: Console, measured: Sequence[LinkFit], failed: dict[str, str]) -> None:
+    from rich.markup import escape
+
+    for backend in dict.fromkeys(link.backend for link in measured):
+        _show_backend(out, backend, [link for link in measured if link.backend == backend])
+    for backend, reason in failed.items():
+        out.print(f"[red]links over {backend} could not be measured[/red]: {escape(reason)}")
+
+
+def _show_backend(out: Console, backend: str, links: Sequence[LinkFit]) -> None:
     from rich.table import Table
 
     from harness.measure.comm_benchmark import METHOD
@@ -288,3 +373,59 @@ def _strategies() -> dict[str, str]:
                 break
         rows[name] = state
     return rows
+
+
+def check_gpu(options: CheckOptions) -> None:
+    """Runs the steps and prints what each showed.
+
+    Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
+    a GPU.
+    """
+    from rich.markup import escape
+
+    from bench.cli import terminal
+    from bench.gpu_check.driver import Driver, Timing
+    from bench.gpu_check.out_folder import Folders
+    from bench.gpu_check.plan import HOME, read_plan
+    from bench.gpu_check.report import NO_TIME
+    from harness.host.environment import device_type, unused_gpus
+    from harness.spec.errors import UsageError
+
+    plan = read_plan(options.plan or HOME)
+    names = [step.name for _, step in plan.steps()]
+    if unknown := [name for name in options.again if name not in names]:
+        raise UsageError(f"--again {unknown[0]!r} is no step; the steps are: {', '.join(names)}")
+    if options.device == "cuda" and device_type() != "cuda":
+        raise UsageError(
+            f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}; --device cpu"
+            " rehearses the check without one"
+        )
+    folders = Folders.prepare(options.out)
+    out = terminal.console()
+    with folders.locked():
+        start = folders.resume if options.resume else folders.start
+        report = start(options.device)
+        if report.stand_in:
+            out.print(f"rehearsal: {report.stand_in}, so nothing is shown about GPUs")
+        driver = Driver(
+            plan,
+            report,
+            folders,
+            Timing(options.budget_seconds),
+            lambda text: out.print(escape(text)),
+            options.again,
+        )
+        driver.run()
+    colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
+    outcomes = driver.report.outcomes
+    for outcome in (outcome for outcome in outcomes if outcome.reason != NO_TIME):
+        colour = colours[outcome.verdict]
+        out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
+        out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
+    if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
+        out.print(f"no time was left for: {', '.join(waiting)}")
+    out.print(f"everything is in {escape(str(folders.out))}; --resume goes on with it")
+    if driver.stopped:
+        raise typer.Exit(130)
+    if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):
+        raise typer.Exit(1)

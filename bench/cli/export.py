@@ -5,44 +5,30 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import MatrixOfCell, ResultsWithCell
+from bench.cli.options import Cell, CellMatrix, Json, OutFolder, Results, Settings
+
+Target: TypeAlias = Annotated[
+    str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
+]
 
 
 def export(
-    which: Annotated[
-        str,
-        typer.Argument(
-            metavar="CELL", help="A strategy, a pattern over labels or names, or the id of a cell."
-        ),
-    ],
-    to: Annotated[
-        str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
-    ],
-    matrix: MatrixOfCell = "full",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="axis=value for the matrix's cells, such as devices=4; may be repeated."
-        ),
-    ] = None,
-    results: ResultsWithCell = Path("results"),
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="New folder to write to; by default one in exports/."),
-    ] = None,
-    json_output: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="For machines: all files in one object; written only with --out."
-        ),
-    ] = False,
+    which: Cell,
+    to: Target,
+    matrix: CellMatrix = "full",
+    settings: Settings = None,
+    results: Results = Path("results"),
+    out: OutFolder = None,
+    json_output: Json = False,
 ) -> None:
-    """Writes a script, config files and a command line that run a cell's strategy without the
-    suite.
+    """Write a cell as scripts that run without the suite.
+
+    Writes a script, config files and a command line. CELL may be recorded in the results folder.
+    With --json files are written only if --out is given.
 
     Example: [bold]python -m bench export fsdp2 --to slurm --set devices=4[/bold]
     """
@@ -55,30 +41,28 @@ def export(
     cells = find_cells(cells_of(matrix, settings or []), which, matrix, Store(results))
     cell = plainest(cells)
     files, note = export_files(cell, to)
-    folder = out or (
-        None
-        if json_output
-        else Path("exports") / slug(f"{cell.label} {cell.workload} x{cell.devices} {to}")
-    )
+    folder = out
+    if folder is None and not json_output:
+        folder = Path("exports") / slug(f"{cell.label} {cell.workload} x{cell.devices} {to}")
     if folder:
         write_files(files, folder)
     if json_output:
-        shown = {
+        document = {
             "cell_id": cell.id,
             "cell_name": cell.name,
             "to": to,
             "folder": folder and str(folder),
             "note": note or None,
+            "others": [other.id for other in cells if other.id != cell.id],
+            "files": files,
         }
-        print(
-            json.dumps(shown | {"others": [c.id for c in cells if c.id != cell.id], "files": files})
-        )
+        print(json.dumps(document))
         return
     print(f"{cell.name} for {target}")
     if len(cells) > 1:
         print(
-            f"  the plainest of {len(cells)} cells that {which!r} means; name another by its label,"
-            " name or id"
+            f"  the plainest of {len(cells)} cells that {which!r} matches; name another by its"
+            " label, name or id"
         )
     if note:
         print(f"  not runnable here: {note}")

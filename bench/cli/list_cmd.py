@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from bench.cli.options import Json
+
 
 @dataclass(frozen=True)
 class StrategyEntry:
@@ -45,11 +47,9 @@ def listing(
     what: Annotated[
         Literal["strategies", "workloads", "matrices"], typer.Argument(help="What to list.")
     ],
-    json_output: Annotated[
-        bool, typer.Option("--json", help="For machines: one JSON list.")
-    ] = False,
+    json_output: Json = False,
 ) -> None:
-    """Lists strategies with their options, workloads, or matrices.
+    """List strategies with their options, workloads, or matrices.
 
     Example: [bold]python -m bench list strategies[/bold]
     """

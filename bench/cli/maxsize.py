@@ -8,19 +8,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import JsonAtEnd, ResultsAddedTo
+from bench.cli.options import Json, Only, Results, Resume, Settings, WriteReport
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from bench.host import Host
     from bench.matrix import Axes, Matrix
+    from harness.analysis.maxsize import MaxsizeResult
     from harness.record.plan import Plan
+    from harness.record.store import Store
     from harness.record.trial import TrialRecord
+    from harness.run.runner import Runner
     from harness.spec.cell import Cell
 
 HOME = Path(__file__).parents[1]
@@ -31,75 +35,58 @@ BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
 LONG_TOKENS = 4096
 """Tokens whose activations about fill the budget, at the default width."""
 
+Grow: TypeAlias = Annotated[
+    Literal["model", "sequence"] | None,
+    typer.Option("--grow", help="What grows: the model (the default), or its sequences."),
+]
+Budget: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Memory of a rank: on a CPU beyond its imports, on a GPU in total. By default 1GiB,"
+        " for sequences 256MiB.",
+    ),
+]
+Ranks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        min=1,
+        help="Devices of strategies that use several; by default 2 on a CPU, else up to 8 GPUs.",
+    ),
+]
+Hidden: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--hidden", min=64, help="Hidden size of the models; by default one that fits the budget."
+    ),
+]
+SearchedCells: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--cells", help="YAML file with the strategies, and the order that theory predicts."
+    ),
+]
+
 
 def maxsize(
-    grow: Annotated[
-        Literal["model", "sequence"] | None,
-        typer.Option(
-            "--grow", help="What is made larger: the model (by default), or its sequences."
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            help="Memory of a rank beyond its imports, on a GPU in all; by default 1GiB, for"
-            " sequences 256MiB.",
-        ),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy", help="Only these strategies or patterns over labels; may be repeated."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            min=1,
-            help="Devices of the strategies that use several; 2 on a CPU, all GPUs up to 8.",
-        ),
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        typer.Option(
-            "--hidden",
-            min=64,
-            help="Hidden size of the models; by default one that fits the budget.",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="axis=value for all cells, such as recompute=full; may be repeated."
-        ),
-    ] = None,
-    cells: Annotated[
-        Path | None,
-        typer.Option(
-            "--cells",
-            help="YAML file with the strategies and the order that theory expects of them.",
-        ),
-    ] = None,
-    results: ResultsAddedTo = Path("results"),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest search, as it was planned.")
-    ] = False,
-    report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
-    ] = True,
-    json_output: JsonAtEnd = False,
+    grow: Grow = None,
+    budget: Budget = None,
+    only: Only = None,
+    ranks: Ranks = None,
+    hidden: Hidden = None,
+    settings: Settings = None,
+    cells: SearchedCells = None,
+    results: Results = Path("results"),
+    resume: Resume = False,
+    report: WriteReport = True,
+    json_output: Json = False,
 ) -> None:
-    """Finds the largest model, or the longest sequence, that each strategy trains.
+    """Find the largest model, or longest sequence, that trains.
 
-    Example: [bold]python -m bench maxsize --budget 1GiB --strategy fsdp2[/bold]
+    Example: [bold]python -m bench maxsize --budget 1GiB --only fsdp2[/bold]
     """
     from bench.cli import terminal
-    from bench.cli.maxsize_table import show
-    from harness.analysis.maxsize_table import maxsize_results
-    from harness.record.plan import resumable
-    from harness.record.search import MATRIX
     from harness.record.store import Store
     from harness.run.maxsize import Search
     from harness.run.runner import Runner
@@ -110,22 +97,48 @@ def maxsize(
     console = terminal.console(quiet=json_output)
     terminal.say_unused_gpus(console)
     if resume:
-        if grow or budget or strategy or ranks or hidden or settings or cells:
+        if grow or budget or only or ranks or hidden or settings or cells:
             raise UsageError(
-                "--resume goes on with a search as it was planned: leave --grow, --budget,"
-                " --strategy, --ranks, --hidden, --set and --cells out"
+                "--resume continues a search as it was planned: leave out --grow, --budget,"
+                " --only, --ranks, --hidden, --set and --cells"
             )
-        plan = resumable(store, MATRIX)
+        runner = Runner(store, _plan_to_resume(store))
     else:
         console.print("counting parameters, states and activations")
-        grown = grow or "model"
-        asked = Asked(grown, budget or BUDGETS[grown], ranks, hidden, cells or CELLS[grown])
-        plan = _plan(asked, strategy or [], _changes(settings or [], grown))
-    runner = Runner(store, plan)
-    if not resume:
+        what = grow or "model"
+        request = SearchRequest(what, budget or BUDGETS[what], ranks, hidden, cells or CELLS[what])
+        runner = Runner(store, _plan(request, only or [], _changes(settings or [], what)))
         runner.begin()
     with terminal.stop_signals():
-        finished = Search(runner, Progress(console, plan)).run()
+        finished = Search(runner, Progress(console, runner.plan)).run()
+    rows = _conclude(console, runner, report, json_output)
+    if not finished:
+        where = "" if results == Path("results") else f" --results {results}"
+        console.print(f"interrupted; continue with: python -m bench maxsize --resume{where}")
+        raise typer.Exit(130)
+    raise typer.Exit(0 if all(_ended_well(row) for row in rows) else 1)
+
+
+def _plan_to_resume(store: Store) -> Plan:
+    from harness.record.plan import resumable
+    from harness.record.search import MATRIX
+
+    return resumable(store, MATRIX)
+
+
+def _ended_well(row: MaxsizeResult) -> bool:
+    known = row.status in ("found", "all fit", "unavailable", "refused")
+    return known and row.parity != "diverged"
+
+
+def _conclude(
+    console: Console, runner: Runner, report: bool, json_output: bool
+) -> list[MaxsizeResult]:
+    """Prints the tables and writes the report; returns the results."""
+    from bench.cli import terminal
+    from harness.analysis.maxsize_table import maxsize_results
+
+    store, plan = runner.store, runner.plan
     loaded = store.load([plan.run_id], steps=False)
     rows = maxsize_results(loaded)
     notes = show(console, plan, rows)
@@ -137,32 +150,19 @@ def maxsize(
         page = write_report(loaded, path, "python -m bench report --out FILE")
     terminal.paths(console, store, plan, page, True)
     if json_output:
-        shown = [
-            dataclasses.asdict(row)
-            | {
-                "ratio": row.ratio,
-                "fill": row.fill,
-                "responsible": dict(row.responsible),
-            }
-            for row in rows
-        ]
         document = {
             "run_id": plan.run_id,
             "results": str(store.folder),
             "report": page and str(page),
-            "strategies": shown,
+            "strategies": [
+                dataclasses.asdict(row)
+                | {"ratio": row.ratio, "fill": row.fill, "responsible": dict(row.responsible)}
+                for row in rows
+            ],
             "notes": notes,
         }
         print(json.dumps(document))
-    if not finished:
-        where = "" if results == Path("results") else f" --results {results}"
-        console.print(f"interrupted; go on with: python -m bench maxsize --resume{where}")
-        raise typer.Exit(130)
-    fine = all(
-        row.status in ("found", "all fit", "unavailable", "refused") and row.parity != "diverged"
-        for row in rows
-    )
-    raise typer.Exit(0 if fine else 1)
+    return rows
 
 
 def _changes(settings: list[str], grow: str = "model") -> Axes:
@@ -180,7 +180,7 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     grow: Literal["model", "sequence"]
     budget: str
     ranks: int | None
@@ -215,7 +215,7 @@ class Asked:
         return {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
 
 
-def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
+def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     """Raises UsageError for what this host cannot do."""
     from pydantic import Field
 
@@ -229,19 +229,18 @@ def _plan(asked: Asked, strategies: list[str], changes: Axes) -> Plan:
 
         order: list[list[str]] = Field(default_factory=list)
 
-    read = read_as(str(asked.file), Families)
+    read = read_as(str(request.file), Families)
     host = Host.here()
-    many, budget = asked.ranks or host.many, asked.budget_on(host)
-    workloads = asked.workloads(budget, many)
-    tokens = token_step(workloads["main"], many, budget) if asked.grow == "sequence" else 0
+    many, budget = request.ranks or host.many, request.budget_on(host)
+    workloads = request.workloads(budget, many)
+    tokens = token_step(workloads["main"], many, budget) if request.grow == "sequence" else 0
     grown = {"sequence_length": tokens} if tokens else {}
     expanded = expand(
         _with_ranks(read, many).model_copy(update={"workloads": workloads}),
         host,
-        name=str(asked.file),
+        name=str(request.file),
         only=strategies,
         changes={**changes, **grown, "memory_limit_bytes": budget},
-        only_option="--strategy",
     )
     order = [[label.replace("=ranks", f"={many}") for label in chain] for chain in read.order]
     return plan_of(expanded.cells, expanded.left_out, budget, order, tokens)
@@ -306,3 +305,73 @@ class Progress:
         self.out.print(
             escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")
         )
+
+
+def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
+    """Prints the table, the bytes responsible, and where the order departs from theory; returns
+    these notes."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from harness.analysis.maxsize import limits, mebibytes, order_notes
+
+    assert plan.search is not None
+    first = next((row for row in rows if row.step), None)
+    grown = "longest trainable sequence" if plan.search.get("tokens") else "largest trainable model"
+    title = f"{grown} within {mebibytes(plan.search['budget'])} per rank"
+    if first and first.step:
+        title += f"; a search step is {first.amount(first.step)}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    table.add_column("ranks", justify="right")
+    for column in ("reached", "formula", "ratio", "peak", "set-up peak", "between steps"):
+        table.add_column(column, justify="right")
+    table.add_column("parity")
+    devices = {cell.label: str(cell.devices) for cell in plan.cells}
+    for row in rows:
+        peaks = [
+            mebibytes(size) if size else "-"
+            for size in (row.peak_memory_bytes, row.setup_peak_memory_bytes)
+        ]
+        table.add_row(
+            escape(row.label),
+            devices.get(row.label, "-"),
+            row.largest_model,
+            row.text(row.predicted) if row.predicted else "-",
+            f"{row.ratio:.2f}" if row.ratio else "-",
+            *peaks,
+            mebibytes(sum(row.kept.values())) if row.kept else "-",
+            row.parity or "-",
+        )
+    out.print(table)
+    out.print(_filled(rows))
+    for row in rows:
+        if row.reason:
+            out.print(escape(f"{row.label}: {row.status}: {row.reason}"))
+        elif reasons := limits(row):
+            out.print(escape(f"{row.label}: {reasons}"))
+    notes = order_notes(rows, plan.search["order"])
+    for note in notes:
+        out.print(escape(note))
+    return notes
+
+
+def _filled(rows: list[MaxsizeResult]) -> Table:
+    """Returns what filled each budget at the smallest size that does not train."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    names = list(next((row.fill for row in rows if row.fill), {}))
+    table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")
+    table.add_column("strategy", overflow="fold")
+    table.add_column("at", justify="right")
+    table.add_column("in")
+    for name in names:
+        table.add_column(name.removesuffix(" of threads"), justify="right")
+    for row in rows:
+        if row.fill:
+            sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]
+            table.add_row(
+                escape(row.label), row.text(row.next_parameters or 0), row.failed_in or "-", *sizes
+            )
+    return table

@@ -1,45 +1,161 @@
-"""Options shared by several commands."""
+"""Options and arguments of several commands, each declared once."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-ResultsRead = Annotated[Path, typer.Option("--results", help="Folder that the runs are in.")]
-ResultsAddedTo = Annotated[
-    Path, typer.Option("--results", help="Folder that results are added to.")
-]
-ResultsWithCell = Annotated[
-    Path,
+Matrix: TypeAlias = Annotated[
+    str,
     typer.Option(
-        "--results", help="Folder of results; CELL may be the id or name of a cell in it."
+        "--matrix", "-m", help="Name of a matrix (see: python -m bench list matrices) or YAML file."
     ),
 ]
-MatrixOfCell = Annotated[
-    str, typer.Option("--matrix", "-m", help="Matrix that CELL is looked for in.")
+CellMatrix: TypeAlias = Annotated[
+    str, typer.Option("--matrix", "-m", help="Matrix in which CELL is looked up.")
 ]
-BaselineCell = Annotated[
+Only: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        help="Only these cells: strategy, id or pattern such as 'ddp*x2*'; may be repeated.",
+    ),
+]
+Skip: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--skip", help="Without these cells, named as for --only; may be repeated."),
+]
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="axis=value for the matrix's cells, such as batch=16; may be repeated."
+    ),
+]
+Trials: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's number."),
+]
+RunId: TypeAlias = Annotated[
+    str, typer.Option("--run", help="Id of the run, which is started, or continued if it exists.")
+]
+Nodes: TypeAlias = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Number of nodes (see docs/cluster.md).")
+]
+Resume: TypeAlias = Annotated[
+    bool, typer.Option("--resume", help="Continue the newest one as it was planned.")
+]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
+]
+WriteReport: TypeAlias = Annotated[
+    bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
+]
+
+Cell: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="CELL", help="A strategy, a pattern over labels or names, or the id of a cell."
+    ),
+]
+Runs: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="Runs: id, its first letters, latest, latest~1; by default the newest.",
+    ),
+]
+AllRuns: TypeAlias = Annotated[bool, typer.Option("--all", help="All runs of the folder.")]
+Results: TypeAlias = Annotated[Path, typer.Option("--results", help="Results folder.")]
+LocalResults: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option("--results", help="Results folder of this machine; may be repeated."),
+]
+BaselineCell: TypeAlias = Annotated[
     str,
     typer.Option(
         "--baseline-cell",
         help=(
-            "Cells are compared with this one of their setting: strategy, id or pattern; by default"
-            " ddp, else single."
+            "Cell that the others of its setting are compared with: strategy, id or pattern; by"
+            " default ddp, else single."
         ),
     ),
 ]
-JsonObject = Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")]
-JsonAtEnd = Annotated[
-    bool, typer.Option("--json", help="For machines: one JSON object at the end.")
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+OutFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--out", help="File to write; its suffix also chooses the format."),
 ]
+OutFolder: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder to write to; by default one below the current folder."),
+]
+Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
-MeasuredHere = Annotated[
-    list[Path] | None,
+_MODEL = typer.Option(
+    "--model",
+    help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes such as"
+    " layers=32,hidden=4096,heads=32.",
+)
+Model: TypeAlias = Annotated[str, _MODEL]
+_DEVICES = typer.Option("--devices", help="Number of devices, one for each rank.")
+Devices: TypeAlias = Annotated[int, _DEVICES]
+Device: TypeAlias = Annotated[str, typer.Option("--device", help="Device of docs/hosts.md.")]
+_PER_NODE = typer.Option("--per-node", help="Devices of each node.")
+PerNode: TypeAlias = Annotated[int, _PER_NODE]
+MaybePerNode: TypeAlias = Annotated[int | None, _PER_NODE]
+ClusterLink: TypeAlias = Annotated[
+    str,
     typer.Option(
-        "--results",
-        help="With --here: folder of results that were measured on it; may be repeated.",
+        "--link",
+        help="Link inside a node and rate of each device to other nodes, such as nvlink,400gbit;"
+        " or a measured cluster: playbook-h100.",
     ),
 ]
-"""Results folders of this machine; none: `results`."""
+NodeLink: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        help="Link between nodes, such as 10gbit or 1gbit 1ms; by default all devices are on one"
+        " machine.",
+    ),
+]
+_SEQ = typer.Option("--seq", help="Sequence length in tokens.")
+Seq: TypeAlias = Annotated[int, _SEQ]
+MaybeSeq: TypeAlias = Annotated[int | None, _SEQ]
+_BATCH = typer.Option("--batch", help="Samples of a step over all devices.")
+Batch: TypeAlias = Annotated[int, _BATCH]
+MaybeBatch: TypeAlias = Annotated[int | None, _BATCH]
+Precision: TypeAlias = Annotated[
+    Literal["fp32", "bf16", "fp16"],
+    typer.Option("--precision", help="Precision of the arithmetic."),
+]
+Goal: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--goal", help="What to rank by: throughput or memory; on clusters also cost or energy."
+    ),
+]
+Top: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to show.")]
+Calibration: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        help="Constants written by bench validate --fit, or default for the suite's own.",
+    ),
+]
+WrittenMatrix: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--matrix", help="Matrix to write: the cells that would settle which is best, for run."
+    ),
+]
+ExportFolder: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--export",
+        help="New folder for the choice as scripts and configs: torchrun, SLURM, Accelerate or"
+        " DeepSpeed.",
+    ),
+]

@@ -1,17 +1,39 @@
-"""bench plan: predicts which strategy to train a model with, without any device."""
+"""bench plan: predicts which strategy to train a model with on a cluster, without any device."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import JsonObject, MeasuredHere
+from bench.cli.options import (
+    Batch,
+    Calibration,
+    ClusterLink,
+    Device,
+    Devices,
+    ExportFolder,
+    Goal,
+    Html,
+    Json,
+    Model,
+    PerNode,
+    Seq,
+    Top,
+    WrittenMatrix,
+)
 
-Value = TypeVar("Value")
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from harness.planner.cluster.calibration import ClusterCalibration
+    from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
+    from harness.planner.follow_up import StrategyOptions
+
 MAX_EXPORTED = 1000
 """Number of best layouts that are searched for one with an export."""
 MAX_PRICE = 1e9
@@ -19,178 +41,61 @@ MAX_PRICE = 1e9
 TRIED_MATRIX = "full"
 """Source of the options to try for each strategy."""
 
-if TYPE_CHECKING:
-    from rich.table import Table
+Price: TypeAlias = Annotated[
+    float | None, typer.Option("--price", help="Price of one device per hour.")
+]
 
-    from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
-    from harness.planner.follow_up import StrategyOptions
+
+@dataclass(frozen=True)
+class Files:
+    """Files to write next to the answer; None: not written."""
+
+    matrix: Path | None
+    """New file for the cells that would settle which strategy is best."""
+    export: Path | None
+    """New folder for an export of the choice."""
+    html: Path | None
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Model: a known name such as llama-8b, hf:PATH of a config.json, or sizes such as"
-            " layers=32,hidden=4096,heads=32. With --here, a workload of the suite; by default the"
-            " most-measured one.",
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", help="Devices; by default 8, with --here 2."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="Device of docs/hosts.md; by default h100-80gb."),
-    ] = None,
-    per_node: Annotated[
-        int | None,
-        typer.Option("--per-node", help="Devices per node; by default 8, with --here 1."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            "--link",
-            help="Link inside a node and rate of each device to other nodes, by default"
-            " nvlink,400gbit; or a measured cluster, playbook-h100. With --here, an emulated link"
-            " between nodes such as 1gbit; by default none.",
-        ),
-    ] = None,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            "--seq",
-            help="Sequence length in tokens; by default 4096, with --here the most-measured one.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            help="Global batch in sequences; by default 256, with --here the most-measured one.",
-        ),
-    ] = None,
-    here: Annotated[
-        bool,
-        typer.Option(
-            "--here",
-            help="Predict this machine's CPU cores from cells measured on it.",
-        ),
-    ] = False,
-    results: MeasuredHere = None,
-    precision: Annotated[
-        str | None,
-        typer.Option("--precision", help="With --here: fp32 (default), bf16 or fp16."),
-    ] = None,
-    unseen: Annotated[
-        bool,
-        typer.Option(
-            "--unseen",
-            help="With --here: predict as if no cell of the model had been measured.",
-        ),
-    ] = False,
-    goal: Annotated[
-        str, typer.Option("--goal", help="What to rank by: throughput, memory, cost or energy.")
-    ] = "throughput",
-    price: Annotated[
-        float | None, typer.Option("--price", help="Price of one device per hour.")
-    ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of layouts to show.")] = 10,
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", help="Constants written by bench calibrate."),
-    ] = None,
-    matrix: Annotated[
-        Path | None,
-        typer.Option(
-            "--matrix",
-            help="Write a matrix of the cells that would settle which is best, for bench run.",
-        ),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            "--export",
-            help="Write the choice to a new folder, as scripts and configs for torchrun, SLURM,"
-            " Accelerate or DeepSpeed.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            help="Write an HTML page: the answer, and what wins at other sizes.",
-        ),
-    ] = None,
-    json_output: JsonObject = False,
+    model: Model,
+    devices: Devices = 8,
+    device: Device = "h100-80gb",
+    per_node: PerNode = 8,
+    link: ClusterLink = "nvlink,400gbit",
+    seq: Seq = 4096,
+    batch: Batch = 256,
+    goal: Goal = "throughput",
+    price: Price = None,
+    top: Top = 10,
+    calibration: Calibration = None,
+    matrix: WrittenMatrix = None,
+    export: ExportFolder = None,
+    html: Html = None,
+    json_output: Json = False,
 ) -> None:
-    """Predict step time and memory of every layout of a training, and say which to choose.
+    """Predict the best layout for GPUs that you do not have yet.
+
+    Predicts step time and memory of every layout of a training.
 
     Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
-    from harness.spec.errors import UsageError
-
-    if here:
-        from bench.cli import plan_here
-        from harness.planner.local.plan_request import PlanRequest
-
-        for name, value in (
-            ("--device", device),
-            ("--price", price),
-            ("--calibration", calibration),
-        ):
-            if value is not None:
-                raise UsageError(f"{name} does not apply to this machine; leave it out with --here")
-        request = PlanRequest(model, devices, per_node, link, seq, batch, precision, goal, unseen)
-        options = plan_here.LocalPlanOptions(
-            tuple(results or (Path("results"),)), top, matrix, export, html
-        )
-        plan_here.answer(request, options, json_output)
-        return
-    only_here = {"--results": bool(results), "--precision": bool(precision), "--unseen": unseen}
-    for option, given in only_here.items():
-        if given:
-            raise UsageError(f"{option} needs --here")
-    if model is None:
-        raise UsageError("--model is missing; name one such as llama-8b, or add --here")
-    from rich.markup import escape
-
-    from bench.cli import terminal
-    from harness.planner.cluster.calibration import DEFAULT, load
+    from harness.planner.cluster.calibration import load
     from harness.planner.cluster.cluster_plan import explanation
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.model_shape import parse_shape
     from harness.planner.cluster.question import ClusterQuestion
+    from harness.spec.errors import UsageError
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"--price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
-    cluster = cluster_of(
-        device or "h100-80gb", default(per_node, 8), default(link, "nvlink,400gbit")
-    )
-    question = ClusterQuestion(
-        parse_shape(model), cluster, default(seq, 4096), default(batch, 256), default(devices, 8)
-    )
-    constants = load(calibration or DEFAULT)
+    cluster = cluster_of(device, per_node, link)
+    question = ClusterQuestion(parse_shape(model), cluster, seq, batch, devices)
+    constants = load(calibration_file(calibration))
     answer = predicted(question, constants, goal, top, price)
     sentences = explanation(answer)
-    written = _matrix_written(answer, model, matrix) if matrix else []
-    if export:
-        from harness.planner.follow_up import cells_of_layouts, export_first
-
-        every = predicted(question, constants, goal, MAX_EXPORTED).candidates
-        ranked = ((candidate.layout, candidate.seconds) for candidate in every)
-        cells = cells_of_layouts(question, model, ranked, tried_options())
-        written.append(export_first(cells, export))
-    if html:
-        from harness.planner.cluster.cluster_plan import sweep
-        from reports import write_whole
-        from reports.prediction_page import cluster_page
-
-        squares = sweep(question, constants, goal)
-        write_whole(cluster_page(answer, sentences, constants.source, squares), html, "--html")
-        written.append(f"page: {html}")
+    written = _written(answer, sentences, constants, Files(matrix, export, html), model)
     if json_output:
         document = dataclasses.asdict(answer) | {
             "explanation": sentences,
@@ -199,6 +104,51 @@ def plan(
         }
         print(json.dumps(document))
         return
+    _show(answer, sentences, constants.source, written)
+
+
+def calibration_file(given: Path | None) -> Path:
+    """Returns the file of the planner's constants; None and `default` mean the suite's own."""
+    from harness.planner.cluster.calibration import DEFAULT
+
+    return DEFAULT if given is None or str(given) == "default" else given
+
+
+def _written(
+    answer: ClusterPlan,
+    sentences: list[str],
+    constants: ClusterCalibration,
+    files: Files,
+    model: str,
+) -> list[str]:
+    """Writes the requested files; returns sentences to print."""
+    written = _matrix_written(answer, model, files.matrix) if files.matrix else []
+    question, goal = answer.question, answer.goal
+    if files.export:
+        from harness.planner.cluster.cluster_plan import plan as predicted
+        from harness.planner.follow_up import cells_of_layouts, export_first
+
+        every = predicted(question, constants, goal, MAX_EXPORTED).candidates
+        ranked = ((candidate.layout, candidate.seconds) for candidate in every)
+        cells = cells_of_layouts(question, model, ranked, tried_options())
+        written.append(export_first(cells, files.export))
+    if files.html:
+        from harness.planner.cluster.cluster_plan import sweep
+        from reports import write_whole
+        from reports.prediction_page import cluster_page
+
+        squares = sweep(question, constants, goal)
+        page = cluster_page(answer, sentences, constants.source, squares)
+        write_whole(page, files.html, "--html")
+        written.append(f"page: {files.html}")
+    return written
+
+
+def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[str]) -> None:
+    from rich.markup import escape
+
+    from bench.cli import terminal
+
     console = terminal.console()
     console.print(_table(answer))
     for sentence in sentences:
@@ -207,7 +157,7 @@ def plan(
     console.print(
         f"{answer.considered} layouts, left out because they would not run: {dropped or 'none'}"
     )
-    console.print(escape(f"constants: {constants.source}"))
+    console.print(escape(f"constants: {source}"))
     for sentence in written:
         console.print(escape(sentence))
 
@@ -247,11 +197,6 @@ def tried_options() -> list[StrategyOptions]:
             for values in options if isinstance(options, list) else [options]:
                 tried.append(StrategyOptions(name, dict(values)))
     return tried
-
-
-def default(given: Value | None, otherwise: Value) -> Value:
-    """Returns `otherwise` only if `given` is None; 0 and empty texts count as given."""
-    return otherwise if given is None else given
 
 
 def _table(answer: ClusterPlan) -> Table:

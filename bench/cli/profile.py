@@ -7,11 +7,11 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from bench.cli.options import JsonObject, MatrixOfCell, ResultsWithCell
+from bench.cli import options as opt
 
 if TYPE_CHECKING:
     from harness.analysis.gpu_time import GpuTime
@@ -20,76 +20,74 @@ if TYPE_CHECKING:
 
 
 def profile(
-    which: Annotated[
-        str,
-        typer.Argument(
-            metavar="CELL",
-            help=(
-                "Id or name of a recorded cell, or a strategy of the matrix, also with options:"
-                " ddp:static_graph=true."
-            ),
-        ),
-    ],
-    matrix: MatrixOfCell = "full",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="axis=value for the matrix's cells, such as devices=2; may be repeated."
-        ),
-    ] = None,
-    results: ResultsWithCell = Path("results"),
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write to; by default one in traces/.")
-    ] = None,
-    json_output: JsonObject = False,
+    which: opt.Cell,
+    matrix: opt.CellMatrix = "full",
+    settings: opt.Settings = None,
+    results: opt.Results = Path("results"),
+    out: opt.OutFolder = None,
+    json_output: opt.Json = False,
 ) -> None:
-    """Runs a few steps of a cell under torch's profiler and writes a trace per rank.
+    """Show where a cell's time goes, and write traces.
+
+    Writes a trace of each rank for Perfetto. CELL may be recorded in the results folder, or have
+    options: ddp:static_graph=true.
 
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
     from bench.cli.export import slug
-    from harness.launch.launcher import Launcher
-    from harness.links.launcher import over_links
-    from harness.run.prepared import packages
-    from harness.run.profile import profile_cell
+
+    cell = find_cell(which, matrix, settings or [], results)
+    _require_runnable(cell)
+    folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
+    record, files = _traced(cell, folder)
+    gpu = gpu_time_of(cell, record)
+    if json_output:
+        document = asdict(record)
+        for name in ("run_id", "attempt", "started_at"):
+            del document[name]
+        for name in ("collectives", "unseen_buffers"):
+            if document.get(name):
+                document[name] = json.loads(document[name])
+        document["gpu_seconds"] = gpu and dict(gpu.seconds)
+        document |= {"folder": str(folder), "traces": [str(file) for file in files]}
+        print(json.dumps(document))
+    else:
+        _tell(cell, record, files, gpu)
+    if record.status != "ok":
+        raise typer.Exit(1)
+
+
+def _require_runnable(cell: Cell) -> None:
     from harness.spec.errors import Refused, Unavailable, UsageError
     from harness.strategy.registry import validate
     from harness.workloads import make_workload
 
-    cell = find_cell(which, matrix, settings or [], results)
     try:
         validate(cell, make_workload(cell.workload))
     except (Refused, Unavailable) as reason:
         raise UsageError(f"{cell.name} does not run here: {reason}") from None
-    folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
+
+
+def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
+    """Runs a cell under the profiler; returns its record and traces, which replace the folder's
+    if it succeeds."""
+    from harness.launch.launcher import Launcher
+    from harness.links.launcher import over_links
+    from harness.run.prepared import packages
+    from harness.run.profile import profile_cell
+    from harness.spec.errors import UsageError
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"traces cannot be written to {str(folder)!r}: {error.strerror}") from None
-    with tempfile.TemporaryDirectory(
-        dir=folder
-    ) as fresh:  # keeps earlier traces if this trial fails
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
         with over_links([cell], Launcher) as launcher:
             record = profile_cell(
                 launcher(packages([cell])), "", cell, traces=str(Path(fresh).resolve())
             )
         files = replace_traces(name_ranks(Path(fresh)), folder) if record.status == "ok" else []
-    gpu = gpu_time_of(cell, record)
-    if json_output:
-        shown = {
-            k: v for k, v in asdict(record).items() if k not in ("run_id", "attempt", "started_at")
-        }
-        shown |= {
-            name: json.loads(shown[name])
-            for name in ("collectives", "unseen_buffers")
-            if shown.get(name)
-        }
-        shown["gpu_seconds"] = gpu and dict(gpu.seconds)
-        print(json.dumps({**shown, "folder": str(folder), "traces": [str(file) for file in files]}))
-    else:
-        _tell(cell, record, files, gpu)
-    if record.status != "ok":
-        raise typer.Exit(1)
+    return record, files
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:

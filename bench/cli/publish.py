@@ -8,35 +8,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from bench.cli.options import JsonObject, ResultsRead
+from bench.cli.options import AllRuns, Json, Results, Runs
 
 
 def publish(
     target: Annotated[
         Literal["tensorboard", "mlflow", "prometheus"],
-        typer.Argument(
-            metavar="TARGET",
-            help="Tool that is to read the results.",
-        ),
+        typer.Argument(metavar="TARGET", help="Tool that reads the results."),
     ],
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Folder that the tool reads; made where it is missing."),
+        typer.Argument(metavar="DIR", help="Folder that the tool reads; created if missing."),
     ],
-    run: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Runs: id, its first letters, latest, latest~1; by default the newest."
-        ),
-    ] = None,
-    results: ResultsRead = Path("results"),
-    every: Annotated[
-        bool, typer.Option("--all", help="All runs of the folder (tensorboard, mlflow).")
-    ] = False,
-    json_output: JsonObject = False,
+    run: Runs = None,
+    results: Results = Path("results"),
+    every: AllRuns = False,
+    json_output: Json = False,
 ) -> None:
-    """Writes TensorBoard event files, an MLflow file store or a Prometheus textfile. Skips what is
-    already there.
+    """Write results for TensorBoard, MLflow or Prometheus.
+
+    Skips what is already there.
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
+
+from bench.cli.options import Batch, Devices, Json, Precision, Seq
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,70 +18,64 @@ if TYPE_CHECKING:
     from harness.planner.rehearsal.rehearse import Rehearsal
     from harness.spec.cell import Cell
 
+Strategies: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="STRATEGY...",
+        help="Strategies, optionally with options: fsdp2:reshard_after_forward=false.",
+    ),
+]
+RehearsedModel: TypeAlias = Annotated[str, typer.Option("--workload", help="Model to rehearse.")]
+MicroBatches: TypeAlias = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
+]
+Optimizer: TypeAlias = Annotated[
+    Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
+]
+Ranks: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--rank",
+        help=(
+            "Only this rank; may be repeated. By default all of up to 8 ranks; of more, the first"
+            " rank of each pipeline stage."
+        ),
+    ),
+]
+EveryBlock: TypeAlias = Annotated[
+    bool, typer.Option("--every-block", help="Rehearse every block; do not extrapolate.")
+]
+Measure: TypeAlias = Annotated[
+    bool, typer.Option("--measure", help="Also train on this machine, and compare.")
+]
+
 
 def rehearse(
-    strategies: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="STRATEGY...",
-            help="Strategies, optionally with options: fsdp2:reshard_after_forward=false.",
-        ),
-    ],
-    workload: Annotated[str, typer.Option("--workload", help="Model to rehearse.")] = "llama-mini",
-    devices: Annotated[
-        int, typer.Option("--devices", min=1, help="Ranks of the simulated world.")
-    ] = 2,
-    batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Samples per step over all ranks.")
-    ] = 8,
-    sequence_length: Annotated[
-        int, typer.Option("--sequence-length", min=2, help="Tokens per sample.")
-    ] = 64,
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
-    ] = 1,
-    precision: Annotated[
-        Literal["fp32", "bf16", "fp16"],
-        typer.Option("--precision", help="Precision of the arithmetic."),
-    ] = "fp32",
-    optimizer: Annotated[
-        Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
-    ] = "adamw",
-    rank: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--rank",
-            help=(
-                "Only this rank; may be repeated. By default all of up to 8 ranks; of more, the"
-                " first rank of each pipeline stage."
-            ),
-        ),
-    ] = None,
-    every_block: Annotated[
-        bool,
-        typer.Option("--every-block", help="Rehearse every block; do not extrapolate."),
-    ] = False,
-    measured: Annotated[
-        bool,
-        typer.Option("--measure", help="Also train on this machine, and compare."),
-    ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    strategies: Strategies,
+    workload: RehearsedModel = "llama-mini",
+    devices: Devices = 2,
+    batch: Batch = 8,
+    seq: Seq = 64,
+    micro_batches: MicroBatches = 1,
+    precision: Precision = "fp32",
+    optimizer: Optimizer = "adamw",
+    rank: Ranks = None,
+    every_block: EveryBlock = False,
+    measured: Measure = False,
+    json_output: Json = False,
 ) -> None:
-    """Find how much memory a training needs before it runs, from its own code without data.
+    """Find a training's memory by running its code without data.
 
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]
     """
-    from harness.planner.rehearsal import rehearse as planner
     from harness.planner.rehearsal.allocator import measure
-    from harness.planner.rehearsal.world import quiet
-    from harness.spec.errors import Refused, Unavailable, UsageError
 
     common = {
         "workload": workload,
         "devices": devices,
         "global_batch": batch,
-        "sequence_length": sequence_length,
+        "sequence_length": seq,
         "micro_batches": micro_batches,
         "precision": precision,
         "optimizer": optimizer,
@@ -88,11 +84,7 @@ def rehearse(
     rehearsals: list[Rehearsal] = []
     real: list[Sequence[AllocatedMemory]] = []
     for cell in cells:
-        try:
-            with quiet():
-                rehearsals.append(planner.rehearse(cell, rank or (), every_block))
-        except (Refused, Unavailable) as reason:
-            raise UsageError(f"{cell.name} cannot be rehearsed: {reason}") from None
+        rehearsals.append(_rehearsed(cell, rank or (), every_block))
         if measured:
             real.append(measure([cell])[0])
     if json_output:
@@ -101,14 +93,33 @@ def rehearse(
     _show(rehearsals, real)
 
 
+def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> Rehearsal:
+    """Raises UsageError if the cell cannot run."""
+    from harness.planner.rehearsal.rehearse import rehearse as rehearse_cell
+    from harness.planner.rehearsal.world import quiet
+    from harness.spec.errors import Refused, Unavailable, UsageError
+
+    try:
+        with quiet():
+            return rehearse_cell(cell, ranks, every_block)
+    except (Refused, Unavailable) as reason:
+        raise UsageError(f"{cell.name} cannot be rehearsed: {reason}") from None
+
+
 def _cell(word: str, common: dict[str, object]) -> Cell:
     """Raises UsageError for invalid options."""
+    from pydantic import ValidationError
+
     from bench.select import with_options
     from harness.spec.cell import Cell
+    from harness.spec.errors import UsageError, first_error
     from harness.strategy.registry import make_strategy
 
     strategy, colon, options = word.partition(":")
-    cell = Cell.model_validate({"strategy": strategy, **common})
+    try:
+        cell = Cell.model_validate({"strategy": strategy, **common})
+    except ValidationError as error:
+        raise UsageError(first_error(error)) from None
     make_strategy(cell)
     return with_options(cell, options) if colon else cell
 

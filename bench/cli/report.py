@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 import typer
 
-from bench.cli.options import BaselineCell, ResultsRead
+from bench.cli.options import AllRuns, BaselineCell, Json, OutFile, Results, Runs
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -19,111 +20,80 @@ PAGES = Path("reports") / "html"
 SECTIONED = ("html", "md", "pdf-ready")
 _USAGE = "python -m bench report --out FILE"
 
+Each: TypeAlias = Annotated[
+    bool, typer.Option("--each", help="Write one report for each of several runs.")
+]
+FormatName: TypeAlias = Annotated[
+    Format | None, typer.Option("--format", help="By default as --out ends, else html.")
+]
+Sections: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--section",
+        help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.",
+    ),
+]
+Index: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--index", help="Write reports/html/index.html: all runs, newest first, with links."
+    ),
+]
+OpenBrowser: TypeAlias = Annotated[
+    bool, typer.Option("--open", help="Open what was written in the browser.")
+]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    format_name: Format
+    sections: tuple[str, ...]
+    baseline: str
+    """Cell that the others are compared with; empty: the default."""
+    out: Path | None
+    json_output: bool
+
 
 def report(
-    run: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=(
-                "Runs: id, its first letters, latest, latest~1; by default the newest. Several make"
-                " one page that compares them."
-            )
-        ),
-    ] = None,
-    results: ResultsRead = Path("results"),
-    every: Annotated[
-        bool, typer.Option("--all", help="All runs of the folder against each other.")
-    ] = False,
-    each: Annotated[
-        bool, typer.Option("--each", help="A report of its own for each of several runs instead.")
-    ] = False,
-    format_name: Annotated[
-        Format | None, typer.Option("--format", help="By default as --out ends, else html.")
-    ] = None,
-    section: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--section",
-            help="Only this section, such as verdict (html, md, pdf-ready); may be repeated.",
-        ),
-    ] = None,
+    run: Runs = None,
+    results: Results = Path("results"),
+    every: AllRuns = False,
+    each: Each = False,
+    format_name: FormatName = None,
+    section: Sections = None,
     baseline_cell: BaselineCell = "",
-    index: Annotated[
-        bool,
-        typer.Option(
-            "--index", help="Write reports/html/index.html: all runs, newest first, with links."
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="File; else pages go to reports/html/, text and data to the terminal."
-        ),
-    ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Open what was written in the browser.")
-    ] = False,
-    json_output: Annotated[
-        bool,
-        typer.Option("--json", help="For machines: one JSON object that says what was written."),
-    ] = False,
+    index: Index = False,
+    out: OutFile = None,
+    open_browser: OpenBrowser = False,
+    json_output: Json = False,
 ) -> None:
-    """Writes the report of a run, of several against each other, or the index of all.
+    """Write the report of one run or several, or the index of all.
+
+    Several runs make one page that compares them. Without --out, pages go to reports/html/, text
+    and data to the terminal.
 
     Example: [bold]python -m bench report --open[/bold]
     """
-    from bench.select import find_runs
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
-    if out is not None and out.is_dir():
-        raise UsageError(
-            f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}"
-        )
-    store, chosen = Store(results), format_name or _by_suffix(out)
-    if chosen not in SECTIONED and section:
-        raise UsageError(
-            f"--section cuts a page or a text; {chosen} has every cell: leave --section out, or use"
-            " --format html or md"
-        )
-    if open_browser and out is None and chosen not in ("html", "pdf-ready") and not index:
-        raise UsageError(
-            f"--open shows a file, but --format {chosen} goes to the terminal: name a file with"
-            " --out"
-        )
+    store = Store(results)
+    options = ReportOptions(
+        format_name or _by_suffix(out), tuple(section or ()), baseline_cell, out, json_output
+    )
+    _check(options, open_browser and not index)
     if index:
         if run or every or each or section or format_name not in (None, "html"):
             raise UsageError(
-                "--index writes the index of all runs and nothing else: give it with --results,"
-                " --out, --open and --json alone"
+                "--index writes the index of all runs and nothing else: give it only with"
+                " --results, --out, --open and --json"
             )
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
-        run_ids = find_runs(store, run or [], every)
-        if each and out is not None and len(run_ids) > 1:
-            raise UsageError(
-                f"--out names one file, but --each writes one for each of {len(run_ids)} runs;"
-                " leave one of the two out"
-            )
-        groups = [[run_id] for run_id in run_ids] if each else [run_ids]
-        if baseline_cell and len(groups[0]) > 1:
-            raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
-        shown = Shown(chosen, tuple(section or ()), baseline_cell)
-        written = [
-            path
-            for group in groups
-            if (path := _one(store, group, shown, out, json_output)) is not None
-        ]
+        written, run_ids = _reports(store, run or [], every, each, options)
     if json_output:
-        print(
-            json.dumps(
-                {
-                    "report": str(written[0]),
-                    "reports": [str(path) for path in written],
-                    "runs": run_ids,
-                }
-            )
-        )
+        paths = [str(path) for path in written]
+        print(json.dumps({"report": paths[0], "reports": paths, "runs": run_ids}))
     else:
         for path in written:
             print(path)
@@ -132,44 +102,72 @@ def report(
             typer.launch(path.resolve().as_uri())
 
 
+def _check(options: ReportOptions, open_browser: bool) -> None:
+    """Raises UsageError for options that exclude each other."""
+    from harness.spec.errors import UsageError
+
+    out, chosen = options.out, options.format_name
+    if out is not None and out.is_dir():
+        raise UsageError(
+            f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}"
+        )
+    if chosen not in SECTIONED and options.sections:
+        raise UsageError(
+            f"--section selects parts of a page or text, but {chosen} has every cell: leave"
+            " --section out, or use --format html or md"
+        )
+    if open_browser and out is None and chosen not in ("html", "pdf-ready"):
+        raise UsageError(
+            f"--open shows a file, but --format {chosen} goes to the terminal: name a file with"
+            " --out"
+        )
+
+
+def _reports(
+    store: Store, words: Sequence[str], every: bool, each: bool, options: ReportOptions
+) -> tuple[list[Path], list[str]]:
+    """Writes or prints the reports; returns the written files and the runs."""
+    from bench.select import find_runs
+    from harness.spec.errors import UsageError
+
+    run_ids = find_runs(store, words, every)
+    if each and options.out is not None and len(run_ids) > 1:
+        raise UsageError(
+            f"--out names one file, but --each writes one for each of {len(run_ids)} runs; leave"
+            " one of the two out"
+        )
+    groups = [[run_id] for run_id in run_ids] if each else [run_ids]
+    if options.baseline and len(groups[0]) > 1:
+        raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
+    written = [_one(store, group, options) for group in groups]
+    return [path for path in written if path is not None], run_ids
+
+
 def _by_suffix(out: Path | None) -> Format:
     suffix = out.suffix.lstrip(".") if out else ""
     return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Shown:
-    format_name: Format
-    sections: tuple[str, ...]
-    baseline: str
-    """Cell that the others are compared with; empty: the default."""
-
-
-def _one(
-    store: Store,
-    wanted: list[str],
-    shown: Shown,
-    out: Path | None,
-    told_as_json: bool,
-) -> Path | None:
+def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None:
     """Returns the written file; None if the report was printed."""
     from harness.spec.errors import UsageError
     from reports import write_whole
 
-    if out is None and shown.format_name not in ("html", "pdf-ready"):
-        if told_as_json:
+    if options.out is None and options.format_name not in ("html", "pdf-ready"):
+        if options.json_output:
             raise UsageError(
-                f"--json says which files were written, but --format {shown.format_name} goes to"
+                f"--json says which files were written, but --format {options.format_name} goes to"
                 " the terminal: name a file with --out"
             )
-        print(_text(store, wanted, shown), end="")
+        print(_text(store, wanted, options), end="")
         return None
     name = wanted[0] if len(wanted) == 1 else f"{wanted[0]}-to-{wanted[-1]}"
-    path = out or PAGES / f"{name}{'.print' if shown.format_name == 'pdf-ready' else ''}.html"
-    return write_whole(_text(store, wanted, shown), path, _USAGE)
+    suffix = ".print.html" if options.format_name == "pdf-ready" else ".html"
+    path = options.out or PAGES / f"{name}{suffix}"
+    return write_whole(_text(store, wanted, options), path, _USAGE)
 
 
-def _text(store: Store, wanted: list[str], shown: Shown) -> str:
+def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import export_records, runs
@@ -178,10 +176,10 @@ def _text(store: Store, wanted: list[str], shown: Shown) -> str:
     from reports.run_report import each, ran
     from reports.runs_page import runs_page, runs_text
 
-    chosen, sections = shown.format_name, shown.sections
+    chosen, sections = options.format_name, options.sections
     results = store.load(wanted, steps=False)
     several = len(wanted) > 1
-    baseline = baseline_choice(shown.baseline, kept_plan(store, wanted[0]).cells)
+    baseline = baseline_choice(options.baseline, kept_plan(store, wanted[0]).cells)
     if chosen == "csv":
         return export_records.as_csv(each(results, baseline))
     if chosen == "json":

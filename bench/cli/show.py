@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench.cli.options import JsonObject, ResultsRead
+from bench.cli import options as opt
 from harness.record.status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
@@ -28,12 +28,7 @@ STEPS = 32
 
 
 def show(
-    which: Annotated[
-        str,
-        typer.Argument(
-            metavar="CELL", help="Id, label or name of a cell, or a pattern over labels or names."
-        ),
-    ],
+    which: opt.Cell,
     run: Annotated[
         str | None,
         typer.Option(
@@ -41,10 +36,10 @@ def show(
             help="Run: id, first letters, latest, latest~1; by default the newest with the cell.",
         ),
     ] = None,
-    results: ResultsRead = Path("results"),
-    json_output: JsonObject = False,
+    results: opt.Results = Path("results"),
+    json_output: opt.Json = False,
 ) -> None:
-    """Shows one cell: trials, steps, rank, memory against the formula, time breakdown, parity.
+    """Show one cell: trials, steps, memory, where time goes, parity.
 
     Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
     """
@@ -305,7 +300,7 @@ def bar(value: float | None, most: float) -> str:
 
 def sparkline_of(values: Sequence[float | None]) -> str:
     """Returns a block per value, or the largest value in each of STEPS stretches."""
-    from bench.cli.history import sparkline
+    from bench.cli.compare import sparkline
 
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:

@@ -1,94 +1,123 @@
-"""bench validate and bench calibrate: compare the planner with measured runs."""
+"""bench validate: scores the planner's predictions against measured runs, or fits it to them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import JsonObject, MeasuredHere
+from bench.cli.options import Calibration, ClusterLink, Device, Json, LocalResults, PerNode, Seq
+from bench.cli.plan import calibration_file
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.cluster.calibrate import ClusterScores, PartErrors
+    from harness.planner.cluster.calibrate import ClusterScores, MeasuredRuns, PartErrors
+    from harness.planner.cluster.hardware import Cluster
+    from harness.planner.local.cpu_prediction import CellFacts, Observation
+    from harness.planner.local.local_calibration import CpuScores, FirstChoice
+    from harness.planner.local.measurements import LocalMeasurements
 
-_DATA = typer.Option(
-    "--data",
-    envvar="BENCH_PLANNER_DATA",
-    help="CSV file of measured runs, with the columns of the Ultra-Scale Playbook's table.",
-)
-DataFile = Annotated[Path, _DATA]
-MaybeDataFile = Annotated[Path | None, _DATA]
-ModelShapes = Annotated[
+DATA_VARIABLE = "BENCH_PLANNER_DATA"
+
+Data: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="CSV file of runs measured on a cluster, with the columns of the Ultra-Scale"
+        " Playbook's table; by default $BENCH_PLANNER_DATA.",
+    ),
+]
+Shapes: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
         help="Shape of a model in the file, such as 1B=layers=16,hidden=2048; may be repeated.",
     ),
 ]
-DeviceName = Annotated[str, typer.Option("--device", help="Device that was measured.")]
-PerNode = Annotated[int, typer.Option("--per-node", help="Devices per node.")]
-LinkText = Annotated[str, typer.Option("--link", help="Its links, as in bench plan.")]
-SequenceLength = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.")]
+Fit: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--fit",
+        help="File for the planner's constants, fitted to these runs within physical bounds, for"
+        " bench plan --calibration.",
+    ),
+]
 
 
 def validate(
-    data: MaybeDataFile = None,
-    model: ModelShapes = None,
-    device: DeviceName = "h100-80gb",
+    data: Data = None,
+    results: LocalResults = None,
+    model: Shapes = None,
+    device: Device = "h100-80gb",
     per_node: PerNode = 8,
-    link: LinkText = "playbook-h100",
-    seq: SequenceLength = 4096,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            help="Constants to predict with, or default for those of the suite; without it, each"
-            " model and each number of nodes is predicted from all others.",
-        ),
-    ] = None,
-    here: Annotated[
-        bool,
-        typer.Option(
-            "--here",
-            help="Score predictions of this machine's CPU cells instead: each workload and each"
-            " emulated link is predicted from all others.",
-        ),
-    ] = False,
-    results: MeasuredHere = None,
-    json_output: JsonObject = False,
+    link: ClusterLink = "playbook-h100",
+    seq: Seq = 4096,
+    calibration: Calibration = None,
+    fit: Fit = None,
+    json_output: Json = False,
 ) -> None:
-    """Score predictions against measured runs.
+    """Score predictions against measured runs, or fit them.
+
+    --results scores bench predict: each workload and each emulated link is predicted from all
+    others. --data scores bench plan: with --calibration by these constants, else each model and
+    each number of nodes is predicted from all others.
 
     Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """
-    if here:
-        from bench.cli import validate_here
-
-        validate_here.validate(tuple(results or (Path("results"),)), json_output)
-        return
-    from bench.cli import terminal
-    from harness.planner.cluster import calibrate as scores
-    from harness.planner.cluster.calibration import DEFAULT, load
+    from harness.planner.cluster.calibrate import read_runs
     from harness.planner.cluster.hardware import cluster_of
     from harness.spec.errors import UsageError
 
     if results:
-        raise UsageError("--results needs --here; give published runs as --data")
-    if data is None:
-        raise UsageError("--data is missing: give a table of measured runs, or add --here")
-    runs = scores.read_runs(data, _shapes(model), seq)
+        if data or fit:
+            raise UsageError("--results scores this machine's cells: leave --data and --fit out")
+        _validate_local(results, json_output)
+        return
+    file = data or Path(os.environ.get(DATA_VARIABLE, ""))
+    if not file.name:
+        raise UsageError("give measured runs: a cluster's as --data FILE, this machine's --results")
+    runs = read_runs(file, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
+    if fit:
+        source = f"{int(runs.ran.sum())} measured runs of {file.name} on {device}, links {link}"
+        _fit(runs, cluster, source, fit)
+    else:
+        _validate_cluster(file, runs, cluster, calibration, json_output)
+
+
+def _fit(runs: MeasuredRuns, cluster: Cluster, source: str, out: Path) -> None:
+    from harness.planner.cluster.calibrate import calibrate
+    from harness.spec.errors import UsageError
+
+    fitted = calibrate(runs, cluster, source)
+    try:
+        fitted.save(out)
+    except OSError as error:
+        raise UsageError(f"--fit: cannot write {str(out)!r}: {error.strerror}") from None
+    print(f"wrote {out}")
+
+
+def _validate_cluster(
+    file: Path, runs: MeasuredRuns, cluster: Cluster, calibration: Path | None, json_output: bool
+) -> None:
+    """Raises UsageError if no runs can be predicted from others."""
+    from bench.cli import terminal
+    from harness.planner.cluster import calibrate as scores
+    from harness.planner.cluster.calibration import load
+    from harness.spec.errors import UsageError
+
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)
     if calibration:
-        file = DEFAULT if str(calibration) == "default" else calibration
-        held = {"given constants": scores.predict_with(runs, cluster, load(file))}
+        constants = load(calibration_file(calibration))
+        held = {"given constants": scores.predict_with(runs, cluster, constants)}
     else:
         held = {
             f"each {name} predicted from all others": scores.hold_out(
@@ -99,7 +128,7 @@ def validate(
         }
     if not held:
         raise UsageError(
-            f"{str(data)!r} has runs of only one model and number of nodes, so none can be"
+            f"{str(file)!r} has runs of only one model and number of nodes, so none can be"
             " predicted from others; give --calibration default"
         )
     scored = {name: scores.score(runs, cluster, part) for name, part in held.items()}
@@ -123,34 +152,6 @@ def validate(
         console.print(_errors(name, errors[name]))
     listed = ", ".join(f"{value:.1%} on {nodes}" for nodes, value in noise.items())
     console.print(f"noise of a row, from twins that differ only in ZeRO stage: {listed}")
-
-
-def calibrate(
-    data: DataFile,
-    out: Annotated[Path, typer.Option("--out", help="File to write the constants to.")],
-    model: ModelShapes = None,
-    device: DeviceName = "h100-80gb",
-    per_node: PerNode = 8,
-    link: LinkText = "playbook-h100",
-    seq: SequenceLength = 4096,
-) -> None:
-    """Fit the planner's constants to measured runs, within their physical bounds.
-
-    Example: [bold]python -m bench calibrate --data RUNS.csv --out MY.yaml[/bold]
-    """
-    from harness.planner.cluster.calibrate import calibrate as fit
-    from harness.planner.cluster.calibrate import read_runs
-    from harness.planner.cluster.hardware import cluster_of
-    from harness.spec.errors import UsageError
-
-    runs = read_runs(data, _shapes(model), seq)
-    source = f"{int(runs.ran.sum())} measured runs of {data.name} on {device}, links {link}"
-    fitted = fit(runs, cluster_of(device, per_node, link), source)
-    try:
-        fitted.save(out)
-    except OSError as error:
-        raise UsageError(f"--out: cannot write {str(out)!r}: {error.strerror}") from None
-    print(f"wrote {out}")
 
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
@@ -203,5 +204,104 @@ def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
             f"{part.time:.1%}",
             f"{part.time_all:.1%}",
             f"{part.memory:.1%}",
+        )
+    return table
+
+
+def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
+    """Prints the scores of each workload and emulated link, predicted from all others.
+
+    Raises UsageError if there are too few cells.
+    """
+    from bench.cli import terminal
+    from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score
+    from harness.planner.local.measurements import read_measurements
+    from harness.spec.errors import UsageError
+
+    measured = read_measurements(folders)
+    observations = [cell.observation for cell in measured.cells]
+    held = {
+        "each workload predicted from all others": leave_out(observations, base_of),
+        "each emulated link predicted from all else": leave_out(observations, _link),
+    }
+    held = {name: rows for name, rows in held.items() if rows}
+    if not held:
+        raise UsageError(
+            "these results have too few cells, or only one workload, so that none can be predicted"
+            " from others; measure a second workload"
+        )
+    scores = {name: score(rows) for name, rows in held.items()}
+    choices = {name: first_choices(rows, partial(_tied, measured)) for name, rows in held.items()}
+    if json_output:
+        document = {
+            name: {
+                "scores": [dataclasses.asdict(part) for part in scores[name]],
+                "first_choices": [dataclasses.asdict(choice) for choice in choices[name]],
+            }
+            for name in held
+        }
+        print(json.dumps(document | {"machine": measured.machine}))
+        return
+    console = terminal.console()
+    for name in held:
+        console.print(_local_scores(name, scores[name]))
+        console.print(_choices(choices[name]))
+
+
+def _link(facts: CellFacts) -> str:
+    return facts.links
+
+
+def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
+    """Returns the cells that are tied with the fastest of these."""
+    from harness.analysis.answer import may_be_fastest
+
+    cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]
+    cells.sort(key=lambda cell: cell.observation.seconds)
+    tied = may_be_fastest([cell.result for cell in cells])
+    return [cell.observation for cell in cells if any(cell.result is one for one in tied)]
+
+
+def _local_scores(name: str, scores: Sequence[CpuScores]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"{name}: median errors", title_justify="left")
+    table.add_column("left out")
+    for column in ("cells", "step time", "memory", "measured elsewhere", "step time", "memory"):
+        table.add_column(column, justify="right")
+    for part in scores:
+        table.add_row(
+            escape(part.part),
+            str(part.cells),
+            _percent(part.median_time_error),
+            _percent(part.median_memory_error),
+            str(part.known),
+            _percent(part.known_median_time_error),
+            _percent(part.known_median_memory_error),
+        )
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _choices(choices: Sequence[FirstChoice]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="predicted first choices", title_justify="left")
+    for column in ("setting", "of", "predicted to be fastest", "measured fastest", "slower", ""):
+        table.add_column(column, overflow="fold")
+    for choice in choices:
+        same = "" if choice.significant else "tied"
+        table.add_row(
+            escape(choice.setting),
+            str(choice.compared),
+            escape(choice.chosen),
+            escape(choice.best),
+            f"{choice.slower:.1%}",
+            "the same" if choice.chosen == choice.best else same,
         )
     return table

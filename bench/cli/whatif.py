@@ -6,11 +6,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import JsonObject
+from bench.cli.options import Devices, Html, Json, LocalResults, NodeLink
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,43 +20,34 @@ if TYPE_CHECKING:
     from harness.planner.local.plan_request import ScalingRequest
     from harness.spec.link import Link
 
+Patterns: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CELL]...",
+        help="Strategies, or patterns over labels or names of measured cells; by default the"
+        " fastest ones.",
+    ),
+]
+Regime: TypeAlias = Annotated[
+    Literal["weak", "strong"],
+    typer.Option(
+        "--regime", help="weak: the batch grows with the devices; strong: it stays the same."
+    ),
+]
+
 
 def whatif(
-    patterns: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CELL]...",
-            help="Strategies, or patterns over labels or names of measured cells; by default the"
-            " fastest ones.",
-        ),
-    ] = None,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option("--results", help="Results folder measured on this machine; may be repeated."),
-    ] = None,
-    devices: Annotated[
-        int, typer.Option("--devices", min=2, help="Largest number of devices, a power of two.")
-    ] = 4096,
-    regime: Annotated[
-        Literal["weak", "strong"],
-        typer.Option(
-            "--regime", help="weak: the batch grows with the devices; strong: it stays the same."
-        ),
-    ] = "weak",
-    link: Annotated[
-        str,
-        typer.Option(
-            "--link",
-            help="Link between devices, each a node of its own, such as 10gbit or 1gbit 1ms; by"
-            " default all devices are on one machine with a core each.",
-        ),
-    ] = "",
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write an HTML page with the curves.")
-    ] = None,
-    json_output: JsonObject = False,
+    patterns: Patterns = None,
+    results: LocalResults = None,
+    devices: Devices = 4096,
+    regime: Regime = "weak",
+    link: NodeLink = "",
+    html: Html = None,
+    json_output: Json = False,
 ) -> None:
-    """Extend measured cells to thousands of devices: predictions next to measurements.
+    """Extend cells measured on this machine to thousands of devices.
+
+    Predicts powers of two up to --devices. With --link every device is a node of its own.
 
     Example: [bold]python -m bench whatif ddp fsdp2 --devices 1024 --link 10gbit[/bold]
     """
@@ -69,7 +60,10 @@ def whatif(
         scalable_cells,
         scaled,
     )
+    from harness.spec.errors import UsageError
 
+    if devices < 2:
+        raise UsageError(f"--devices {devices}: give at least 2")
     measured = read_measurements(tuple(results or (Path("results"),)))
     request = ScalingRequest(devices, regime == "weak", _link(link))
     cells = scalable_cells(measured)

@@ -1,4 +1,9 @@
-"""Runs a step's process with a time limit, and leaves no process behind."""
+"""Runs a step's process with a time limit, and leaves no process behind.
+
+`python -m bench.gpu_check.process CORES MODULE WORDS...` becomes `python -m MODULE WORDS...` on
+these cores, and ends when its parent does. It needs its own process because a check has threads: no
+Python code is safe after a fork from one of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+
+from harness.host.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 20.0
@@ -47,7 +54,7 @@ def run_limited(
     """
     began = time.monotonic()
     cores = ",".join(map(str, limits.cores))
-    command = [sys.executable, "-m", "bench.gpu_check.child", cores, *words]
+    command = [sys.executable, "-m", "bench.gpu_check.process", cores, *words]
     with open(f"{log}.out", "wb") as out, open(f"{log}.err", "wb") as error:
         process = subprocess.Popen(
             command,
@@ -77,3 +84,14 @@ def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Event | None 
             return False
         time.sleep(POLL_SECONDS)
     return True
+
+
+def main(cores: str, *words: str) -> None:
+    die_with_parent()
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    os.execv(sys.executable, [sys.executable, "-m", *words])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

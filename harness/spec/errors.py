@@ -12,7 +12,7 @@ class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
     It names no command or command-line option. If the remedy is one, a subclass identifies the
-    case, and the command line adds it (see bench/cli/remedies.py). Exit code 2.
+    case, and the command line adds it (see bench/cli/__init__.py). Exit code 2.
     """
 
 

@@ -185,7 +185,7 @@ def test_default_trials_by_turns(
 def test_half_a_percent(
     benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
 ) -> None:
-    """How often 1.5 % are seen with --by-turns --precision 0.5%, and the trials that took."""
+    """How often 1.5 % are seen with --interleave --precision 0.5%, and the trials that took."""
     rng, seen, trials = random.Random(2), [], []
     take = by_turns(interleaved)
     take(["one"])

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.cluster.slurm import JobState, states
+from bench.cluster.jobs import JobState, states
 from harness.record.plan import kept_plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
@@ -255,7 +255,9 @@ class Bench:
         site = self.folder / "site.yaml"
         site.write_text(json.dumps(self.site))
         told: dict[str, Any] = json.loads(
-            self.call("submit", "--site", str(site), "--json", "--no-report", *words).stdout
+            self.call(
+                "slurm", "submit", "--site", str(site), "--json", "--no-report", *words
+            ).stdout
         )
         return told
 

@@ -92,7 +92,7 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
     assert trials[trials["devices"] == 3]["status"].item() == "unavailable"
     # The first launch waits for the agents' imports; the others find them warm.
     assert ran.sort_values("position")["startup_seconds"].iloc[1:].min() < 1.5
-    said = bench.call("status", told["job"]).stdout
+    said = bench.call("slurm", "status", told["job"]).stdout
     assert f"run {told['run_id']}" in said
     assert "5 of 5 trials (5 ok" in said
     assert f"job {told['job']}: COMPLETED on n[1-2]" in said

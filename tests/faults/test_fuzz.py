@@ -18,8 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.cli import app
-from bench.cli.remedies import refusal
+from bench.cli import app, refusal
 from bench.cli.run_plan import parse_precision, parse_share, parse_time
 from bench.cluster.site import read_site
 from bench.expand import expand
@@ -161,7 +160,7 @@ def test_values_of_options(words: list[str], text: str, seed: int) -> None:
 
 
 OPTIONS = st.sampled_from(["--json", "--run", "--results", "--matrix", "--set", "--only", "-x"])
-COMMANDS = st.sampled_from(["show", "status", "compare", "history", "check"])
+COMMANDS = st.sampled_from(["show", "slurm status", "compare", "compare --history", "doctor"])
 GROUP = typer.main.get_command(app)
 
 
@@ -181,7 +180,7 @@ def test_arguments_of_commands(command: str, words: list[str], nowhere: Path) ->
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
-            GROUP.main([command, *words], standalone_mode=False)
+            GROUP.main([*command.split(), *words], standalone_mode=False)
         except (SystemExit, typer.Exit, typer.Abort):
             pass
         except Exception as error:

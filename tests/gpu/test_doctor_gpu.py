@@ -11,8 +11,13 @@ import pynvml
 import pytest
 import torch
 
-from bench.checks.gpus import gpu_troubles
-from bench.checks.host import GIB, host_troubles, locked_memory_trouble, shared_memory_trouble
+from bench.checks import (
+    GIB,
+    gpu_troubles,
+    host_troubles,
+    locked_memory_trouble,
+    shared_memory_trouble,
+)
 from tests.gpu import fake_nvml
 from tests.gpu.fake_nvml import FakeNvml
 
@@ -24,8 +29,8 @@ def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_80 sm_90", raising=False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr("bench.checks.gpus._stand_ins", lambda: iter(()))
-    monkeypatch.setattr("bench.checks.gpus.shared_memory_trouble", lambda: None)
+    monkeypatch.setattr("bench.checks._stand_ins", lambda: iter(()))
+    monkeypatch.setattr("bench.checks.shared_memory_trouble", lambda: None)
     monkeypatch.setattr("harness.host.cores.allowed_cores", lambda: list(range(112)))
 
 
@@ -170,7 +175,7 @@ def test_memory_that_containers_limit_is_told(
 def test_doctor_prints_them_and_gives_them_to_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.checks.trouble import Trouble
+    from bench.checks import Trouble
     from bench.cli import app
 
     monkeypatch.setattr(

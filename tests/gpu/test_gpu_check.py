@@ -19,7 +19,7 @@ import psutil
 import pytest
 import typer
 
-from bench.cli.gpu_check import CheckOptions, gpu_check
+from bench.cli.doctor import CheckOptions, check_gpu
 from bench.gpu_check import driver as driver_module
 from bench.gpu_check.driver import Driver, Timing, interleaved
 from bench.gpu_check.out_folder import Folders, packed
@@ -58,7 +58,7 @@ def check(folder: Path, plan: Path, resume: bool = False, **more: object) -> tup
     out, code = folder / "not" / "there", 0
     options = CheckOptions(out, resume, 280, "cpu", plan=plan, **more)  # type: ignore[arg-type]
     try:
-        gpu_check(options)
+        check_gpu(options)
     except typer.Exit as ended:
         code = ended.exit_code
     return code, Report.read(out / "report.json")
@@ -91,7 +91,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--device cpu"):
-        gpu_check(CheckOptions(tmp_path / "out"))
+        check_gpu(CheckOptions(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -101,7 +101,7 @@ def test_a_missing_folder_is_made_before_anything_runs(folder: Path) -> None:
     assert report.stand_in
     (folder / "file").touch()
     with pytest.raises(UsageError, match="file"):
-        gpu_check(CheckOptions(folder / "file", device="cpu", plan=folder / "plan.yaml"))
+        check_gpu(CheckOptions(folder / "file", device="cpu", plan=folder / "plan.yaml"))
     assert begun("holds", folder) == begun("holds", folder)[:1]
 
 

@@ -61,7 +61,7 @@ def test_a_library_that_starts_cuda_by_itself_is_found_out(tmp_path: Path) -> No
     )
     (tmp_path / "lazy_library.py").write_text(f"import ctypes\nctypes.CDLL({str(library)!r})\n")
     code = (
-        "import json; from bench.gpu_check.probes.fork import imports_that_initialise;"
+        "import json; from bench.gpu_check.probes.processes import imports_that_initialise;"
         "print(json.dumps(imports_that_initialise("
         "['eager_library', 'json', 'lazy_library', 'no_such_library'])))"
     )

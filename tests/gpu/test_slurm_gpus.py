@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster.script import Job, batch_script
+from bench.cluster.jobs import Job, batch_script
 from bench.cluster.site import Site, read_site
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
     site = tmp_path / "site.yaml"
     for gpus, says in (("0", True), ("8", False)):
         site.write_text(f"gpus_per_node: {gpus}\n")
-        words = ["submit", "--matrix", "smoke", "--site", str(site), "--dry-run"]
+        words = ["slurm", "submit", "--matrix", "smoke", "--site", str(site), "--dry-run"]
         app(words, standalone_mode=False)
         shown = capsys.readouterr()
         assert ("GPUs" in shown.err) == says

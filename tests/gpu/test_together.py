@@ -37,7 +37,7 @@ def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
     with pytest.raises(UsageError) as refused:
         require_few(plan)
-    assert "--by-turns: all launches are in memory at once" in str(refused.value)
+    assert "--interleave: all launches are in memory at once" in str(refused.value)
     assert "which has 24.0 GiB" in str(refused.value) or "which has 23." in str(refused.value)
     left_out = str(refused.value).partition("leave ")[2]
     kept = [cell for cell in plan.cells if repr(cell.name) not in left_out]

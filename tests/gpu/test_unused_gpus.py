@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.checks.gpus import gpu_troubles
+from bench.checks import gpu_troubles
 from bench.cli import app, terminal
 from harness.host import amd
 from harness.host.amd import amd_gpus

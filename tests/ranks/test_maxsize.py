@@ -71,7 +71,7 @@ def test_sharding_trains_a_larger_model(table) -> None:
 
 
 def test_the_command_searches_tells_and_resumes(launcher: Launcher, tmp_path: Path) -> None:
-    words = ["--budget", "96MiB", "--hidden", "128", "--strategy", "single", "--json"]
+    words = ["--budget", "96MiB", "--hidden", "128", "--only", "single", "--json"]
     done = here("maxsize", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)

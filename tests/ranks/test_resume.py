@@ -63,7 +63,7 @@ def recorded(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("strategies", "more", "kills"),
-    [("[ddp, outside]", (), (0, 3)), ("ddp", ("--by-turns",), (1,))],
+    [("[ddp, outside]", (), (0, 3)), ("ddp", ("--interleave",), (1,))],
     ids=["one after the other", "by turns"],
 )
 def test_kill_and_resume(

@@ -70,7 +70,7 @@ def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None
         assert tap.stdout
         assert tap.stdout.readline() == "listening\n"
         options = ["--matrix", matrix, "--results", tmp_path / "results", "--no-report"]
-        options += ["--nodes", 2, "--meeting", rendezvous, "--interface", INTERFACE]
+        options += ["--nodes", 2, "--rendezvous", rendezvous, "--interface", INTERFACE]
         run = start(python(head, "bench", "run", *options))
         ranks_in = time.monotonic() + 120
         while run.poll() is None and time.monotonic() < ranks_in and not recorded.exists():

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bench.cli.check import check
+from bench.cli.doctor import doctor
 from harness.record.check import check_folder, quarantine
 from harness.record.files import DamagedFile, NewerSchema, read_file
 from harness.record.run import RunRecord
@@ -132,17 +132,17 @@ def test_the_command_moves_what_is_damaged_and_nothing_else(store: Store) -> Non
     file = trial_file(store, 1)
     content = file.read_bytes()[:-1]
     file.write_bytes(content)
-    code, shown = ask(check, str(store.folder))
+    code, shown = ask(doctor, "--results", str(store.folder))
     assert code == 1
     assert f"{file.relative_to(store.folder)}:" in shown.replace("\n", "")
     assert file.exists()
-    code, shown = ask(check, str(store.folder), "--repair", "--json")
+    code, shown = ask(doctor, "--results", str(store.folder), "--repair", "--json")
     assert code == 0
     (row,) = json.loads(shown)["problems"]
     assert Path(row["moved_to"]).read_bytes() == content
     assert not file.exists()
     assert sorted(store.load().trials["trial"]) == [0, 2]
-    assert ask(check, str(store.folder))[0] == 0
+    assert ask(doctor, "--results", str(store.folder))[0] == 0
 
 
 def test_what_is_moved_replaces_nothing(store: Store) -> None:

@@ -18,9 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from bench.cluster.script import Job, batch_script
+from bench.cluster.jobs import Job, batch_script, parse
 from bench.cluster.site import Nightly, Notify, Site, read_site
-from bench.cluster.slurm import parse
 from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +247,7 @@ def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "bench",
+        "slurm",
         "submit",
         "--matrix",
         "smoke",

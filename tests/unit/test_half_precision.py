@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run_end import Ended, EndOptions, conclude
+from bench.cli.run_matrix import Ended, EndOptions, conclude
 from bench.cli.run_plan import PlanOptions, kept_or_new_plan
 from harness.analysis.answer import answer, undecided
 from harness.analysis.cell_result import CellResult

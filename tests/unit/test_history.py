@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from bench.cli.history import history, sparkline
+from bench.cli.compare import compare, sparkline
 from harness.analysis.change_points import FALSE_ALARM_RATE, MIN_RUNS, change_points
 from harness.analysis.history import histories
 from harness.analysis.selection import measured
@@ -148,7 +148,7 @@ def test_memory_is_followed_by_its_median(tmp_path: Path) -> None:
 
 
 def ask(folder: Path, *words: str) -> str:
-    return commands.told(history, *words, "--results", str(folder))
+    return commands.told(compare, "--history", *words, "--results", str(folder))
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_the_progress_of_a_run_is_said_without_pandas(many: Store) -> None:
     """Whose import takes longer than everything else that the command does."""
     code = f"""
 import sys
-sys.argv = ["bench", "status", "run-07", "--results", {str(many.folder)!r}]
+sys.argv = ["bench", "slurm", "status", "run-07", "--results", {str(many.folder)!r}]
 from bench.cli import main
 try:
     main()

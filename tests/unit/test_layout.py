@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts import sizes
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bench", "harness", "reports")
 
@@ -23,11 +25,6 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_no_test_file_is_long() -> None:
-    files = Path(__file__).parents[1].rglob("*.py")
-    assert not [str(file) for file in files if len(file.read_text().splitlines()) > 500]
-
-
 def lines_by_file(*folders: str) -> dict[str, list[str]]:
     """The lines of each Python file in these folders, by its path."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
@@ -35,11 +32,17 @@ def lines_by_file(*folders: str) -> dict[str, list[str]]:
     return {str(file.relative_to(ROOT)): file.read_text().splitlines() for file in files}
 
 
-def test_files_are_short() -> None:
-    lengths = {file: len(lines) for file, lines in lines_by_file(*PACKAGES).items()}
-    assert {file: length for file, length in lengths.items() if length > 600} == {}
-    of_tests = {file: len(lines) for file, lines in lines_by_file("tests").items()}
-    assert {file: length for file, length in of_tests.items() if length > 500} == {}
+def test_modules_and_functions_are_short() -> None:
+    assert list(sizes.findings()) == []
+
+
+def test_a_long_module_and_a_long_function_are_found(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    body = "    pass\n" * sizes.FUNCTION_LINES
+    (tmp_path / "bench" / "a.py").write_text(f"class A:\n  def long(self):\n{body}")
+    (tmp_path / "bench" / "b.py").write_text("\n" * 601)
+    found = [text.split(":")[0] for text in sizes.findings(tmp_path) if "remove" not in text]
+    assert found == ["bench/a.py", "bench/b.py"]
 
 
 def test_lines_are_at_most_100_columns_wide() -> None:

@@ -476,7 +476,7 @@ def ended(scratch: Path) -> Outcome:
         (["--budget", "lots"], ["'lots' is not an amount of memory"]),
         (["--budget", "0"], ["--budget '0'", "more than 0"]),
         (["--budget", "999TiB"], ["--budget '999TiB'", "no more than"]),
-        (["--strategy", "dpp"], ["--strategy 'dpp'", "ddp"]),
+        (["--only", "dpp"], ["--only 'dpp'", "ddp"]),
         (["--hidden", "100"], ["multiple of 64"]),
         (["--cells", "nowhere.yaml"], ["nowhere.yaml"]),
         (["--resume"], ["nothing to resume"]),

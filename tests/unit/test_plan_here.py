@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cli.plan import plan as command
+from bench.cli.predict import predict
 from bench.cli.validate import validate
 from bench.cli.whatif import whatif
 from bench.expand import cells_of
@@ -286,8 +286,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
 def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) -> None:
     files = ("--matrix", str(tmp_path / "open.yaml"), "--html", str(tmp_path / "plan.html"))
-    here = ("--here", "--results", folder, "--json")
-    answer = json.loads(told(command, *here, *files, "--model", "gpt2-nano"))
+    here = ("--results", folder, "--json")
+    answer = json.loads(told(predict, *here, *files, "--model", "gpt2-nano"))
     by_label = {row["label"]: row for row in answer["candidates"]}
     # What wraps DDP and was not measured is predicted to be about as fast.
     assert answer["candidates"][0]["label"] in WRAPPERS_OF_DDP
@@ -301,7 +301,7 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     page = (tmp_path / "plan.html").read_text()
     assert "llama-nano" in page
     assert "measurement" in page
-    unseen = json.loads(told(command, *here, "--unseen", "--model", "gpt2-nano"))
+    unseen = json.loads(told(predict, *here, "--unseen", "--model", "gpt2-nano"))
     assert not any(row["measured"] for row in unseen["candidates"])
     assert unseen["workloads"] == ["llama-nano"]
 
@@ -346,7 +346,7 @@ def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: P
         variants, _ = variants_of(Setting.of(cell), here)
         seconds = {v.cell.label: v.observation.seconds for v in variants if v.observation}
         assert seconds[cell.label] == pytest.approx(cell.global_batch / speed)
-    answer = json.loads(told(command, "--here", "--results", str(tmp_path), "--json"))
+    answer = json.loads(told(predict, "--results", str(tmp_path), "--json"))
     by_label = {row["label"]: row["samples_per_second"] for row in answer["candidates"]}
     assert by_label["ddp"] == pytest.approx(100.0)
     assert by_label["ddp(compile=block)"] == pytest.approx(200.0)
@@ -368,16 +368,13 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--here", "--device", "h100-80gb"), "--device does not apply"),
-        (("--here", "--results", "/nowhere"), "no runs in results folder '/nowhere'"),
-        (("--here", "--model", "nothing"), "unknown workload 'nothing'"),
-        (("--here", "--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
-        (("--here", "--link", "1gbit", "--devices", "3", "--per-node", "2"), "at least two nodes"),
-        (("--here", "--goal", "fun"), "give throughput or memory"),
-        (("--model", "llama-8b", "--unseen"), "--unseen needs --here"),
-        ((), "--model is missing"),
+        (("--results", "/nowhere"), "no runs in results folder '/nowhere'"),
+        (("--model", "nothing"), "unknown workload 'nothing'"),
+        (("--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
+        (("--link", "1gbit", "--devices", "3", "--per-node", "2"), "at least two nodes"),
+        (("--goal", "fun"), "give throughput or memory"),
     ],
 )
 def test_what_cannot_be_answered_gets_one_sentence(options: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        ask(command, *options)
+        ask(predict, *options)

@@ -117,7 +117,7 @@ def test_the_commands_calibrate_and_validate(
             main()
         assert ended.value.code == 0
 
-    bench("calibrate", "--data", str(data), "--out", str(out))
+    bench("validate", "--data", str(data), "--fit", str(out))
     bench("validate", "--data", str(data), "--calibration", str(out), "--json")
     text = capsys.readouterr().out
     document = json.loads(text[text.index("{") :])

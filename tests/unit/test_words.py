@@ -6,22 +6,34 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
-from bench.cli import app
-from bench.cli.remedies import REMEDIES, with_remedy
+from bench.cli import REMEDIES, app, with_remedy
 from harness.record.plan import resumable
 from harness.record.store import Store
 from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
+
+
+def commands(command: Any) -> Iterator[Any]:
+    """The command, or all commands of a group, whatever its depth."""
+    if isinstance(command, TyperGroup):
+        for part in command.commands.values():
+            yield from commands(part)
+    else:
+        yield command
+
+
 OWN_COMMAND = "harness/nodes/agent.py"
 """python -m harness.agent has options of its own."""
 OPTIONS = {
     option
-    for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    for command in commands(typer.main.get_command(app))
     for parameter in command.params
     for option in parameter.opts
     if option.startswith("--")

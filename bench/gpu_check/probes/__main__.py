@@ -1,6 +1,6 @@
 """`python -m bench.gpu_check.probes NAME DEVICE`: prints a probe's finding as one JSON object.
 
-NAME is a module of this package with a function `probe`, or MODULE:FUNCTION elsewhere.
+NAME is a probe of this package, or MODULE:FUNCTION elsewhere.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from dataclasses import asdict, is_dataclass
 
 from bench.gpu_check.probes.finding import Finding
 
+MODULES = {
+    "processes": ("host", "nvml", "fork"),
+    "one_device": ("memory", "profiler", "speed", "float8"),
+    "training": ("numerics", "weights", "collectives"),
+}
+"""Probes, which are functions, by module of this package."""
+
 
 def main(name: str, device: str) -> None:
-    place = name if ":" in name else f"bench.gpu_check.probes.{name}:probe"
+    module = next((module for module, names in MODULES.items() if name in names), "")
+    place = f"bench.gpu_check.probes.{module}:{name}" if module else name
     finding: Finding = pkgutil.resolve_name(place)(device)
     facts = finding.facts
     values = {

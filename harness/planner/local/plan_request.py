@@ -1,4 +1,4 @@
-"""Answers `bench plan --here` and `bench whatif`: strategies here, and on more devices."""
+"""Answers `bench predict` and `bench whatif`: strategies here, and on more devices."""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
-"""The batch script of a job: directives and set-up of the site, then a script of slurm/."""
+"""Jobs: their batch scripts, SLURM's commands and states, and records of submitted ones."""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.cluster.site import ROOT, Site
+from harness.spec.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Job:
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """Returns the script with all its options, so sbatch needs no others."""
+    """Returns directives and set-up of the site, then a script of slurm/. It has all options, so
+    sbatch needs no others."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -108,3 +114,92 @@ def _variables(site: Site, job: Job) -> Mapping[str, str]:
 
 def _words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
+
+
+def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    if shutil.which(words[0]) is None:
+        raise UsageError(
+            f"{words[0]} is not on this host: submit from a login node of the cluster, or see the"
+            " script with --dry-run"
+        )
+    return subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+
+
+def sbatch(script: str) -> str:
+    """Returns the job's id; raises UsageError with sbatch's message if it refuses."""
+    done = _run("sbatch", "--parsable", given=script)
+    if done.returncode:
+        raise UsageError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().split(";")[0]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a job or array task."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    elapsed: str
+
+
+def states(job_id: str) -> list[JobState]:
+    """Returns the states of a job and its array tasks; empty once SLURM has dropped it, after some
+    minutes."""
+    if shutil.which("scontrol") is None:
+        return []
+    done = _run("scontrol", "-o", "show", "job", job_id)
+    return (
+        []
+        if done.returncode
+        else [parse(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+    )
+
+
+def parse(line: str) -> JobState:
+    """Parses one line of `scontrol -o show job`."""
+    facts = dict(re.findall(r"(\S+?)=(\S*)", line))
+    job_id = facts["JobId"]
+    if "ArrayTaskId" in facts:
+        job_id = f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}"
+    nodes = facts.get("NodeList", "").replace("(null)", "")
+    reason = facts.get("Reason", "None").replace("None", "")
+    return JobState(
+        job_id,
+        facts["JobState"],
+        reason,
+        nodes,
+        int(facts.get("Restarts", "0")),
+        facts.get("RunTime", ""),
+    )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A line of submitted.jsonl."""
+
+    job: str
+    run_id: str
+    """Empty: the job names its run itself once it has begun."""
+    matrix: str
+    nodes: int
+    tasks: int
+    """Array tasks that share the run's cells; 0: no array."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def keep_submission(submission: Submission, folder: Path) -> None:
+    with open(folder / "submitted.jsonl", "a") as file:
+        file.write(submission.as_json() + "\n")
+
+
+def submissions(results: Path) -> list[Submission]:
+    """Returns all submissions, oldest first."""
+    files = sorted((results / "slurm").glob("*/submitted.jsonl"))
+    return [
+        Submission(**json.loads(line)) for file in files for line in file.read_text().splitlines()
+    ]

@@ -1,0 +1,262 @@
+"""bench slurm: a matrix on a SLURM cluster, and how far along its run is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from bench.cli import options as opt
+
+if TYPE_CHECKING:
+    from bench.cluster.jobs import Job, JobState
+    from bench.cluster.site import Site
+    from harness.record.store import Store
+
+GpusPerNode: TypeAlias = Annotated[
+    int | None, typer.Option("--gpus-per-node", min=0, help="GPUs of each node.")
+]
+Partition: TypeAlias = Annotated[
+    str | None, typer.Option("--partition", "-p", help="SLURM partition.")
+]
+Account: TypeAlias = Annotated[str | None, typer.Option("--account", "-A", help="SLURM account.")]
+TimeLimit: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--time", "-t", help="Time limit of a job; the run continues in another."),
+]
+Array: TypeAlias = Annotated[
+    int,
+    typer.Option("--array", min=0, help="Submit this many jobs, which share the run's cells."),
+]
+NightlyJob: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--nightly",
+        help="Submit the nightly job: run, report, compare, notify (see slurm/README.md).",
+    ),
+]
+SiteFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--site", help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml."
+    ),
+]
+JobOrRun: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="[JOB|RUN]", help="SLURM job or id of a run; by default the newest run."
+    ),
+]
+
+
+def submit(
+    matrix: opt.Matrix = "",
+    nodes: opt.Nodes = None,
+    gpus: GpusPerNode = None,
+    partition: Partition = None,
+    account: Account = None,
+    time: TimeLimit = None,
+    array: Array = 0,
+    run_id: opt.RunId = "",
+    nightly: NightlyJob = False,
+    site: SiteFile = None,
+    results: opt.Results = Path("results"),
+    only: opt.Only = None,
+    skip: opt.Skip = None,
+    settings: opt.Settings = None,
+    trials: opt.Trials = None,
+    report: opt.WriteReport = True,
+    dry_run: opt.DryRun = False,
+    json_output: opt.Json = False,
+) -> None:
+    """Submit a matrix as a SLURM job.
+
+    All nodes must see the results folder. --dry-run prints the batch script.
+
+    Example: [bold]python -m bench slurm submit --matrix full --nodes 2 --dry-run[/bold]
+    """
+    from bench.cluster.jobs import Job, batch_script
+    from bench.cluster.site import read_site
+    from harness.record.plan import new_run_id
+    from harness.spec.errors import UsageError
+
+    here = read_site(
+        site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
+    )
+    if nightly and (array or run_id):
+        raise UsageError("a night is a run of its own in one job: leave --array and --run out")
+    several = {"--only": only, "--skip": skip, "--set": settings}
+    pairs = [(option, value) for option, values in several.items() for value in values or []]
+    options = [word for pair in pairs for word in pair]
+    options += ["--trials", str(trials)] if trials else []
+    options += [] if report else ["--no-report"]
+    matrix = _readable(matrix or (here.nightly.matrix if nightly else ""))
+    name = "" if nightly else run_id or new_run_id()
+    job = Job(matrix, name, results.resolve(), tuple(options), array, nightly)
+    if without := here.without_gpus():
+        print(f"note: {without}", file=sys.stderr)
+    if not dry_run:
+        _submit(here, job, json_output)
+    elif json_output:
+        print(json.dumps({"script": batch_script(here, job), "run_id": name}))
+    else:
+        print(batch_script(here, job), end="")
+
+
+def _submit(site: Site, job: Job, json_output: bool) -> None:
+    from bench.cluster.jobs import Submission, batch_script, keep_submission, sbatch
+
+    script = batch_script(site, job)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    job.folder.chmod(0o700)
+    (job.folder / "job.sh").write_text(script)
+    job_id = sbatch(script)
+    submission = Submission(job_id, job.run_id, job.matrix, site.nodes, job.tasks)
+    keep_submission(submission, job.folder)
+    if json_output:
+        print(submission.as_json())
+    else:
+        what = f"run {job.run_id}" if job.run_id else "a night"
+        print(
+            f"submitted job {job_id}: {what} of matrix {job.matrix}; see: python -m bench slurm"
+            f" status {job_id}"
+        )
+
+
+def _readable(matrix: str) -> str:
+    """Returns the matrix with a path that is valid from any folder; raises UsageError if there is
+    none."""
+    from bench.matrix import HOME, read_matrix
+    from harness.spec.errors import UsageError
+
+    if not matrix:
+        raise UsageError(
+            "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
+        )
+    read_matrix(matrix)
+    return matrix if (HOME / f"{matrix}.yaml").is_file() else str(Path(matrix).resolve())
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    run_id: str
+    matrix: str
+    cells: int
+    trials: int
+    recorded: int
+    """Trials that ended and need not run again."""
+    left_out: int
+    statuses: dict[str, int]
+    newest: str | None
+    """Newest trial."""
+    newest_at: str | None
+    """Its start, as ISO 8601."""
+
+
+def status(
+    name: JobOrRun = "",
+    results: opt.Results = Path("results"),
+    json_output: opt.Json = False,
+) -> None:
+    """Show how far along a run is, and what SLURM reports about its jobs.
+
+    Example: [bold]python -m bench slurm status 4711[/bold]
+    """
+    from bench.cluster.jobs import states, submissions
+    from harness.record.store import Store
+    from harness.spec.errors import NoRuns, UsageError
+
+    store = Store(results)
+    run_ids, submitted = store.run_ids(), submissions(results)
+    jobs = [job for job in submitted if name in (job.job, job.run_id)]
+    run_id = next((job.run_id for job in jobs if job.run_id), "")
+    if not run_id and name:
+        run_id = name if name in run_ids else _run_of_job(store, name)
+    elif not run_id:
+        run_id = run_ids[-1] if run_ids else ""
+        jobs = [job for job in submitted if job.run_id == run_id]
+    if not run_id and not jobs:
+        if name:
+            raise UsageError(f"no job or run {name!r} in {str(results)!r}")
+        raise NoRuns(f"no runs in results folder {str(results)!r}")
+    progress = _progress(store, run_id) if run_id in run_ids else None
+    states_of_jobs = [state for job in jobs for state in states(job.job)]
+    if json_output:
+        begun = {"run_id": run_id, "begun": progress is not None}
+        print(
+            json.dumps(
+                begun
+                | (asdict(progress) if progress else {})
+                | {
+                    "jobs": [asdict(state) for state in states_of_jobs],
+                    "submitted": [asdict(job) for job in jobs],
+                }
+            )
+        )
+    else:
+        _show(run_id, progress, states_of_jobs, forgotten=bool(jobs) and not states_of_jobs)
+
+
+def _run_of_job(store: Store, job: str) -> str:
+    """Returns a run that this job started, or an empty string."""
+    for row in store.newest_rows():
+        if row["allocation"] and json.loads(row["allocation"]).get("job") == job:
+            return str(row["run_id"])
+    return ""
+
+
+def _progress(store: Store, run_id: str) -> RunStatus:
+    from harness.record.plan import kept_plan
+
+    plan = kept_plan(store, run_id)
+    launched = sorted(
+        (trial for trial in store.ended_trials(run_id) if trial.position >= 0),
+        key=lambda trial: trial.started_at,
+    )
+    last = {(trial.cell_id, trial.trial): trial.status for trial in launched}
+    newest = launched[-1] if launched else None
+    return RunStatus(
+        run_id,
+        plan.matrix,
+        len(plan.cells),
+        len(plan.schedule()),
+        sum(status != "interrupted" for status in last.values()),
+        len(plan.left_out),
+        dict(Counter(last.values()).most_common()),
+        f"{newest.cell_name} trial {newest.trial}: {newest.status}" if newest else None,
+        newest.started_at.isoformat() if newest else None,
+    )
+
+
+def _show(
+    run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
+) -> None:
+    """`forgotten`: whether SLURM has dropped the run's jobs."""
+    from rich.markup import escape
+
+    from bench.cli import terminal
+
+    console = terminal.console()
+    if progress is None:
+        console.print(f"run {run_id or '(not named yet)'} has not begun")
+    else:
+        counts = ", ".join(f"{count} {status}" for status, count in progress.statuses.items())
+        console.print(
+            f"run {run_id} of matrix {escape(progress.matrix)}: {progress.recorded} of"
+            f" {progress.trials} trials ({counts or 'nothing recorded yet'})"
+        )
+        if progress.newest:
+            console.print(f"newest: {escape(progress.newest)}")
+    for job in jobs:
+        where = f" on {job.nodes}" if job.nodes else ""
+        reason = f" ({job.reason})" if job.reason else ""
+        again = f", begun anew {job.restarts} times" if job.restarts else ""
+        console.print(f"job {job.job_id}: {job.state}{reason}{where}, {job.elapsed}{again}")
+    if forgotten:
+        console.print("SLURM does not know its jobs any more")

@@ -1,0 +1,61 @@
+"""Checks that modules and functions are short: `.venv/bin/python -m scripts.sizes`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULE_LINES = {"bench": 600, "harness": 600, "reports": 600, "scripts": 600, "tests": 500}
+"""Most lines of a module, by folder."""
+FUNCTION_LINES = 60
+"""Most lines of a function, outside of tests."""
+LONG_FUNCTIONS = {
+    "harness/launch/elastic.py: run_elastic",
+    "harness/measure/breakdown.py: breakdown",
+    "harness/parity/verdict.py: judge",
+    "harness/run/rows.py: trial_record",
+    "harness/worker/worker.py: _train",
+    "harness/workloads/data.py: prepare_data",
+    "reports/figures.py: scatter",
+    "reports/table.py: _columns",
+}
+"""Functions that are still longer."""
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yields the name of each function and its number of lines, without decorators."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def findings(root: Path = ROOT) -> Iterator[str]:
+    """Yields a sentence for each module or function that is too long."""
+    excused = set(LONG_FUNCTIONS)
+    for folder, most in MODULE_LINES.items():
+        for file in sorted((root / folder).rglob("*.py")):
+            name, text = str(file.relative_to(root)), file.read_text()
+            if (count := len(text.splitlines())) > most:
+                yield f"{name}: {count} lines, {most} at most"
+            for function, lines in () if folder == "tests" else functions(ast.parse(text)):
+                known = f"{name}: {function}"
+                if lines > FUNCTION_LINES and known not in LONG_FUNCTIONS:
+                    yield f"{known}: {lines} lines, {FUNCTION_LINES} at most"
+                elif lines > FUNCTION_LINES:
+                    excused.discard(known)
+    yield from (f"{known} is short: remove it from LONG_FUNCTIONS" for known in sorted(excused))
+
+
+def main() -> int:
+    """Prints all findings; returns 1 if there are any."""
+    found = list(findings())
+    for finding in found:
+        print(finding)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
