@@ -69,7 +69,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
     if limit is not None and default is not None and limit < 0.99 * default:
         yield Trouble(
             subject,
-            f"its power limit is {limit:.0f} W where {default:.0f} W is the default",
+            f"its power limit is {limit:.0f} W but {default:.0f} W is the default",
             "it runs at lower clocks than others of its kind, and looks slower",
             f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
@@ -77,21 +77,21 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             "persistence mode is off",
-            "the driver unloads between launches: each begins seconds later, and at other clocks",
+            "the driver unloads between trials: each starts seconds later, and at other clocks",
             f"sudo nvidia-smi -i {number} -pm 1",
         )
     if facts.ecc is False:
         yield Trouble(
             subject,
             "error correction (ECC) is off",
-            "memory is a little faster and larger than where it is on, and wrong bits stay unseen",
+            "memory is a little faster and larger than with it, and wrong bits go unnoticed",
             f"sudo nvidia-smi -i {number} -e 1, then restart the host",
         )
     if facts.mig:
         yield Trouble(
             subject,
             f"{facts.name} is a slice of a GPU (MIG)",
-            "slices beside it share its power and PCIe link, and its peak is unknown: no MFU",
+            "slices next to it share its power and PCIe link, and its peak is unknown: no MFU",
             f"sudo nvidia-smi -i {number} -mig 0",
         )
 
@@ -122,15 +122,15 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         cause = ", ".join(state.slowed) or "no rank is on it"
         yield Trouble(
             subject,
-            f"it has {state.temperature_celsius} degrees Celsius: {cause}",
-            "its clocks fall while a run goes on",
+            f"it is at {state.temperature_celsius} degrees Celsius: {cause}",
+            "its clocks fall during a run",
             f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d"
             " TEMPERATURE,PERFORMANCE",
         )
     if state.uncorrected_errors:
         yield Trouble(
             subject,
-            f"{state.uncorrected_errors} errors of its memory could not be corrected",
+            f"{state.uncorrected_errors} memory errors could not be corrected",
             "results may be wrong, and ranks end",
             f"restart the host; to see them: nvidia-smi -i {number} -q -d ECC",
         )
@@ -140,7 +140,7 @@ def _unused() -> Iterator[Trouble]:
     if reason := unused_gpus():
         mend = "use a host with NVIDIA GPUs"
         if visible_gpus():
-            mend = "make setup, on this host, once the above is so"
+            mend = "make setup, on this host, once the above is fixed"
         yield Trouble("GPUs", reason, "every cell runs on the CPU", mend)
 
 
@@ -170,7 +170,7 @@ def _stand_ins() -> Iterator[Trouble]:
                 yield Trouble(
                     name,
                     reason,
-                    "its times say nothing of the real thing",
+                    "its times tell you nothing about the real library",
                     "make setup, on this host",
                 )
 
@@ -202,7 +202,7 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
         elif "NVLink" not in between and between == "system":
             yield Trouble(
                 f"GPUs {devices[a].index} and {devices[b].index}",
-                "they share nothing below the two sockets' link",
+                "only the link of the two sockets connects them",
                 "their copies go through host memory",
                 "to see it: nvidia-smi topo -m; choose GPUs of one socket with"
                 " CUDA_VISIBLE_DEVICES",
@@ -223,7 +223,7 @@ def _governor(root: Path) -> Trouble | None:
     return Trouble(
         "CPU",
         f"{sum(kinds.values())} cores have the frequency governor {', '.join(kinds)}",
-        "they slow down between steps and take time to come back: launches differ",
+        "they slow down between steps and take time to recover: trials differ",
         "sudo cpupower frequency-set -g performance",
     )
 
@@ -253,7 +253,7 @@ def _siblings(root: Path) -> Trouble | None:
     return Trouble(
         "CPU",
         "two hardware threads share each core (SMT)",
-        "two ranks may get one core between them, and are then slower than two cores would be",
+        "two ranks may share a core, and are then slower than on two cores",
         "echo off | sudo tee /sys/devices/system/cpu/smt/control",
     )
 
@@ -328,7 +328,7 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
     return Trouble(
         "memory",
         f"{folder} has {size / 2**20:.0f} MiB",
-        "NCCL and data loaders fail where it is full, or go another way",
+        "NCCL and data loaders fail if it is full, or take a slower path",
         f"docker run --shm-size=8g ..., or: sudo mount -o remount,size=8G {folder}",
     )
 

@@ -51,7 +51,7 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
     """Returns the ids of matching runs, oldest first; by default the newest. Raises UsageError."""
     if every and words:
         raise UsageError(
-            "--all means every run of the folder: leave the names of runs out, or --all"
+            "--all means every run of the folder: leave out the names of runs, or --all"
         )
     if words:
         return sorted({find_run(store, word) for word in words})
@@ -71,7 +71,7 @@ def find_sides(
         words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
     if len(words) != 2:
         raise UsageError(
-            f"a comparison is of two runs or folders, not of {len(words)}: python -m bench compare"
+            f"a comparison needs two runs or folders, not {len(words)}: python -m bench compare"
             " A B, or --baseline A; the newest two runs are latest~1 latest"
         )
     return two_sides(words[0], words[1], results)
@@ -97,7 +97,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
         return None
     if not any(matches(cell, pattern) for cell in cells):
         raise UsageError(
-            f"--baseline-cell {pattern!r} is no cell of this run; name a strategy, an id or a"
+            f"--baseline-cell {pattern!r} is not a cell of this run; name a strategy, an id or a"
             " pattern such as 'fsdp2*'"
         )
     return lambda result: matches(result.cell, pattern)
@@ -114,8 +114,7 @@ def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
 def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageError:
     labels = ", ".join(dict.fromkeys(row.cell.label for row in recorded)) or "none"
     return UsageError(
-        f"{word!r} is no label, name or id of a cell in {where}, nor a pattern over them; it has"
-        f" {labels}"
+        f"{word!r} matches no label, name or id of a cell in {where}; it has {labels}"
     )
 
 
@@ -136,8 +135,8 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
             named = ", ".join(f"{cell.cell_id} ({cell.cell.name})" for cell in meant[:MOST_NAMED])
             more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
             raise UsageError(
-                f"{word!r} means {len(meant)} cells of run {candidate}; name one by its id or name:"
-                f" {named}{more}"
+                f"{word!r} matches {len(meant)} cells of run {candidate}; name one by its id or"
+                f" name: {named}{more}"
             )
         if meant:
             return tables, meant[0].cell_id
@@ -179,8 +178,8 @@ def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> l
     if recorded := planned_cell(store, word):
         return [recorded]
     raise UsageError(
-        f"{word!r} is no strategy, label, name or id of a cell of the matrix, nor an id or a name"
-        f" in {str(store.folder)!r}; matrix {matrix!r} has {_strategies(cells)}"
+        f"{word!r} matches no strategy, label, name or id of a cell of the matrix, nor an id or"
+        f" name in {str(store.folder)!r}; matrix {matrix!r} has {_strategies(cells)}"
     )
 
 

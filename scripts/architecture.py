@@ -1,9 +1,8 @@
 """Draws the packages and their imports from the code into docs/explanation/architecture.svg.
 
-Rows are the layers of the import contract in pyproject.toml, the words in a box are the first
-sentence of the package's docstring, and an arrow says that a package imports another. An arrow that
-follows from others is left out: where A imports B, B imports C and A imports C, only the first two
-are drawn.
+Rows are the layers of the import contract in pyproject.toml. A box shows the first sentence of a
+package's docstring, and an arrow points to a package that it imports. Arrows that follow from
+others are left out: if A imports B and C, and B imports C, the arrow from A to C is not drawn.
 
 `.venv/bin/python scripts/architecture.py` writes the picture anew.
 """
@@ -29,7 +28,7 @@ WIDTH, HEIGHT = 218, 76
 COLUMN, ROW = 252, 122
 """Distance from box to box in a row, and from row to row."""
 GAP = 24
-"""Room beside a box for an arrow that passes by."""
+"""Room next to a box for an arrow that passes by."""
 TOP, MARGIN = 24, 24
 TIP = 7
 """Length of an arrow's tip."""
@@ -54,7 +53,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same without each arrow that a longer way says already (the transitive reduction)."""
+    """The edges without those that a longer path implies (the transitive reduction)."""
 
     def reached(package: str) -> set[str]:
         direct = edges.get(package, set())
@@ -101,8 +100,8 @@ class Box:
 
 
 def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
-    """A box for each package: the rows are given, boxes of a row are ordered by the mean place of
-    what they import and what imports them (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
+    """A box for each package. Boxes of a row are ordered by the mean position of what they import
+    and what imports them (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
 
     Reports stand outside, to the right.
     """
@@ -148,8 +147,8 @@ def _part(row: list[Box]) -> None:
 
 
 def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> float:
-    """Where an arrow may go straight down between the boxes of the rows that it passes: the place
-    nearest to its target."""
+    """The position nearest to its target at which an arrow can go straight down between the boxes
+    of the rows that it passes."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
     return min(
         (

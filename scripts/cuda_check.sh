@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the set-up for CUDA on a machine without a GPU, in a checkout and an environment of their own (9 GB on disk, 9 GB to download):
 # torch's CUDA build from the package index; Horovod with NCCL, compiled and linked by the compiler from the package index, and imported;
-# DeepSpeed's compiled parts beside CUDA; all tests in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
+# DeepSpeed's compiled parts next to CUDA; all tests in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
 # Tracked files are checked as they are now, committed or not; untracked files are left out. cuda_check.sh --clear removes the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,10 +1,9 @@
-"""python -m scripts.large_folder [FOLDER] [--runs 700]: makes a results folder of so many runs, of
-each the 147 cells of the kept full run once, and measures how long commands take in it, start of
-the process included. Exit code 1 where one takes longer than it may.
+"""Measures how long commands take in a large results folder, start of the process included.
 
-In a folder that is there already the missing runs are made; without one it is made among the
-temporary files and removed. Only the newest run has steps: no command that is measured reads those
-of others.
+`python -m scripts.large_folder [FOLDER] [--runs 700]` makes a folder with this many runs, each with
+one trial of the 147 cells of the kept full run. Exit code 1 if a command is too slow. Missing runs
+are added to an existing folder; without FOLDER a temporary one is made. Only the newest run has
+steps, because no measured command reads those of others.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def make(store: Store, runs: int) -> None:
 
 
 def seconds_of(words: Sequence[str], store: Store) -> float:
-    """Of a command in this folder, the best of several times."""
+    """The shortest of several times that a command takes in this folder."""
     took = []
     with tempfile.TemporaryDirectory() as out:
         given = [word.format(out=out) for word in words]

@@ -1,8 +1,8 @@
-"""python -m scripts.long_run [--trials 2000]: one run of so many short trials, whose process is
-looked at while it runs. Exit code 1 where its memory grows by more than 20 MB, or its open files,
-threads, children, files in shared memory or temporary files become more.
+"""Watches the process of one run with many short trials for leaks.
 
-Growth is from the first tenth of the run, when everything has been imported, to its last tenth.
+`python -m scripts.long_run [--trials 2000]` exits with 1 if memory grows by more than 20 MB, or if
+there are more open files, threads, children, files in shared memory or temporary files. Growth is
+from the first tenth of the run, when everything has been imported, to its last tenth.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _is_fork_server(process: psutil.Process) -> bool:
 
 
 def watched(trials: int, folder: Path) -> list[Sample]:
-    """Samples of a run of so many trials, about four a second while trials end."""
+    """Samples of a run with this many trials, about four a second while trials end."""
     temporary, results = folder / "tmp", folder / "results"
     temporary.mkdir()
     matrix = folder / "long.yaml"
@@ -98,7 +98,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
 
 
 def typical(samples: Sequence[Sample], name: str) -> float:
-    """Of memory the median; of all else the least, which is what it is between two trials."""
+    """Median of memory; of everything else the minimum, which is its value between two trials."""
     values = [getattr(each, name) for each in samples]
     return statistics.median(values) if name.endswith("_bytes") else min(values)
 

@@ -138,7 +138,7 @@ wheel() {
     [ $(((SECONDS - started) % 30)) != 0 ] || say "  $name: $((SECONDS - started)) s"
   done
   if ! wait $build; then
-    failed "cannot build it" "mend that, or use another compiler (CC=gcc-12 CXX=g++-12 make setup)"
+    failed "cannot build it" "fix that, or use another compiler (CC=gcc-12 CXX=g++-12 make setup)"
     return 1
   fi
   echo "$fits" >"$folder/built-for.txt"

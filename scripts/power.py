@@ -1,15 +1,15 @@
 """How often a run of this design is right, by resampling the noise of a recorded one.
 
-`.venv/bin/python -m scripts.power RESULTS [RUN]`: each simulated run has the recorded one's cells
-and launches, and then further rounds by the rule in force, for a quarter as many launches. Its
-noise is the recorded launches' deviations from their cells' means (after the control), in the order
-in which they were launched, shifted by a random number of places: heavy tails, slow spells and what
-neighbours share stay as they were. A deviation is scaled by what launches of so many steps usually
-deviate by. Prints how often equals are called different, planted
-differences are seen, intervals of 95 % hold, and the set of the best holds the best; each rate with
-its 95 % bounds. Differences are planted twice: between a cell and all others, which are equal (then
-further rounds go to all of them), and between the two fastest cells, where the answer depends on
-this pair alone.
+`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs with the recorded one's cells and
+launches, and then further rounds by the rule in force, for a quarter as many launches. The noise is
+the recorded launches' deviations from their cells' means (after the control). They keep the order
+of the launches but are shifted by a random number of places. This preserves heavy tails, slow
+spells and what neighbours share. Deviations are scaled by the usual one for their number of steps.
+
+Prints how often equals are called different, planted differences are seen, 95 % intervals hold, and
+the set of the best holds the best, each with its 95 % bounds. Differences are planted twice. First,
+one cell differs from all others, which are equal, so that further rounds go to all of them. Second,
+the two fastest cells differ, and the answer depends on this pair alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLANTED = (0.0, 0.02, 0.05, 0.10)
 BEHIND = 0.15
 """What all other cells are slower by, at least, where the answer depends on two of them."""
 SHARE_LEFT = float(os.environ.get("SHARE_LEFT", FURTHER_SHARE))
-"""Of the planned launches: how many further ones fit in the time that is left after them."""
+"""Further launches that fit in the time left after the planned ones, as a share of these."""
 
 
 class Design:
@@ -72,7 +72,7 @@ class Design:
         common = prior(list(spreads.values()))
         assert common is not None
         self.usual = {cell: math.sqrt(common.of(spread)) for cell, spread in spreads.items()}
-        """Deviation of a launch that is usual for so many steps."""
+        """Usual deviation of a launch for its number of steps."""
         self.noise = [
             (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(logs[trial.cell_id]))
             * math.sqrt(len(logs[trial.cell_id]) / (len(logs[trial.cell_id]) - 1))
@@ -134,7 +134,7 @@ class Design:
 def estimated(
     values: Mapping[str, list[float]], steps: Mapping[str, float]
 ) -> dict[str, LogEstimate]:
-    """As `estimates_of` makes them of launches with so many steps."""
+    """Estimates as `estimates_of` makes them from launches with these numbers of steps."""
     own = [Spread(statistics.variance(v), len(v) - 1, steps[cell]) for cell, v in values.items()]
     return {
         cell: LogEstimate(

@@ -1,15 +1,16 @@
-"""Checks the prose of the documents: coined words, dangling openings, long sentences, total length.
+"""Checks the prose of documents, docstrings and messages: coined words, dangling openings, length.
 
-`.venv/bin/python -m scripts.prose` prints each finding and exits with 1 if one must be fixed. The
-rules take sentences, wherever they come from: `documents` reads them from Markdown.
+`.venv/bin/python -m scripts.prose` prints each finding and exits with 1 if one must be fixed.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,6 +18,11 @@ LONG, TOO_LONG = 30, 40
 """Words in a sentence above which it is reported, and rejected."""
 MOST_WORDS = 25_000
 """Words in all documents outside docs/studies/, tables and code included."""
+
+MESSAGE_FOLDERS = ("bench", "scripts")
+"""Folders whose docstrings and messages are checked."""
+LEAST_WORDS = 4
+"""Words that make a string literal a message."""
 
 WORDS = {
     r"\bt(?:ells?|old|elling)\b.{0,40}\bapart\b": "is tied with; no significant difference from",
@@ -118,6 +124,34 @@ def markdown_sentences(text: str, file: str) -> Iterator[Sentence]:
                 yield Sentence(file, line, sentence)
 
 
+def docstring_sentences(tree: ast.Module, file: str) -> Iterator[Sentence]:
+    """The sentences of all docstrings, those of attributes included, without indented code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = re.sub(r"^ {4}.*$", "", inspect.cleandoc(str(node.value.value)), flags=re.M)
+            for sentence in markdown_sentences(text, file):
+                yield replace(sentence, line=node.lineno + sentence.line - 1)
+
+
+def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
+    """The string literals of at least LEAST_WORDS words, with `X` for what an f-string inserts."""
+    skipped: set[int] = set()
+    """Docstrings, and parts of f-strings, by id."""
+    for node in ast.walk(tree):
+        text = ""
+        if isinstance(node, ast.Expr):
+            skipped.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in node.values}
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and id(node) not in skipped:
+            text = str(node.value)
+        if len(re.findall(r"\w+", text)) >= LEAST_WORDS:
+            yield Sentence(file, node.lineno, text, fragment=True)
+
+
 def main() -> int:
     """Prints all findings; 1 if one of them is fatal."""
     found: list[Finding] = []
@@ -126,6 +160,12 @@ def main() -> int:
         name, text = str(file.relative_to(ROOT)), file.read_text()
         total += len(re.findall(r"\S*\w\S*", text))
         found += findings(markdown_sentences(text, name))
+    for folder in MESSAGE_FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if file != Path(__file__):
+                name, tree = str(file.relative_to(ROOT)), ast.parse(file.read_text())
+                found += findings(docstring_sentences(tree, name))
+                found += findings(messages(tree, name))
     for finding in found:
         print(finding)
     if total > MOST_WORDS:

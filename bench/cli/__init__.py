@@ -48,7 +48,7 @@ COMMANDS = {
 """Module and function of each command, in the order of the help, by panel."""
 
 REMEDIES: dict[type[UsageError], str] = {
-    DamagedRun: "see what is with: python -m bench doctor --results RESULTS",
+    DamagedRun: "find the damage with: python -m bench doctor --results RESULTS",
     NoRuns: "make one with: python -m bench run --matrix smoke",
     NothingToResume: "leave --resume out to start one",
     NotRecorded: (

@@ -101,8 +101,8 @@ def compare(
         print(out)
     if fail_on and not comparison.comparisons and not comparison.regressions:
         raise UsageError(
-            "--fail-on regression: no cell could be compared, so nothing is guarded; the table"
-            " says why"
+            "--fail-on regression: no cell could be compared, so no regression can be seen;"
+            " the table says why"
         )
     if fail_on and comparison.regressions:
         raise typer.Exit(1)
@@ -189,7 +189,7 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
     console.print(f"A: {escape(comparison.first)}\nB: {escape(comparison.second)}")
     if comparison.differences:
         console.print(
-            f"[yellow]not the same software[/yellow]: {escape(', '.join(comparison.differences))}"
+            f"[yellow]different software[/yellow]: {escape(', '.join(comparison.differences))}"
         )
     table = Table()
     for column in COLUMNS:

@@ -196,15 +196,15 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
     from rich.markup import escape
 
     if not troubles:
-        out.print("nothing was found that would falsify a measurement here")
+        out.print("nothing was found that would skew results here")
         return
-    out.print("[bold]what would falsify a measurement here[/bold]")
+    out.print("[bold]what would skew results here[/bold]")
     for trouble in troubles:
         out.print(
             f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)};"
             f" {escape(trouble.why)}"
         )
-        out.print(f"    mend: {escape(trouble.mend)}")
+        out.print(f"    fix: {escape(trouble.mend)}")
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
@@ -386,15 +386,15 @@ def check_gpu(options: CheckOptions) -> None:
     from bench.cli import terminal
     from bench.gpu_check.driver import Driver, Timing
     from bench.gpu_check.out_folder import Folders
-    from bench.gpu_check.plan import HOME, read_plan
-    from bench.gpu_check.report import NO_TIME
+    from bench.gpu_check.outcomes import NO_TIME
+    from bench.gpu_check.steps import HOME, read_plan
     from harness.host.environment import device_type, unused_gpus
     from harness.spec.errors import UsageError
 
     plan = read_plan(options.plan or HOME)
     names = [step.name for _, step in plan.steps()]
     if unknown := [name for name in options.again if name not in names]:
-        raise UsageError(f"--again {unknown[0]!r} is no step; the steps are: {', '.join(names)}")
+        raise UsageError(f"--again {unknown[0]!r} is not a step; the steps are: {', '.join(names)}")
     if options.device == "cuda" and device_type() != "cuda":
         raise UsageError(
             f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}; --device cpu"
@@ -424,7 +424,7 @@ def check_gpu(options: CheckOptions) -> None:
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
     if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
         out.print(f"no time was left for: {', '.join(waiting)}")
-    out.print(f"everything is in {escape(str(folders.out))}; --resume goes on with it")
+    out.print(f"everything is in {escape(str(folders.out))}; continue with --resume")
     if driver.stopped:
         raise typer.Exit(130)
     if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from bench.cli import terminal
-from bench.cli.progress import RunProgress
 from bench.cli.run_plan import (
     PlanOptions,
     headline_as_json,
@@ -26,6 +25,7 @@ from bench.cli.run_plan import (
     show_inputs,
     show_plan,
 )
+from bench.cli.run_progress import RunProgress
 from bench.host import Host, host_of
 from bench.select import baseline_choice
 from harness.analysis.answer import Answer, answer, what_more_would_buy

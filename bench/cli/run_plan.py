@@ -141,8 +141,7 @@ def parse_precision(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not match or not 0 < float(match[1]) < 100:
         raise UsageError(
-            f"--precision {text!r} is not a share; give half the width of the interval over the"
-            " throughput, like 2%"
+            f"--precision {text!r} is not a precision; give a share of the throughput, like 2%"
         )
     return float(match[1]) / 100
 
@@ -227,7 +226,7 @@ def show_plan(
     disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
     out.print(f"{len(todo)} trials to run, about {duration(total)}")
     out.print(
-        f"{references.number} reference runs, where none is kept: {duration(references.seconds)},"
+        f"{references.number} reference runs, if none are cached: {duration(references.seconds)},"
         f" {disk}"
     )
     out.print(f"in all about {duration(total + references.seconds)}")
@@ -281,4 +280,4 @@ def _title(planned: Plan) -> str:
         f"matrix {escape(planned.matrix)}: {len(planned.cells) - len(planned.once)} cells x"
         f" {planned.trials} trials"
     )
-    return timed + (f", and {len(planned.once)} launched once, for parity" if planned.once else "")
+    return timed + (f", and {len(planned.once)} once, for parity" if planned.once else "")

@@ -132,13 +132,11 @@ def _throughput(out: Console, detail: CellDetail) -> None:
             if cell.speed.tokens_per_second is None
             else f", {number(cell.speed.tokens_per_second)} tokens/s"
         )
-        out.print(f"  median {number(cell.speed.samples_per_second)} samples/s{tokens}, {interval}")
+        out.print(f"  mean {number(cell.speed.samples_per_second)} samples/s{tokens}, {interval}")
     if text := utilization(cell):
         out.print(f"  {text}")
     if place:
-        alike = (
-            f", cannot be told apart from place {place.place - 1}" if place.same_as_above else ""
-        )
+        alike = f", tied with place {place.place - 1}" if place.same_as_above else ""
         out.print(f"  place {place.place} of {place.of}{alike}: {clean(place.setting)}")
         if place.ratio is not None:
             ends = (
@@ -217,8 +215,7 @@ def _time(out: Console, detail: CellDetail) -> None:
     out.print("[bold]where the time goes[/bold]")
     if profiled is None:
         out.print(
-            "  not explained in this run; a run with --explain, or: python -m bench profile,"
-            " says it"
+            "  not profiled in this run: use bench run --profile, or: python -m bench profile"
         )
         return
     step_seconds = sum(profiled.parts[name] or 0.0 for name in COMPONENTS)
@@ -268,13 +265,13 @@ def _parity(out: Console, cell: CellResult) -> None:
     if cell.parity.rewinds:
         times = "once" if cell.parity.rewinds == 1 else f"{cell.parity.rewinds} times"
         out.print(
-            f"  state set back {times} between timed steps: largest deviation in loss"
+            f"  state rewound {times} between timed steps: largest deviation in loss"
             f" {deviation(cell.parity.rewind_loss_deviation)}, in parameters"
             f" {deviation(cell.parity.rewind_update_deviation)}"
         )
     elif cell.parity.rewind_skipped_reason:
         why = clean(cell.parity.rewind_skipped_reason)
-        out.print(f"  state never set back between timed steps: {why}")
+        out.print(f"  state never rewound between timed steps: {why}")
     if losses := [loss for loss in cell.parity.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
 

@@ -256,7 +256,7 @@ def _show(
     for job in jobs:
         where = f" on {job.nodes}" if job.nodes else ""
         reason = f" ({job.reason})" if job.reason else ""
-        again = f", begun anew {job.restarts} times" if job.restarts else ""
+        again = f", restarted {job.restarts} times" if job.restarts else ""
         console.print(f"job {job.job_id}: {job.state}{reason}{where}, {job.elapsed}{again}")
     if forgotten:
-        console.print("SLURM does not know its jobs any more")
+        console.print("SLURM has dropped its jobs")

@@ -93,15 +93,15 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
         out.print(_ranked(workload, group))
         if all(cell.cell.devices == 1 for cell in group) and len(group) > 1:
             out.print(
-                "on one device nothing is communicated: this ranks what each library costs by"
-                " itself, not how it scales"
+                "one device communicates nothing: this ranks each library's own cost, not how"
+                " it scales"
             )
     for stand_in in sorted(
         {cell.placement.stand_in for cell in cells if cell.placement.stand_in is not None}
     ):
         out.print(f"† stand-in: {escape(stand_in)}")
     if any(cell.placement.oversubscribed for cell in cells):
-        out.print("‡ more ranks than cores: its times say nothing of real hardware")
+        out.print("‡ more ranks than cores: its times tell you nothing about real hardware")
     for cause, words in CAUSES.items():
         if count := sum(cell.disturbance.by_cause.get(cause, 0) for cell in cells):
             out.print(f"¶ {words} {count} of its trials")
@@ -110,7 +110,7 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     if absent := [system.name for system in systems(cells) if system.absent]:
         out.print(
             f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below"
-            " says what would change it"
+            " names what is needed"
         )
     for cell in cells:
         if not cell.ranked:
@@ -127,7 +127,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     from harness.spec.link import over
 
     table = Table(
-        title=f"{workload}: ranked by throughput (~ cannot be told apart from the one above)",
+        title=f"{workload}: ranked by throughput (~ tied with the one above)",
         title_justify="left",
     )
     nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
@@ -187,6 +187,6 @@ def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished
         out.print(f"report:  {page}")
     if not finished:
         out.print(
-            "interrupted; go on with: python -m bench run --resume"
+            "interrupted; continue with: python -m bench run --resume"
             + ("" if str(store.folder) == "results" else f" --results {store.folder}")
         )

@@ -66,9 +66,9 @@ def validate(
 ) -> None:
     """Score predictions against measured runs, or fit them.
 
-    --results scores bench predict: each workload and each emulated link is predicted from all
-    others. --data scores bench plan: with --calibration by these constants, else each model and
-    each number of nodes is predicted from all others.
+    --results scores bench predict: each workload and emulated link is predicted from all others.
+    --data scores bench plan. Given --calibration it uses these constants; otherwise each model and
+    number of nodes is predicted from all others.
 
     Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """

@@ -99,7 +99,7 @@ class Site(BaseModel):
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
-            "the job asks for no GPUs: where SLURM confines devices its cells run on the CPU,"
+            "the job asks for no GPUs: if SLURM confines devices, its cells run on the CPU,"
             " whatever the nodes have; gpus_per_node in the site file, or --gpus-per-node N, asks"
             " for them"
         )

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.gpu_check.limited_process import STOP_SECONDS, Ended, Limits, run_limited
 from bench.gpu_check.out_folder import Folders
-from bench.gpu_check.plan import Plan, Step
-from bench.gpu_check.process import STOP_SECONDS, Ended, Limits, run_limited
-from bench.gpu_check.report import NO_TIME, Outcome, Report, Verdict, last_object, step_verdict
+from bench.gpu_check.outcomes import NO_TIME, Outcome, Report, Verdict, last_object, step_verdict
+from bench.gpu_check.steps import Plan, Step
 from harness.host.cores import allowed_cores
 
 LEAST_SECONDS = 15.0
@@ -180,7 +180,7 @@ class Driver:
                 self._keep(self._outcome(step, "not checked", NO_TIME))
             return
         self._keep(self._outcome(step, "not checked", "it was running when this was written"))
-        self.say(f"{step.name}: begins, {seconds:.0f} s at most")
+        self.say(f"{step.name}: starts, {seconds:.0f} s at most")
         log = self.folders.log(step.name)
         limits = Limits(seconds, self.timing.stop_seconds, tuple(cores))
         ended = run_limited(self._command(step), log, limits, self._stop, self._variables())
@@ -216,7 +216,7 @@ class Driver:
         verdict: Verdict
         if ended.exit_code is None:
             verdict = "not checked"
-            late = f"it was not over after {limit:.0f} s"
+            late = f"it had not ended after {limit:.0f} s"
             reason = "the check was stopped" if self.stopped else late
         elif not shown:
             verdict = "refuted"
@@ -243,7 +243,7 @@ class Driver:
     def _collect(self) -> None:
         with self._lock:
             for name in self.folders.collect():
-                self.say(f"{name} is too large to be sent: it stays in {self.folders.work}")
+                self.say(f"{name} is too large to send: it stays in {self.folders.work}")
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.gpu_check.report import Report
+from bench.gpu_check.outcomes import Report
 from harness.host.cache import cache_folder
 from harness.record.status import WORST_FIRST
 from harness.spec.errors import UsageError
@@ -90,7 +90,7 @@ class Folders:
         report."""
         if (self.out / REPORT).exists():
             raise UsageError(
-                f"{str(self.out)!r} has the report of an earlier check: --resume goes on with it,"
+                f"{str(self.out)!r} has the report of an earlier check: continue it with --resume,"
                 " or name another folder with --out"
             )
         self._empty()

@@ -22,10 +22,10 @@ import typer
 from bench.cli.doctor import CheckOptions, check_gpu
 from bench.gpu_check import driver as driver_module
 from bench.gpu_check.driver import Driver, Timing, interleaved
+from bench.gpu_check.limited_process import Ended, Limits
 from bench.gpu_check.out_folder import Folders, packed
-from bench.gpu_check.plan import Plan, Step
-from bench.gpu_check.process import Ended, Limits
-from bench.gpu_check.report import Outcome, Report
+from bench.gpu_check.outcomes import Outcome, Report
+from bench.gpu_check.steps import Plan, Step
 from harness.spec.errors import UsageError
 from tests.conftest import runs
 from tests.gpu.check_steps import FOLDER, begun

@@ -11,9 +11,9 @@ import typer.main
 
 from bench.cli import app
 from bench.expand import Expanded, expand
-from bench.gpu_check.plan import Step, read_plan
+from bench.gpu_check.outcomes import step_verdict
 from bench.gpu_check.probes.__main__ import MODULES
-from bench.gpu_check.report import step_verdict
+from bench.gpu_check.steps import Step, read_plan
 from bench.host import Host
 from bench.matrix import parse_bytes, parse_changes, read_matrix
 from harness.parity.judging import in_fp32

@@ -18,9 +18,7 @@ def test_the_picture_is_that_of_the_code(update: bool) -> None:
     if update:
         architecture.PICTURE.write_text(wanted)
         return
-    assert before == wanted, (
-        "draw it anew: pytest tests/unit/test_architecture.py --update"
-    )
+    assert before == wanted, "draw it anew: pytest tests/unit/test_architecture.py --update"
 
 
 def test_only_arrows_that_follow_from_others_are_left_out() -> None:

@@ -42,7 +42,7 @@ def test_a_long_module_and_a_long_function_are_found(tmp_path: Path) -> None:
     (tmp_path / "bench" / "a.py").write_text(f"class A:\n  def long(self):\n{body}")
     (tmp_path / "bench" / "b.py").write_text("\n" * 601)
     found = [text.split(":")[0] for text in sizes.findings(tmp_path) if "remove" not in text]
-    assert found == ["bench/a.py", "bench/b.py"]
+    assert [Path(name).stem for name in found] == ["a", "b"]
 
 
 def test_lines_are_at_most_100_columns_wide() -> None:

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.cli import progress
-from bench.cli.progress import RunProgress
+from bench.cli import run_progress as progress
+from bench.cli.run_progress import RunProgress
 from harness.record.plan import Plan
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

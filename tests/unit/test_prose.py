@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from scripts import prose
@@ -89,6 +91,26 @@ Last one.
         (10, "another.", False),
         (10, "And more.", False),
         (19, "Last one.", False),
+    ]
+
+
+def test_docstrings_and_messages_are_read_with_their_lines() -> None:
+    tree = ast.parse(
+        '''"""A module.
+
+    mended = code
+
+Second sentence.
+"""
+LENGTH = 1
+"""Of a thing."""
+raise ValueError(f"{LENGTH} things are mended" " beside it", "two words", "--option")
+'''
+    )
+    read = [(s.line, s.text) for s in prose.docstring_sentences(tree, "x.py")]
+    assert read == [(1, "A module."), (5, "Second sentence."), (8, "Of a thing.")]
+    assert [(s.line, s.text, s.fragment) for s in prose.messages(tree, "x.py")] == [
+        (9, "X things are mended beside it", True)
     ]
 
 

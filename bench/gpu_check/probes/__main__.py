@@ -16,7 +16,7 @@ from bench.gpu_check.probes.finding import Finding
 MODULES = {
     "processes": ("host", "nvml", "fork"),
     "one_device": ("memory", "profiler", "speed", "float8"),
-    "training": ("numerics", "weights", "collectives"),
+    "numerics": ("numerics", "weights", "collectives"),
 }
 """Probes, which are functions, by module of this package."""
 

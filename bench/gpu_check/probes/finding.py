@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.gpu_check.report import Verdict
+from bench.gpu_check.outcomes import Verdict
 
 MOST_OF_AN_ERROR = 300
 

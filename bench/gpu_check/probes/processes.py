@@ -110,7 +110,9 @@ def nvml(device: str) -> Finding:
     child = end_of_fork(begin_in_fork(_view))
     answers = NvmlAnswers(installed, kind, child, _view())
     lost = [name for name, value in answers.parent.items() if value and not child.get(name)]
-    reason = f"a forked rank is not told {', '.join(lost)}" if lost else "both are told the same"
+    reason = (
+        f"NVML does not tell a forked rank {', '.join(lost)}" if lost else "it tells both the same"
+    )
     return Finding.of(not lost and "error" not in child, str(child.get("error") or reason), answers)
 
 

@@ -76,4 +76,4 @@ def read_plan(file: Path = HOME) -> Plan:
     try:
         return Plan.model_validate(yaml.safe_load(file.read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{str(file)!r} is no plan of a GPU check: {error}") from None
+        raise UsageError(f"{str(file)!r} is not a plan of a GPU check: {error}") from None

@@ -88,8 +88,8 @@ class RunProgress:
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         self.preparing(
-            f"the time budget of {duration(self.budget)} is spent: {left_out} launches of the last"
-            " round are left out; bench run --resume makes them"
+            f"the time budget of {duration(self.budget)} is spent: {left_out} trials of the last"
+            " round are skipped; bench run --resume takes them"
         )
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:

@@ -1,8 +1,8 @@
 """Runs a step's process with a time limit, and leaves no process behind.
 
-`python -m bench.gpu_check.process CORES MODULE WORDS...` becomes `python -m MODULE WORDS...` on
-these cores, and ends when its parent does. It needs its own process because a check has threads: no
-Python code is safe after a fork from one of them.
+`python -m bench.gpu_check.limited_process CORES MODULE WORDS...` becomes `python -m MODULE
+WORDS...` on these cores, and ends when its parent does. It needs its own process because a check
+has threads: no Python code is safe after a fork from one of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_limited(
     """
     began = time.monotonic()
     cores = ",".join(map(str, limits.cores))
-    command = [sys.executable, "-m", "bench.gpu_check.process", cores, *words]
+    command = [sys.executable, "-m", "bench.gpu_check.limited_process", cores, *words]
     with open(f"{log}.out", "wb") as out, open(f"{log}.err", "wb") as error:
         process = subprocess.Popen(
             command,

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bench.gpu_check.plan import Step
+from bench.gpu_check.steps import Step
 from harness.record.status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
-NO_TIME = "no time was left; --resume goes on"
+NO_TIME = "no time was left; continue with --resume"
 """Reason of a step that did not begin."""
 GOOD_PARITY = ("exact", "within tolerance")
 
@@ -74,7 +74,7 @@ class Report:
             )
             return cls(**values, outcomes=outcomes)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            raise UsageError(f"{str(file)!r} is no report of a GPU check") from None
+            raise UsageError(f"{str(file)!r} is not a report of a GPU check") from None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, default=str)
