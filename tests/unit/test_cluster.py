@@ -164,7 +164,7 @@ def test_a_mistake_in_a_site_file_is_one_sentence(tmp_path: Path, text: str, sai
 
 
 def test_a_site_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="none.yaml.*slurm/sites"):
+    with pytest.raises(UsageError, match=r"none.yaml.*slurm/sites"):
         read_site(tmp_path / "none.yaml")
 
 

@@ -123,7 +123,7 @@ def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
     elsewhere.write_run(RunRecord(**run_row(run_id=NEW, cpu_cores=64)))
     for row in trial_rows(CELL, [100.0, 100.1]) + trial_rows(OTHER, [100.0, 100.1]):
         elsewhere.write_trial(TrialRecord(**(row | {"run_id": NEW})))
-    with pytest.raises(UsageError, match="--fail-on|guarded"):
+    with pytest.raises(UsageError, match="--fail-on"):
         ask(folder, OLD, str(elsewhere.folder), "--fail-on", "regression")
     assert ask(folder, OLD, str(elsewhere.folder))[0] == 0
 
@@ -150,11 +150,11 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
     assert (code, line["kind"]) == (0, "slower")
     assert line["ratio"] == pytest.approx(0.5, rel=1e-3)
     for words, said in (
-        ([OLD, "--cells", "dpp", "ddp"], "'dpp' is no label"),
+        ([OLD, "--cells", "dpp", "ddp"], "'dpp'"),
         ([OLD, "--cells", "ddp", "ddp"], "in one setting"),
         ([OLD, NEW, "--cells", "ddp", "fsdp2"], "cells of one run"),
-        ([OLD], "two runs or folders, not of 1"),
-        ([], "not of 0"),
+        ([OLD], "two runs or folders"),
+        ([], "two runs"),
         ([OLD, NEW, "--baseline", OLD], "not of 3"),
     ):
         with pytest.raises(UsageError, match=re.escape(said)):

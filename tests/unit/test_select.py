@@ -54,9 +54,9 @@ def test_runs(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_comparison_is_of_two(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="of two runs or folders, not of 1"):
+    with pytest.raises(UsageError, match="two runs or folders"):
         find_sides(["latest"], None, tmp_path)
-    with pytest.raises(UsageError, match="of two runs or folders, not of 3"):
+    with pytest.raises(UsageError, match="two runs or folders"):
         find_sides(["latest", "latest~1"], "release", tmp_path)
 
 
@@ -73,7 +73,7 @@ def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
     assert find_cells(CELLS, "ddp", "m", store) == [STATIC, PLAIN]
     assert find_cells([STATIC], SHARDED.id, "m", store) == [SHARDED]
     assert find_cells([STATIC], SHARDED.name, "m", store) == [SHARDED]
-    with pytest.raises(UsageError, match=r"'dpp' is no strategy, .* matrix 'm' has ddp, fsdp2"):
+    with pytest.raises(UsageError, match=r"'dpp' .* 'm' has ddp, fsdp2"):
         find_cells(CELLS, "dpp", "m", store)
     assert plainest([STATIC, PLAIN]) == PLAIN
     assert with_options(PLAIN, "static_graph=true") == STATIC
