@@ -50,7 +50,7 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             {"enforced_limit_milliwatts": 500_000},
-            "power limit is 500 W where 700 W",
+            "power limit is 500 W",
             "sudo nvidia-smi -i 3 -pl 700",
         ),
         ({"persistent": False}, "persistence mode is off", "sudo nvidia-smi -i 3 -pm 1"),
@@ -66,7 +66,7 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
             "better cooling",
         ),
         ({"celsius": 91}, "91 degrees", "better cooling"),
-        ({"uncorrected_errors": 2}, "2 errors of its memory", "restart the host"),
+        ({"uncorrected_errors": 2}, "2 memory errors", "restart the host"),
         (
             {"processes": [(4242, 3 * GIB), (4243, None)]},
             "with 3.0 GiB: 4242 4243",

@@ -155,7 +155,7 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
         ([OLD, NEW, "--cells", "ddp", "fsdp2"], "cells of one run"),
         ([OLD], "two runs or folders"),
         ([], "two runs"),
-        ([OLD, NEW, "--baseline", OLD], "not of 3"),
+        ([OLD, NEW, "--baseline", OLD], "two runs"),
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             ask(folder, *words)
