@@ -18,7 +18,6 @@ LONG_FUNCTIONS = {
     "harness/parity/verdict.py: judge",
     "harness/run/rows.py: trial_record",
     "harness/worker/worker.py: _train",
-    "harness/workloads/data.py: prepare_data",
     "reports/figures.py: scatter",
     "reports/table.py: _columns",
 }
