@@ -124,7 +124,7 @@ def test_fully_sharded_needs_a_gpu() -> None:
         FairscaleFsdp().check(one, make_workload(one.workload))
     on_gpu = cell("fairscale_fsdp", device="cuda")
     FairscaleFsdp(cpu_offload=True).check(on_gpu, make_workload(one.workload))
-    with pytest.raises(Refused, match="fsdp1.*fsdp2"):
+    with pytest.raises(Refused, match=r"fsdp1.*fsdp2"):
         FairscaleFsdp().check(on_gpu, make_workload("llama-nano+lora"))
 
 
