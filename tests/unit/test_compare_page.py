@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from harness.spec.cell import Cell
 from reports.comparison import markdown, page
-from tests.unit.compared_runs import CELL, OTHER, compared
+from tests.unit.compared_runs import CELL, compared
 from tests.unit.html_page import HOSTILE, content_policy
 from tests.unit.made_results import left_out, trial_rows
 
@@ -23,9 +24,9 @@ def test_the_page_loads_nothing_and_allows_its_own_script_only() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_only_text(text: str) -> None:
-    odd = {"cell_name": text, "label": text}
-    was = trial_rows(CELL, [10.0, 10.1], **odd) + trial_rows(OTHER, [10.0, 10.1], **odd)
-    now = trial_rows(CELL, [9.0, 9.1], **odd) + left_out(OTHER, "failed", text, **odd)
+    cell, other = (Cell(strategy=text, devices=2, seed=seed) for seed in range(2))
+    was = trial_rows(cell, [10.0, 10.1]) + trial_rows(other, [10.0, 10.1])
+    now = trial_rows(cell, [9.0, 9.1]) + left_out(other, "failed", text)
     found = compared(was, now, torch_version=text)
     html = page(found)
     assert html.count("<script>") == 1
@@ -38,7 +39,7 @@ def test_hostile_text_is_only_text(text: str) -> None:
 
 
 def test_markdown_keeps_its_table_whole() -> None:
-    odd = trial_rows(CELL, [10.0, 10.1], cell_name="a|b `c` @someone\n**d**")
+    odd = trial_rows(Cell(strategy="a|b `c` @someone\n**d**"), [10.0, 10.1])
     text = markdown(
         compared(odd, [row | {"samples_per_second": row["samples_per_second"] / 2} for row in odd])
     )

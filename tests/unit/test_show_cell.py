@@ -215,19 +215,18 @@ def test_charts_of_characters() -> None:
     "text", [*HOSTILE, "", "[red]markup[/red] [link=file:///etc/passwd]x[/link]"]
 )
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(
-        ("label", "cell_name", "parity_reason", "memory_method"), text
-    )
+    ran, diverged, broken = (Cell(strategy=text, devices=2, seed=seed) for seed in range(3))
+    odd: dict[str, Any] = dict.fromkeys(("parity_reason", "memory_method"), text)
     store = Store(tmp_path / "results")
     store.write_run(RunRecord(**run_row(run_id=NEW, host=text, cpu_model=text, matrix=text)))
     rows = trial_rows(
-        DDP, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "trend": math.nan}, stand_in=text
+        ran, [3.0, 3.1], **odd | {"peak_memory_bytes": None, "trend": math.nan}, stand_in=text
     )
-    rows += diverged_rows(OTHER, **odd | {"reason": text, "log_tail": text})
-    rows += left_out(BROKEN, "failed", text, **odd, log_tail=text)
+    rows += diverged_rows(diverged, **odd | {"reason": text, "log_tail": text})
+    rows += left_out(broken, "failed", text, **odd, log_tail=text)
     for row in rows:
         store.write_trial(TrialRecord(**(row | {"run_id": NEW})))
-    for one in (DDP, OTHER, BROKEN):
+    for one in (ran, diverged, broken):
         told = ask(store, one.id)
         assert not set(told) & set("\x00\x08\x1b\u202e")
         assert not re.search(r"\b(nan|None|inf)\b", told.replace(text, "") if text else told)
