@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.disturbance import CAUSES
+from harness.analysis.trials import CAUSES
 from reports.names import DISTURBED
 from reports.text import percent, plural
 

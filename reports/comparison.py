@@ -10,8 +10,7 @@ from reports.markdown import escaped, table
 from reports.text import DASH, number, plural, size
 
 if TYPE_CHECKING:
-    from harness.analysis.compared_cell import ComparedCell
-    from harness.analysis.run_comparison import RunComparison
+    from harness.analysis.compare import ComparedCell, RunComparison
     from harness.analysis.selection import MeasuredCell
 
 COLUMNS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.gpu_time import PARTS
+from harness.analysis.utilization import PARTS
 from reports.grid import Column, Grid, Td, device_columns, numeral, some_grid, word
 from reports.groups import by_setting
 from reports.profile import ProfiledCell

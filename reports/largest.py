@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult, KeptStates, Memory, Parity
-from harness.analysis.maxsize import MaxsizeResult, limits, order_notes
-from harness.analysis.maxsize_table import maxsize_results
+from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
 from harness.record.plan import Plan
 from harness.record.run import RunRecord
 from harness.record.search import MATRIX

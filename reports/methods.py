@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
-from harness.analysis.flops import FORMULA
 from harness.analysis.stats import ESTIMATE_METHOD, INTERVAL_METHOD, within_a_run
+from harness.analysis.utilization import FORMULA
 from reports.text import deviation
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from harness.analysis.answer import Answer, answer
-from harness.analysis.compare import compare_sides
-from harness.analysis.run_comparison import RunComparison
+from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
 from harness.record.run import RunRecord
 from harness.spec.errors import UsageError

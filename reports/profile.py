@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.gpu_time import GpuTime, gpu_time
+from harness.analysis.utilization import GpuTime, gpu_time
 from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
 from reports.data import MOST_ROWS, notes_for, rest
 from reports.grid import Column, Grid, Td, device_columns, in_mebibytes, numeral, some_grid, word

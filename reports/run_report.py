@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
+from harness.analysis.setting import System
 from harness.analysis.summary import adjustment_of, summarised
-from harness.analysis.systems import System
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
 from harness.record.status import NO_RESULT

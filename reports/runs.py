@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.analysis.change_points import MIN_RUNS
-from harness.analysis.compare import compare_sides
-from harness.analysis.compared_cell import ComparedCell
-from harness.analysis.history import Series, histories, method
-from harness.analysis.run_comparison import RUNS_METHOD, RunComparison
+from harness.analysis.compare import RUNS_METHOD, ComparedCell, RunComparison, compare_sides
+from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import MeasuredCell, RunSelection, measured, select
 from harness.record.run import RunRecord
 from harness.spec.errors import UsageError

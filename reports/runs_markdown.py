@@ -11,7 +11,7 @@ from reports.sections import Paragraphs
 from reports.text import DASH, number
 
 if TYPE_CHECKING:
-    from harness.analysis.compared_cell import ComparedCell
+    from harness.analysis.compare import ComparedCell
     from harness.analysis.history import Series
 
 

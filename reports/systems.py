@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.systems import System, systems
+from harness.analysis.setting import System, systems
 from harness.record.status import NOT_LAUNCHED
 from harness.spec.cell import Cell
 from reports.groups import Group, RankedGroup, fairly_timed

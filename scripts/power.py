@@ -24,10 +24,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from harness.analysis.answer import ELIMINATION_CONFIDENCE, EQUAL, trustworthy
-from harness.analysis.best import against_best
-from harness.analysis.estimates import estimates_of, steps_of
-from harness.analysis.moderated import Spread, moderated, prior
+from harness.analysis.estimates import Spread, estimates_of, moderated, prior, steps_of
 from harness.analysis.precision import Precision
+from harness.analysis.ranking import against_best
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate, percentile, ratio
 from harness.analysis.summary import cell_results

@@ -13,8 +13,8 @@ from bench.cli.options import Json, OutFile, Results
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from harness.analysis.compare import RunComparison
     from harness.analysis.history import Series
-    from harness.analysis.run_comparison import RunComparison
     from harness.analysis.selection import MeasuredCell
 
 WIDTH = 28
@@ -235,8 +235,7 @@ def _show_history(
 ) -> None:
     """Prints one line per run of a single cell, else one line per cell."""
     from bench.cli import terminal
-    from harness.analysis.change_points import MIN_RUNS
-    from harness.analysis.history import histories, method
+    from harness.analysis.history import MIN_RUNS, histories, method
 
     all_series = histories(_measured(results, pattern), figure)
     if json_output:

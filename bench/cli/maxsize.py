@@ -136,7 +136,7 @@ def _conclude(
 ) -> list[MaxsizeResult]:
     """Prints the tables and writes the report; returns the results."""
     from bench.cli import terminal
-    from harness.analysis.maxsize_table import maxsize_results
+    from harness.analysis.maxsize import maxsize_results
 
     store, plan = runner.store, runner.plan
     loaded = store.load([plan.run_id], steps=False)

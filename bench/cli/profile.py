@@ -14,7 +14,7 @@ import typer
 from bench.cli import options as opt
 
 if TYPE_CHECKING:
-    from harness.analysis.gpu_time import GpuTime
+    from harness.analysis.utilization import GpuTime
     from harness.record.profile import ProfileRecord
     from harness.spec.cell import Cell
 
@@ -155,7 +155,7 @@ def name_ranks(folder: Path) -> list[Path]:
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
     """Returns the GPU time of the profiled step and this host's peak rate (measured in about 8 s).
     None for CPU cells and failures."""
-    from harness.analysis.gpu_time import gpu_time
+    from harness.analysis.utilization import gpu_time
     from harness.measure.device_speed import measure_apart
     from harness.run.rows import peaks_of
     from harness.workloads import make_workload

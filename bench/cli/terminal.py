@@ -82,8 +82,8 @@ def stop_signals() -> Iterator[None]:
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     """Prints the cells by throughput, per workload, then the unranked ones with the reason.
     `cells`: in ranking order."""
-    from harness.analysis.disturbance import CAUSES
-    from harness.analysis.systems import systems
+    from harness.analysis.setting import systems
+    from harness.analysis.trials import CAUSES
 
     ranked: dict[str, list[CellResult]] = {}
     for cell in cells:

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.analysis.best import against_best, critical_value
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compare, is_tied
+from harness.analysis.ranking import against_best, compare, critical_value, is_tied
 from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, WITHIN_RUN_CONFIDENCE, Comparison
 from harness.spec.cell import TECHNIQUES

@@ -12,8 +12,8 @@ from harness.record.trial import cell_columns
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
-    from harness.analysis.disturbance import Cause
     from harness.analysis.stats import SliceRates
+    from harness.analysis.trials import Cause
 
 VERIFIED = ("exact", "within tolerance")
 """Parity verdicts with which a cell may be compared by speed."""

@@ -3,15 +3,213 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from harness.analysis.compared_cell import KINDS, ComparedCell, Kind
 from harness.analysis.ranking import compare
-from harness.analysis.run_comparison import RUNS_METHOD, RunComparison
 from harness.analysis.selection import MeasuredCell, RunSelection, joined
-from harness.analysis.stats import Comparison, compare_rounds, compare_runs, within_a_run
+from harness.analysis.stats import (
+    ACROSS_RUNS_CONFIDENCE,
+    SMALLEST_EFFECT,
+    Comparison,
+    compare_rounds,
+    compare_runs,
+    within_a_run,
+)
 from harness.record.status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
+
+MEMORY_EFFECT = 0.05
+"""Smallest relative difference in peak memory that counts."""
+
+Kind = Literal[
+    "slower",
+    "missing",
+    "newly failing",
+    "newly diverged",
+    "newly unavailable",
+    "no longer verified",
+    "faster",
+    "mended",
+    "added",
+    "no difference seen",
+    "not compared",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REGRESSIONS = KINDS[:6]
+MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
+
+
+@dataclass(frozen=True)
+class ComparedCell:
+    """Comparison of one cell: B, the second, against A, the first."""
+
+    kind: Kind
+    cell_name: str
+    first: MeasuredCell | None
+    second: MeasuredCell | None
+    reason: str = ""
+    """Explanation; empty if the throughputs are compared."""
+    throughput: Comparison | None = None
+    """Throughput of B over A."""
+    memory: Comparison | None = None
+    """Peak memory of B over A; None if unknown or measured differently."""
+
+    @property
+    def memory_verdict(self) -> MemoryVerdict | None:
+        if self.memory is None:
+            return None
+        small = abs(self.memory.ratio - 1) < MEMORY_EFFECT
+        if small or self.memory.verdict == "no difference seen":
+            return "no difference seen"
+        return "more memory" if self.memory.ratio > 1 else "less memory"
+
+    @property
+    def regression(self) -> bool:
+        return self.kind in REGRESSIONS or self.memory_verdict == "more memory"
+
+    @property
+    def verdict(self) -> str:
+        """Description of the change in throughput and memory."""
+        alone = self.throughput is not None and self.throughput.low is None
+        verdict = f"{self.kind}{' (one trial: no interval)' if alone else ''}"
+        if self.memory_verdict in (None, "no difference seen"):
+            return verdict
+        return f"{verdict}, {self.memory_verdict}"
+
+    @property
+    def disturbed(self) -> list[str]:
+        """Texts such as `A, trial 2: 1.30 cores used by others`."""
+        return [
+            f"{name}, {trial}"
+            for name, cell in (("A", self.first), ("B", self.second))
+            if cell
+            for trial in cell.result.disturbance.descriptions
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        speed, memory = self.throughput, self.memory
+        return {
+            "kind": self.kind,
+            "regression": self.regression,
+            "cell_name": self.cell_name,
+            "reason": self.reason,
+            "a": _figures(self.first),
+            "b": _figures(self.second),
+            "ratio": speed and speed.ratio,
+            "ratio_low": speed and speed.low,
+            "ratio_high": speed and speed.high,
+            "trials": speed and speed.rounds,
+            "memory": self.memory_verdict,
+            "memory_ratio": memory and memory.ratio,
+            "memory_ratio_low": memory and memory.low,
+            "memory_ratio_high": memory and memory.high,
+            "disturbed": self.disturbed,
+        }
+
+
+def _figures(cell: MeasuredCell | None) -> dict[str, object] | None:
+    if cell is None:
+        return None
+    return {
+        "run_id": cell.run_id,
+        "cell_id": cell.cell_id,
+        "cell_name": cell.cell_name,
+        "state": cell.result.outcome,
+        "trials": cell.result.recorded_trials,
+        "samples_per_second": cell.speed,
+        "peak_memory_bytes": cell.peak,
+    }
+
+
+RUNS_METHOD = (
+    "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
+    " once, with Welch's t interval of their logarithms (Biometrika 34, 1947),"
+    f" {ACROSS_RUNS_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine"
+    " did differently meanwhile is in the ratio"
+)
+FALSE_ALARM_RATE = round(1 - ACROSS_RUNS_CONFIDENCE, 6)
+MEMORY_METHOD = (
+    "the same test of the fullest rank's peak, where both sides measured it in the same way"
+)
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Comparison of B with A; regressions first."""
+
+    first: str
+    second: str
+    lines: tuple[ComparedCell, ...]
+    test: str
+    differences: tuple[str, ...] = ()
+    """Descriptions of software that differs."""
+
+    @property
+    def comparisons(self) -> int:
+        """Number of comparisons, of throughput and of peak memory."""
+        return sum((line.throughput is not None) + (line.memory is not None) for line in self.lines)
+
+    @property
+    def regressions(self) -> list[ComparedCell]:
+        return [line for line in self.lines if line.regression]
+
+    @property
+    def headline(self) -> str:
+        """Text such as `2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen
+        12`; within a run, counts of verdicts."""
+        if self.test != RUNS_METHOD:
+            memory = [line.memory_verdict for line in self.lines]
+            changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
+            return _counts(Counter([*(line.kind for line in self.lines), *map(str, changed)]))
+        bad = self.regressions
+        rest = Counter(line.kind for line in self.lines if not line.regression)
+        kinds = Counter(line.kind if line.kind in REGRESSIONS else "more memory" for line in bad)
+        headline = f"{len(bad) or 'no'} regression{'' if len(bad) == 1 else 's'}"
+        if bad:
+            headline += f": {_counts(kinds)}"
+        if rest:
+            headline += f". Besides: {_counts({k: rest[k] for k in KINDS if rest[k]})}"
+        return headline
+
+    @property
+    def method(self) -> dict[str, str]:
+        """Description of the method, for every output format."""
+        count, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
+        return {
+            "Test": self.test,
+            "Peak memory": MEMORY_METHOD,
+            "Smallest effect that counts": (
+                f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % in peak"
+                " memory"
+            ),
+            "False alarms": (
+                f"at most one in {one_in} comparisons between equals; {count} were made here, so up"
+                f" to {count * FALSE_ALARM_RATE:.2g} are to be expected"
+            ),
+        }
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "a": self.first,
+            "b": self.second,
+            "headline": self.headline,
+            "regressions": len(self.regressions),
+            "comparisons": self.comparisons,
+            "test": self.test,
+            "smallest_effect": SMALLEST_EFFECT,
+            "false_alarm_rate": FALSE_ALARM_RATE,
+            "memory_test": MEMORY_METHOD,
+            "memory_smallest_effect": MEMORY_EFFECT,
+            "differences": list(self.differences),
+            "cells": [line.as_json() for line in self.lines],
+        }
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.analysis.baseline import Choice, with_baselines
+from harness.analysis.baseline import Choice, with_baselines, with_efficiencies
 from harness.analysis.cell_result import (
     VERIFIED,
     CellResult,
@@ -26,13 +26,11 @@ from harness.analysis.cell_result import (
     Work,
 )
 from harness.analysis.control import Adjustment
-from harness.analysis.disturbance import CAUSES
 from harness.analysis.estimates import RunEstimates, estimates_of
-from harness.analysis.flops import device_rate
 from harness.analysis.same_training import with_same_training
-from harness.analysis.scaling import with_efficiencies
 from harness.analysis.stats import Estimate, estimate
 from harness.analysis.trials import (
+    CAUSES,
     causes_of,
     disturbance_in_words,
     ended,
@@ -41,6 +39,7 @@ from harness.analysis.trials import (
     turns_of,
     worst_of,
 )
+from harness.analysis.utilization import device_rate
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import DamagedRun

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses, passes
 from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
+from harness.analysis.utilization import mfu
 from harness.host.gpu_record import as_json
 from harness.measure.load import Load, foreign_load
 from harness.measure.memory import imbalance

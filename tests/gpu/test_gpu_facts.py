@@ -9,7 +9,7 @@ import pynvml
 import pytest
 import torch
 
-from harness.analysis.hardware import Hardware
+from harness.analysis.selection import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
 from harness.host.gpu_facts import gpu_facts, gpu_topology
 from harness.nodes.facts import node_facts

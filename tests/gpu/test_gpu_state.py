@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from harness.analysis.disturbance import disturbances, disturbed
+from harness.analysis.trials import disturbances, disturbed
 from harness.host.gpu_record import GIB, GpuRecord, as_json
 from harness.host.gpu_state import GpuLook, GpuState, GpuUse, decoded
 from harness.measure.energy import Energy

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.cli.show import show
-from harness.analysis.gpu_time import AT_RATE, BELOW_RATE, GpuTime, gpu_time
+from harness.analysis.utilization import AT_RATE, BELOW_RATE, GpuTime, gpu_time
 from harness.launch.outcome import Outcome
 from harness.measure.breakdown import Event, Kind, breakdown
 from harness.measure.gpu_time import gpu_parts, kernel_kind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.maxsize_table import maxsize_results
+from harness.analysis.maxsize import maxsize_results
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from harness.run.maxsize import Search, plan_of

@@ -8,9 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.compare import compare_sides
-from harness.analysis.compared_cell import ComparedCell
-from harness.analysis.run_comparison import RunComparison
+from harness.analysis.compare import ComparedCell, RunComparison, compare_sides
 from harness.analysis.selection import select
 from harness.record.run import RunRecord
 from harness.record.store import Results

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from harness.analysis.compare import compare_cells, compare_sides
-from harness.analysis.compared_cell import REGRESSIONS
+from harness.analysis.compare import REGRESSIONS, compare_cells, compare_sides
 from harness.analysis.selection import measured, select
 from harness.analysis.stats import COMPARISON_METHOD
 from harness.spec.cell import Cell

@@ -13,11 +13,10 @@ import pytest
 
 from harness.analysis.answer import answer, may_be_fastest, undecided
 from harness.analysis.baseline import baseline_of
-from harness.analysis.best import against_best, dunnett
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import NONE, Window, fitted
-from harness.analysis.moderated import Spread, moderated, prior
-from harness.analysis.ranking import compare
+from harness.analysis.estimates import Spread, moderated, prior
+from harness.analysis.ranking import against_best, compare, dunnett
 from harness.analysis.stats import LogEstimate, ratio
 from harness.analysis.summary import cell_results
 from harness.spec.cell import Cell

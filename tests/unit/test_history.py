@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from bench.cli.compare import compare, sparkline
-from harness.analysis.change_points import FALSE_ALARM_RATE, MIN_RUNS, change_points
-from harness.analysis.history import histories
+from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
 from harness.analysis.selection import measured
 from harness.record.run import RunRecord
 from harness.record.store import Store

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.maxsize import Holding, MaxsizeResult, limits, order_notes
-from harness.analysis.maxsize_table import maxsize_results
+from harness.analysis.maxsize import Holding, MaxsizeResult, limits, maxsize_results, order_notes
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory import MemoryMeter
 from harness.measure.oom import phase, shortage

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.analysis.disturbance import disturbed
-from harness.analysis.flops import mfu
 from harness.analysis.losses import mean_losses
 from harness.analysis.stats import (
     efficiency,
@@ -20,6 +18,8 @@ from harness.analysis.stats import (
     slowest,
     trend,
 )
+from harness.analysis.trials import disturbed
+from harness.analysis.utilization import mfu
 from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.bubble import bubble_fraction, busy_fraction
 from harness.measure.clock import timed_step

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.cli import terminal as show
+from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
-from harness.analysis.systems import systems
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports import rank_peaks, traffic
