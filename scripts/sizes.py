@@ -15,8 +15,6 @@ FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "harness/launch/elastic.py: run_elastic",
     "harness/measure/breakdown.py: breakdown",
-    "harness/parity/verdict.py: judge",
-    "harness/run/rows.py: trial_record",
     "harness/worker/worker.py: _train",
     "reports/figures.py: scatter",
     "reports/table.py: _columns",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from harness.analysis.cell_result import CellResult, Speed
 from harness.analysis.ranking import compare
@@ -79,24 +79,33 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
     def scaled(cell: CellResult) -> CellResult:
         key = (cell.run_id, *setting(cell.cell, SCALED), batch(cell.cell))
-        efficiencies = _efficiency("own", cell, own.get((*key, *series(cell.cell))))
-        efficiencies |= _efficiency("single", cell, single.get(key))
-        relative = dataclasses.replace(cell.relative, **efficiencies)
+        of_own, own_low, own_high = _efficiency(cell, own.get((*key, *series(cell.cell))))
+        of_single, single_low, single_high = _efficiency(cell, single.get(key))
+        relative = dataclasses.replace(
+            cell.relative,
+            efficiency_own=of_own,
+            efficiency_own_low=own_low,
+            efficiency_own_high=own_high,
+            efficiency_single=of_single,
+            efficiency_single_low=single_low,
+            efficiency_single_high=single_high,
+        )
         return dataclasses.replace(cell, relative=relative)
 
     return [scaled(cell) if cell.ranked else cell for cell in cells]
 
 
-def _efficiency(against: str, cell: CellResult, base: CellResult | None) -> dict[str, Any]:
-    """Returns fields of `Relative`: the efficiency, with its 95 % interval if estimates exist."""
+def _efficiency(
+    cell: CellResult, base: CellResult | None
+) -> tuple[float | None, float | None, float | None]:
+    """Returns the efficiency, and its 95 % interval if estimates exist."""
     own, other, devices = cell.speed, base.speed if base else Speed(), cell.cell.devices
     if not other.samples_per_second or own.samples_per_second is None:
-        return {}
-    name = f"efficiency_{against}"
+        return None, None, None
     value = efficiency(own.samples_per_second, devices, other.samples_per_second)
     if cell is base or own.log_throughput is None or other.log_throughput is None:
-        return {name: value}
+        return value, None, None
     ends = ratio(own.log_throughput, other.log_throughput, CONFIDENCE)
     if ends.low is None or ends.high is None:
-        return {name: value}
-    return {name: value, f"{name}_low": ends.low / devices, f"{name}_high": ends.high / devices}
+        return value, None, None
+    return value, ends.low / devices, ends.high / devices

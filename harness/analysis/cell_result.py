@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from harness.analysis.stats import Estimate, LogEstimate
 from harness.record.trial import cell_columns
@@ -22,18 +22,18 @@ UNVERIFIED = "unverified"
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
-Summary = Literal["shared", "median", "largest", "most deviating"]
+Summary = Literal["shared", "median", "largest", "worst"]
 """How trials become one value: all share it, median or largest of the finished ones, or the value
 of the trial whose parity deviates most."""
 
 
-def of_trials(summary: Summary, default: T = cast("Any", None), column: str = "") -> T:
+def of_trials(summary: Summary, default: T, column: str = "") -> T:
     """Returns a field filled from a column of `trials`; `column`: its name if not the field's."""
     metadata = {"summary": summary} | ({"column": column} if column else {})
     return field(default=default, metadata=metadata)
 
 
-def named(column: str, default: T = cast("Any", None)) -> T:
+def named(column: str, default: T) -> T:
     """Returns a field whose name among a result's columns is another."""
     return field(default=default, metadata={"column": column})
 
@@ -42,15 +42,15 @@ def named(column: str, default: T = cast("Any", None)) -> T:
 class Placement:
     """How the cell was run; columns of `trials`."""
 
-    processes: int | None = of_trials("shared")
-    data_parallel: int | None = of_trials("shared")
-    pipeline_parallel: int | None = of_trials("shared")
-    tensor_parallel: int | None = of_trials("shared")
-    sequence_parallel: int | None = of_trials("shared")
+    processes: int | None = of_trials("shared", None)
+    data_parallel: int | None = of_trials("shared", None)
+    pipeline_parallel: int | None = of_trials("shared", None)
+    tensor_parallel: int | None = of_trials("shared", None)
+    sequence_parallel: int | None = of_trials("shared", None)
     launched_by: str = of_trials("shared", "", "launcher")
     packages: tuple[str, ...] = of_trials("shared", ())
-    wraps_ddp: str | None = of_trials("shared")
-    stand_in: str | None = of_trials("shared")
+    wraps_ddp: str | None = of_trials("shared", None)
+    stand_in: str | None = of_trials("shared", None)
     oversubscribed: bool = of_trials("shared", False)
 
 
@@ -58,17 +58,17 @@ class Placement:
 class Work:
     """Size of the model, its arithmetic, and how well the devices were used."""
 
-    parameters: int | None = of_trials("shared")
-    trained_parameters: int | None = of_trials("shared")
-    flops_per_step: float | None = of_trials("shared")
-    hardware_flops_per_step: float | None = of_trials("shared")
-    mfu: float | None = of_trials("median")
-    matmul_utilization: float | None = of_trials("median")
+    parameters: int | None = of_trials("shared", None)
+    trained_parameters: int | None = of_trials("shared", None)
+    flops_per_step: float | None = of_trials("shared", None)
+    hardware_flops_per_step: float | None = of_trials("shared", None)
+    mfu: float | None = of_trials("median", None)
+    matmul_utilization: float | None = of_trials("median", None)
     peak_flops_per_second: float | None = None
     """FLOP/s of one device by its data sheet, for `mfu`."""
     matmul_flops_per_second: float | None = None
     """FLOP/s of one device in a matrix product, for `matmul_utilization`."""
-    energy_joules_per_sample: float | None = of_trials("median")
+    energy_joules_per_sample: float | None = of_trials("median", None)
 
 
 @dataclass(frozen=True)
@@ -118,30 +118,30 @@ class Relative:
 class Times:
     """Seconds and shares of a trial and of its steps, median over finished trials."""
 
-    step_seconds_p50: float | None = of_trials("median")
-    step_seconds_p95: float | None = of_trials("median")
-    data_seconds_p50: float | None = of_trials("median")
-    setup_seconds: float | None = of_trials("median")
-    startup_seconds: float | None = of_trials("median")
-    first_step_seconds: float | None = of_trials("median")
-    compile_seconds: float | None = of_trials("median")
-    wall_seconds: float | None = of_trials("median")
-    bubble_fraction: float | None = of_trials("median")
+    step_seconds_p50: float | None = of_trials("median", None)
+    step_seconds_p95: float | None = of_trials("median", None)
+    data_seconds_p50: float | None = of_trials("median", None)
+    setup_seconds: float | None = of_trials("median", None)
+    startup_seconds: float | None = of_trials("median", None)
+    first_step_seconds: float | None = of_trials("median", None)
+    compile_seconds: float | None = of_trials("median", None)
+    wall_seconds: float | None = of_trials("median", None)
+    bubble_fraction: float | None = of_trials("median", None)
 
 
 @dataclass(frozen=True)
 class Memory:
     """Peak memory of the fullest rank; the largest over finished trials."""
 
-    peak_memory_bytes: int | None = of_trials("largest")
+    peak_memory_bytes: int | None = of_trials("largest", None)
     peak_memory_bytes_low: int | None = None
     """Smallest value over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """Peaks in the trial with the largest peak."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
     """Peak by trial number, for trials with status ok."""
-    memory_imbalance: float | None = of_trials("median")
-    memory_method: str | None = of_trials("shared")
+    memory_imbalance: float | None = of_trials("median", None)
+    memory_method: str | None = of_trials("shared", None)
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class Traffic:
 
     sent_bytes_per_step: float | None = None
     """Bytes sent by the busiest rank, median over trials."""
-    offload_read_bytes_per_step: float | None = of_trials("median")
-    offload_written_bytes_per_step: float | None = of_trials("median")
-    offload_kept_bytes: int | None = of_trials("largest")
+    offload_read_bytes_per_step: float | None = of_trials("median", None)
+    offload_written_bytes_per_step: float | None = of_trials("median", None)
+    offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
     """Value of the first finished trial that has one."""
-    expert_imbalance: float | None = of_trials("median")
+    expert_imbalance: float | None = of_trials("median", None)
 
 
 @dataclass(frozen=True)
@@ -182,20 +182,16 @@ class Parity:
     """Comparison with the reference run; verdict and deviations are those of the trial that
     deviates most."""
 
-    verdict: str | None = of_trials("most deviating", column="parity_verdict")
-    reason: str | None = of_trials("most deviating", column="parity_reason")
-    max_loss_deviation: float | None = of_trials(
-        "most deviating", column="parity_max_loss_deviation"
-    )
-    max_update_deviation: float | None = of_trials(
-        "most deviating", column="parity_max_update_deviation"
-    )
-    worst_tensor: str | None = of_trials("most deviating", column="parity_worst_tensor")
-    loss_tolerance: float | None = of_trials("most deviating", column="parity_loss_tolerance")
-    update_tolerance: float | None = of_trials("most deviating", column="parity_update_tolerance")
-    losses: tuple[float | None, ...] = of_trials("most deviating", ())
-    reference_losses: tuple[float | None, ...] = of_trials("most deviating", ())
-    fp32_loss_deviation: float | None = of_trials("largest")
+    verdict: str | None = of_trials("worst", None, "parity_verdict")
+    reason: str | None = of_trials("worst", None, "parity_reason")
+    max_loss_deviation: float | None = of_trials("worst", None, "parity_max_loss_deviation")
+    max_update_deviation: float | None = of_trials("worst", None, "parity_max_update_deviation")
+    worst_tensor: str | None = of_trials("worst", None, "parity_worst_tensor")
+    loss_tolerance: float | None = of_trials("worst", None, "parity_loss_tolerance")
+    update_tolerance: float | None = of_trials("worst", None, "parity_update_tolerance")
+    losses: tuple[float | None, ...] = of_trials("worst", ())
+    reference_losses: tuple[float | None, ...] = of_trials("worst", ())
+    fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
     """Number of rewinds to an earlier state for another judgement, over all trials; None if
     unknown. The deviations are the largest found then."""
@@ -269,12 +265,12 @@ class CellResult:
         of_cell = cell_columns(self.cell) if name not in vars(self) or name == "cell" else {}
         return of_cell[name] if name in of_cell else getattr(self, name)
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         """Returns values by column: the cell's fields, the result's own and those of its groups."""
         own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
         return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
 
-    def varied(self: Result, **fields: Any) -> Result:
+    def varied(self: Result, **fields: object) -> Result:
         """Returns the result with other fields of its cell, for its label and setting."""
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 

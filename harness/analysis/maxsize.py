@@ -6,10 +6,17 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from harness.record.plan import Plan
-from harness.record.search import COLUMNS, KINDS, MATRIX, NOT_A_SIZE_LIMIT, base_cell, steps_of
+from harness.record.search import (
+    COLUMNS,
+    KINDS,
+    MATRIX,
+    NOT_A_SIZE_LIMIT,
+    SearchPlan,
+    base_cell,
+    steps_of,
+)
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -206,7 +213,7 @@ class Search:
     """A search: its predictions and its trials."""
 
     budget: int
-    predicted: Mapping[str, Mapping[str, Any]]
+    predicted: Mapping[str, SearchPlan]
     """Predictions by cell id: step and size, activations of the first and each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     """Last attempts by cell id, in order."""

@@ -173,7 +173,7 @@ class _Fill:
                 return statistics.median(values) if values else None
             case "largest":
                 return max(_values(self.finished, column), default=None)
-            case "most deviating":
+            case "worst":
                 return self.most_deviating and getattr(self.most_deviating, column)
 
 
@@ -201,29 +201,29 @@ def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
     """Returns throughput with and without the control's adjustment."""
     if not finished:
         return Speed()
-    rates = {
-        name: estimate(values)
-        for name in ("samples_per_second", "tokens_per_second")
-        if (values := _values(finished, name))
-    }
+    samples = estimate(_values(finished, "samples_per_second"))
+    of_tokens = _values(finished, "tokens_per_second")
+    tokens = estimate(of_tokens) if of_tokens else Estimate(0.0, None, None, 0)
     own = estimates.cells.get(finished[0].cell_id)
     by_round = _by_round(finished, "samples_per_second")
-    raw = {}
+    raw_samples, raw_tokens = samples.value, tokens.value
     if own:
         by_round = {t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished}
-        raw = {f"raw_{name}": rate.value for name, rate in rates.items()}
-        usual, adjusted = rates["samples_per_second"].value, own.estimate()
-        rates = {name: _scaled(adjusted, rate.value / usual) for name, rate in rates.items()}
-    intervals: dict[str, Any] = {}
-    for name, rate in rates.items():
-        intervals |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+        adjusted = own.estimate()
+        samples, tokens = adjusted, _scaled(adjusted, raw_tokens / raw_samples)
     return Speed(
+        samples_per_second=samples.value,
+        samples_per_second_low=samples.low,
+        samples_per_second_high=samples.high,
+        tokens_per_second=tokens.value if of_tokens else None,
+        tokens_per_second_low=tokens.low if of_tokens else None,
+        tokens_per_second_high=tokens.high if of_tokens else None,
         log_throughput=own,
+        raw_samples_per_second=raw_samples if own else None,
+        raw_tokens_per_second=raw_tokens if own and of_tokens else None,
         by_round=by_round,
         turns=turns_of(finished),
         trend=max(map(abs, _values(finished, "trend")), default=None),
-        **raw,
-        **intervals,
     )
 
 

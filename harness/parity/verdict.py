@@ -97,10 +97,7 @@ def parity_verdict(
     """
     gaps = loss_deviations(losses, reference_losses)
     worst_loss = max(gaps)
-    merged: dict[str, float] = {}
-    for of_rank in updates:
-        for name, value in of_rank.items():
-            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
+    merged = _largest_by_tensor(updates)
     missing = [
         name
         for name in all_names
@@ -143,6 +140,15 @@ def parity_verdict(
         moved = f"{noise.loss:.1e} in the loss and {noise.update:.1e} in the parameters"
         return verdict("exact", f"rounding alone moves the reference by {moved}")
     return verdict("within tolerance", allowed.reason)
+
+
+def _largest_by_tensor(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the largest deviation over the ranks; infinite if not finite."""
+    merged: dict[str, float] = {}
+    for of_rank in updates:
+        for name, value in of_rank.items():
+            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
+    return merged
 
 
 def beyond(allowed: Tolerance, noise: Noise | None) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from harness.record.search import SearchPlan
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
@@ -40,7 +41,7 @@ class Plan:
     trials: int
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
-    search: dict[str, Any] | None = None
+    search: SearchPlan | None = None
     """Starting knowledge of a search (see harness/run/maxsize.py); cells are then families."""
     precision: float | None = None
     """Half width of the throughput interval that further rounds must reach, as a fraction; None: no

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.spec.cell import Cell
 
+SearchPlan = dict[str, Any]
+"""A plan's search, as JSON: budget, tokens, order and predictions."""
 MATRIX = "maxsize"
 
 

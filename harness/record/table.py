@@ -34,8 +34,7 @@ _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
 
 def since(version: int, default: T) -> T:
     """Returns the default of a column added in this schema version."""
-    field: Any = dataclasses.field(default=default, metadata={"since": version})
-    return typing.cast("T", field)
+    return dataclasses.field(default=default, metadata={"since": version})
 
 
 @dataclass(frozen=True)

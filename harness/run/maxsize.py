@@ -9,9 +9,8 @@ table 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from harness.host.cache import cache_folder
 from harness.host.memory import available_memory_bytes
@@ -20,7 +19,14 @@ from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import LeftOut, Plan
-from harness.record.search import KINDS, MATRIX, NOT_A_SIZE_LIMIT, cell_at_size, steps_of
+from harness.record.search import (
+    KINDS,
+    MATRIX,
+    NOT_A_SIZE_LIMIT,
+    SearchPlan,
+    cell_at_size,
+    steps_of,
+)
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_record
@@ -217,7 +223,7 @@ def plan_of(
     )
 
 
-def first_guess(cell: Cell, predicted: Mapping[str, Any], budget: int, tokens: int) -> int:
+def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> int:
     """Returns the number of steps to start with: the formula's, less what a rank takes besides
     tensors.
 
@@ -270,7 +276,7 @@ class Search:
             return False
         return True
 
-    def _search(self, launcher: LauncherProtocol, cell: Cell, search: Mapping[str, Any]) -> None:
+    def _search(self, launcher: LauncherProtocol, cell: Cell, search: SearchPlan) -> None:
         """Runs a strategy's probes, then the verified trial at the size found."""
         tokens = search.get("tokens", 0)
         guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
