@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import Cell, CellMatrix, Json, OutFolder, Results, Settings
+from bench.cli.options import Cell, Json, Matrix, OutFolder, Results, Settings
 
 Target: TypeAlias = Annotated[
     str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
@@ -19,7 +19,7 @@ Target: TypeAlias = Annotated[
 def export(
     which: Cell,
     to: Target,
-    matrix: CellMatrix = "full",
+    matrix: Matrix = "full",
     settings: Settings = None,
     results: Results = Path("results"),
     out: OutFolder = None,

@@ -13,9 +13,6 @@ Matrix: TypeAlias = Annotated[
         "--matrix", "-m", help="Name of a matrix (see: python -m bench list matrices) or YAML file."
     ),
 ]
-CellMatrix: TypeAlias = Annotated[
-    str, typer.Option("--matrix", "-m", help="Matrix in which CELL is looked up.")
-]
 Only: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,14 +90,12 @@ OutFolder: TypeAlias = Annotated[
 ]
 Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
-_MODEL = typer.Option(
-    "--model",
-    help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes such as"
-    " layers=32,hidden=4096,heads=32.",
-)
-Model: TypeAlias = Annotated[str, _MODEL]
-_DEVICES = typer.Option("--devices", help="Number of devices, one for each rank.")
-Devices: TypeAlias = Annotated[int, _DEVICES]
+_WORKLOAD = typer.Option("--workload", help="Model and data (see: python -m bench list workloads).")
+Workload: TypeAlias = Annotated[str, _WORKLOAD]
+MaybeWorkload: TypeAlias = Annotated[str | None, _WORKLOAD]
+Devices: TypeAlias = Annotated[
+    int, typer.Option("--devices", help="Number of devices, one for each rank.")
+]
 Device: TypeAlias = Annotated[str, typer.Option("--device", help="Device of docs/hosts.md.")]
 _PER_NODE = typer.Option("--per-node", help="Devices of each node.")
 PerNode: TypeAlias = Annotated[int, _PER_NODE]

@@ -20,7 +20,6 @@ from bench.cli.options import (
     Goal,
     Html,
     Json,
-    Model,
     PerNode,
     Seq,
     Top,
@@ -41,6 +40,14 @@ MAX_PRICE = 1e9
 TRIED_MATRIX = "full"
 """Source of the options to try for each strategy."""
 
+Model: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes such as"
+        " layers=32,hidden=4096,heads=32.",
+    ),
+]
 Price: TypeAlias = Annotated[
     float | None, typer.Option("--price", help="Price of one device per hour.")
 ]

@@ -20,6 +20,7 @@ from bench.cli.options import (
     MaybeBatch,
     MaybePerNode,
     MaybeSeq,
+    MaybeWorkload,
     NodeLink,
     Precision,
     Top,
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 MAX_REASONS = 6
 """Reasons for left-out strategies printed on a terminal."""
 
-Workload: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--model", help="Workload of the suite; by default the most-measured one."),
-]
 Unseen: TypeAlias = Annotated[
     bool,
     typer.Option("--unseen", help="Predict as if no cell of the model had been measured."),
@@ -46,7 +43,7 @@ Unseen: TypeAlias = Annotated[
 
 
 def predict(
-    model: Workload = None,
+    workload: MaybeWorkload = None,
     devices: Devices = 2,
     per_node: MaybePerNode = None,
     link: NodeLink = "",
@@ -64,9 +61,10 @@ def predict(
 ) -> None:
     """Predict the best strategy on this machine's CPU cores.
 
-    Predicts from cells measured on it. Sequence length and batch default to the most-measured ones.
+    Predicts from cells measured on it. Workload, sequence length and batch default to the
+    most-measured ones.
 
-    Example: [bold]python -m bench predict --model gpt2-mini --batch 16[/bold]
+    Example: [bold]python -m bench predict --workload gpt2-mini --batch 16[/bold]
     """
     from harness.planner.local.local_plan import explanation
     from harness.planner.local.measurements import read_measurements
@@ -77,7 +75,7 @@ def predict(
         sweep_settings,
     )
 
-    request = PlanRequest(model, devices, per_node, link, seq, batch, precision, goal, unseen)
+    request = PlanRequest(workload, devices, per_node, link, seq, batch, precision, goal, unseen)
     request.check()
     measured = read_measurements(tuple(results or (Path("results"),)), request.workload)
     setting = request.setting(measured)

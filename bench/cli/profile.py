@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def profile(
     which: opt.Cell,
-    matrix: opt.CellMatrix = "full",
+    matrix: opt.Matrix = "full",
     settings: opt.Settings = None,
     results: opt.Results = Path("results"),
     out: opt.OutFolder = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import Batch, Devices, Json, Precision, Seq
+from bench.cli.options import Batch, Devices, Json, Precision, Seq, Workload
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,6 @@ Strategies: TypeAlias = Annotated[
         help="Strategies, optionally with options: fsdp2:reshard_after_forward=false.",
     ),
 ]
-RehearsedModel: TypeAlias = Annotated[str, typer.Option("--workload", help="Model to rehearse.")]
 MicroBatches: TypeAlias = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
 ]
@@ -52,7 +51,7 @@ Measure: TypeAlias = Annotated[
 
 def rehearse(
     strategies: Strategies,
-    workload: RehearsedModel = "llama-mini",
+    workload: Workload = "llama-mini",
     devices: Devices = 2,
     batch: Batch = 8,
     seq: Seq = 64,

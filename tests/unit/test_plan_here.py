@@ -287,7 +287,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) -> None:
     files = ("--matrix", str(tmp_path / "open.yaml"), "--html", str(tmp_path / "plan.html"))
     here = ("--results", folder, "--json")
-    answer = json.loads(told(predict, *here, *files, "--model", "gpt2-nano"))
+    answer = json.loads(told(predict, *here, *files, "--workload", "gpt2-nano"))
     by_label = {row["label"]: row for row in answer["candidates"]}
     # What wraps DDP and was not measured is predicted to be about as fast.
     assert answer["candidates"][0]["label"] in WRAPPERS_OF_DDP
@@ -301,7 +301,7 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     page = (tmp_path / "plan.html").read_text()
     assert "llama-nano" in page
     assert "measurement" in page
-    unseen = json.loads(told(predict, *here, "--unseen", "--model", "gpt2-nano"))
+    unseen = json.loads(told(predict, *here, "--unseen", "--workload", "gpt2-nano"))
     assert not any(row["measured"] for row in unseen["candidates"])
     assert unseen["workloads"] == ["llama-nano"]
 
@@ -369,7 +369,7 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
     ("options", "sentence"),
     [
         (("--results", "/nowhere"), "no runs in results folder '/nowhere'"),
-        (("--model", "nothing"), "unknown workload 'nothing'"),
+        (("--workload", "nothing"), "unknown workload 'nothing'"),
         (("--link", "fast"), "--link 'fast': write a link as none, 1gbit"),
         (("--link", "1gbit", "--devices", "3", "--per-node", "2"), "at least two nodes"),
         (("--goal", "fun"), "give throughput or memory"),
