@@ -95,7 +95,6 @@ class AccelerateEngine(Strategy):
 def recompute_by_transformers(
     model: nn.Module, blocks: Sequence[nn.Module], recompute: str
 ) -> None:
-    """Enables transformers' activation checkpointing."""
     whole: Any = model
     whole.activation_checkpointing_enable(checkpoint_arguments(recompute))
 

@@ -141,7 +141,6 @@ class ZeroOptions(Strategy):
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything is offloaded to disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property

@@ -59,7 +59,6 @@ class Plans:
         return self.tensor.get(name, self.tensor.get(name.rpartition(".")[0]))
 
     def is_expert(self, name: str) -> bool:
-        """Returns whether expert parallelism divides this parameter among the ranks."""
         return any_block(name) in self.expert
 
     def gathered_twice(self, name: str) -> bool:
@@ -88,7 +87,6 @@ def plans_of(workload: Workload) -> Plans:
 
 
 def check_version() -> None:
-    """Raises Unavailable if transformers is too old to be handed such a mesh."""
     installed = version("transformers")
     if tuple(map(int, installed.split(".")[:2])) < (5, 23):
         raise Unavailable(

@@ -128,7 +128,6 @@ def places(hosts: Sequence[str]) -> list[SlotInfo]:
 
 
 def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
-    """Sets Horovod's environment variables and calls hvd.init()."""
     import horovod.torch as hvd
 
     os.environ |= {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}

@@ -139,7 +139,6 @@ class SteppedTrainer(Trainer):
 
 
 def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
-    """Builds the Trainer around this engine, without starting it."""
     job = stepped.job
     if engine.zero:
         settle(job.device.type, job.local_processes)

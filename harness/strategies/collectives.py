@@ -105,5 +105,4 @@ def average(tensors: Iterable[Tensor]) -> None:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Averages existing gradients over all ranks, in place."""
     average([p.grad for p in parameters if p.grad is not None])

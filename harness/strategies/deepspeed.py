@@ -107,7 +107,6 @@ class Deepspeed(ZeroOptions):
         )
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole parameters by name, or their fp32 masters if any."""
         return engines.full_parameters(engine)
 
 

@@ -201,7 +201,6 @@ def _address(interface: str | None) -> str:
 
 
 def _no_transport() -> CheckpointTransport[Any]:
-    """Returns a transport that refuses every checkpoint transfer."""
     from torchft.checkpointing.transport import CheckpointTransport
 
     class NoTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # untyped

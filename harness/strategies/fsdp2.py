@@ -183,7 +183,6 @@ def sharded_messages(
 
 
 def check_hybrid(cell: Cell) -> None:
-    """Raises Refused if there are too few devices to both shard and replicate."""
     if cell.devices < 4 or cell.devices % 2:
         raise Refused(
             "hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ..."

@@ -158,7 +158,6 @@ def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
 
 
 def waits() -> list[Wait]:
-    """Returns waits for TrainState: torch.distributed does not see RPC threads."""
     from torch.distributed import rpc
 
     here = sys.modules[__name__]
@@ -255,7 +254,6 @@ def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
 
 
 def update(optimizer: Optimizer, scaler: GradScaler, pushes: list[Push]) -> None:
-    """Takes one optimizer step with the average of these gradients."""
     parameters: list[Tensor] = optimizer.param_groups[0]["params"]
     for parameter, *gradients in zip(parameters, *(sent for _, sent, _ in pushes), strict=True):
         parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)

@@ -44,7 +44,6 @@ class TensorParallel(Strategy):
             )
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns a script that splits transformers' model by torch's own plan."""
         workload = make_workload(cell.workload)
         if to not in ("torchrun", "slurm") or workload.split is None:
             return None

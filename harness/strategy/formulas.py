@@ -93,7 +93,6 @@ def received_bytes(stage: int, count: int, hidden: float) -> float:
 
 
 def a_stage_each(layout: Layout) -> list[tuple[int, ...]]:
-    """Returns one stage index per rank."""
     return [(stage,) for stage in range(layout.pipeline)]
 
 

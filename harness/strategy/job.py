@@ -175,7 +175,6 @@ class Job:
         return optimizer_class(self.cell)
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
-        """Builds the cell's optimizer of these parameters."""
         factory, kwargs = self.optimizer_class()
         return factory(parameters, **kwargs)
 

@@ -87,7 +87,6 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 
 
 def packages_of(cell: Cell) -> list[str]:
-    """Returns packages the cell's optimizer needs beyond torch."""
     return [PACKAGES[cell.optimizer]] if cell.optimizer in PACKAGES else []
 
 

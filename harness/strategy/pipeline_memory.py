@@ -74,7 +74,6 @@ class PipelineRank:
 
     @property
     def count(self) -> int:
-        """Number of stages over all ranks."""
         return self.ranks * len(self.own)
 
 

@@ -155,7 +155,6 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
 
 
 def required_packages() -> list[str]:
-    """Returns unique packages that strategies need beyond torch."""
     return list(dict.fromkeys(name for cls in strategies().values() for name in cls.requires))
 
 

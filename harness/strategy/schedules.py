@@ -18,7 +18,6 @@ WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
 
 
 def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:
-    """Returns the block numbers of a stage."""
     return range(blocks * stage // stages, blocks * (stage + 1) // stages)
 
 

@@ -35,7 +35,6 @@ def families() -> dict[str, Family]:
 
 
 def workload_names() -> list[str]:
-    """Returns all names of the form FAMILY-SIZE."""
     return [f"{family.name}-{size}" for family in families().values() for size in family.sizes]
 
 

@@ -84,7 +84,6 @@ def kept_file(folder: str, workload: Workload, counted: str) -> Path:
 
 
 def keep(file: Path, text: str) -> None:
-    """Writes a cache file atomically."""
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text)

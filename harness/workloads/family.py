@@ -72,7 +72,6 @@ class Split(ABC):
         return self.output(model, hidden)
 
     def check_tensor(self, sequence_parallel: bool) -> None:
-        """Raises Refused if the family has no such tensor-parallel split."""
         if not self.by_column:
             raise Refused(
                 "this model family describes no tensor-parallel split; use a gpt2 or llama workload"

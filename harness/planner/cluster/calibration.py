@@ -296,7 +296,6 @@ def load(file: Path = DEFAULT) -> ClusterCalibration:
 
 
 def require_within_bounds(constants: TimeConstants | MemoryConstants, where: str) -> None:
-    """Raises UsageError for the first constant outside its physical bounds."""
     for name, prior in priors_of(type(constants)).items():
         value, slack = getattr(constants, name), 1e-9 * (prior.high - prior.low)
         if not prior.low - slack <= value <= prior.high + slack:

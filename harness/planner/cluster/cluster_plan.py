@@ -281,7 +281,6 @@ def _nothing_fits(
 
 
 def _fed_batch(result: Predictions) -> int:
-    """Returns the smallest batch with enough micro-batches for some pipeline."""
     layouts = result.layouts
     plain = layouts.chunks == 1
     needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
@@ -393,7 +392,6 @@ def sweep(
 
 
 def _possible(question: ClusterQuestion, counts: Sequence[int]) -> list[int]:
-    """Returns the counts for which the question has links."""
     several = len(question.cluster.reduce.nodes) > 1
     return [n for n in counts if several or n <= question.cluster.per_node]
 
@@ -469,7 +467,6 @@ def _place(plan: ClusterPlan) -> str:
 
 
 def _why_not_whole(plan: ClusterPlan) -> str:
-    """Says whether the whole model, or a layer, fits a device."""
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
     whole, layer = (

@@ -107,7 +107,6 @@ class PlannedLayouts:
         )
 
     def take(self, rows: Ints | Bools) -> PlannedLayouts:
-        """Returns the layouts with these row numbers or mask."""
         return PlannedLayouts(
             **{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)}
         )

@@ -232,7 +232,6 @@ def _apart(plan: LocalPlan) -> str:
 
 
 def _faster(plan: LocalPlan) -> str:
-    """Returns a sentence on a faster inexact cell; empty without one."""
     if not plan.inexact or plan.goal != "throughput":
         return ""
     other = plan.inexact[0]

@@ -192,7 +192,6 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
 
 
 def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | None:
-    """Returns None if the strategy or workload no longer exists."""
     cell = result.cell
     try:
         facts = facts_of(cell, measured)

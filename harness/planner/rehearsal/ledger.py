@@ -184,7 +184,6 @@ class Ledger(OperatorObserver):
                 allocation.kind = kind
 
     def mark_states(self, train_state: TrainState) -> None:
-        """Sets the kinds of everything kept between steps."""
         kinds: dict[str, Kind] = {"library": "buffers"}
         for kind, _, tensor in retained(train_state):
             if isinstance(tensor, Tensor):
@@ -253,7 +252,6 @@ class Ledger(OperatorObserver):
         self.updating -= 1
 
     def note_model(self, model: nn.Module, block_path: str) -> None:
-        """Registers a model whose blocks are distinguished."""
         if block_path:
             for index, block in enumerate(model.get_submodule(block_path).children()):
                 self.blocks[block] = (self.models, index)
