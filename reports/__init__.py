@@ -22,7 +22,7 @@ def write_report(
 
     Raises UsageError if the file cannot be written, ValueError if `results` is not one run.
     """
-    from reports.run_page import render
+    from reports.run_sections import render
 
     return write_whole(render(results, baseline), Path(path), instead)
 

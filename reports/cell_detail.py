@@ -13,14 +13,13 @@ from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
 from harness.record.profile import COMPONENTS
 from harness.record.trial import TrialRecord
-from reports import facts
-from reports.cautions import Flag, flags
+from reports import run_facts
 from reports.export_records import for_json, record_of
-from reports.groups import RankedGroup
-from reports.profile import ProfiledCell
-from reports.ranked import RankedCell
+from reports.groups import RankedCell, RankedGroup
+from reports.memory_sections import KINDS
+from reports.names import Flag, flags
 from reports.run_report import ran
-from reports.stacks import KINDS
+from reports.time_sections import StepProfile
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +122,7 @@ class CellDetail:
     kinds: tuple[KindOfState, ...] | None
     """None if states were not measured."""
     ranks: tuple[RankDetail, ...]
-    profiled: ProfiledCell | None
+    profiled: StepProfile | None
     log_tail: str
 
     def as_json(self) -> dict[str, Any]:
@@ -156,14 +155,14 @@ def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
     trials = sorted(every, key=lambda trial: (trial.trial, trial.attempt))
     return CellDetail(
         started_at=report.run.started_at,
-        hardware=facts.hardware(report.run),
+        hardware=run_facts.hardware(report.run),
         cell=ranked[0][1] if ranked else cell,
         cautions=flags(cell),
         trials=tuple(_trial(trial, steps) for trial in trials),
         place=_place(*ranked[0]) if ranked else None,
         kinds=_kinds(cell, trials),
         ranks=_ranks(cell, steps, trials),
-        profiled=next((cell for cell in report.profiled if cell.cell_id == cell_id), None),
+        profiled=next((cell for cell in report.profiled if cell.result.cell_id == cell_id), None),
         log_tail=next((trial.log_tail for trial in reversed(trials) if trial.log_tail), ""),
     )
 
@@ -221,7 +220,7 @@ def _ranks(
     )
 
 
-def _time(cell: ProfiledCell) -> dict[str, Any]:
+def _time(cell: StepProfile) -> dict[str, Any]:
     """Returns the parts of a profiled step in seconds, mean of the ranks."""
     parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
     return {

@@ -1,4 +1,4 @@
-"""Comparison of runs: table text, Markdown for a pull request, and a self-contained HTML page."""
+"""Comparison of runs: text for tables, Markdown for a pull request, and a page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import ACROSS_RUNS_CONFIDENCE
-from reports.markdown import escaped, table
-from reports.text import DASH, number, plural, size
+from reports import blocks as ui
+from reports.blocks import data, joined, phrase, prose, small, strong
+from reports.html_writer import PageHead, PageSection, html_page
+from reports.markdown_writer import markdown_text
+from reports.runs import verdict_td
+from reports.text import DASH, exact, number, plural, size
 
 if TYPE_CHECKING:
     from harness.analysis.compare import ComparedCell, RunComparison
@@ -22,7 +26,6 @@ COLUMNS = (
     "verdict",
     "peak memory, A to B",
 )
-NUMBERS = [column for column in COLUMNS if column not in ("cell", "verdict")]
 FOLDED = ("added", "no difference seen", "not compared")
 
 
@@ -62,56 +65,106 @@ def trials(cell: MeasuredCell | None) -> str:
     return "" if cell is None else plural(cell.result.recorded_trials, "trial")
 
 
+def _table(lines: Sequence[ComparedCell]) -> ui.Table:
+    columns = [
+        ui.ColumnHead(title, kind="word" if title == "verdict" else "number") for title in COLUMNS
+    ]
+    label = "Throughput and memory of B over A"
+    rows = [_row(line) for line in lines]
+    return ui.Table("", label, COLUMNS[0], columns[1:], rows)
+
+
+def _row(line: ComparedCell) -> ui.Row:
+    name, first, second, ratio, interval, _, memory = words(line)
+    value = exact(line.throughput.ratio if line.throughput else None)
+    change = exact(line.memory.ratio if line.memory else None)
+    return ui.Row(
+        data(name),
+        [
+            ui.Td([first, " ", small(trials(line.first))]),
+            ui.Td([second, " ", small(trials(line.second))]),
+            ui.Td(ui.Span(ratio, field="ratio", value=value)),
+            ui.Td(interval),
+            verdict_td(line),
+            ui.Td(ui.Span(memory, field="memory_ratio", value=change)),
+        ],
+        {"data-kind": line.kind},
+    )
+
+
 def markdown(compared: RunComparison) -> str:
     """Returns Markdown for a comment on a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
-    parts = [
-        f"### {escaped(compared.first)} → {escaped(compared.second)}",
-        f"**{escaped(compared.headline)}**",
-    ]
+    title = ui.Heading([compared.first, " → ", compared.second])
+    blocks: ui.Blocks = [title, ui.Paragraph(strong(compared.headline))]
     if compared.differences:
-        parts.append("Not the same software: " + escaped(", ".join(compared.differences)))
-    parts += _md_lines(shown)
+        blocks.append(ui.Paragraph(f"Not the same software: {', '.join(compared.differences)}"))
+    blocks += _line_blocks(shown)
     for kind in FOLDED:
         if some := [line for line in folded if line.kind == kind]:
-            parts += [
-                f"<details><summary>{kind}: {len(some)}</summary>",
-                *_md_lines(some),
-                "</details>",
-            ]
+            blocks.append(ui.Details(f"{kind}: {len(some)}", _line_blocks(some)))
     if cells := disturbed(compared):
-        parts += [
-            f"<details><summary>disturbed trials of cells: {len(cells)}</summary>",
-            "\n".join(f"- {escaped(name)}: {escaped(trials)}" for name, trials in cells),
-            "</details>",
-        ]
-    method = "\n".join(f"- {name}: {escaped(text)}" for name, text in compared.method.items())
-    parts += ["<details><summary>how it was decided</summary>", method, "</details>"]
-    return "\n\n".join(parts) + "\n"
+        blocks.append(ui.Details(f"disturbed trials of cells: {len(cells)}", [ui.Facts(cells)]))
+    method = ui.Facts(list(compared.method.items()))
+    return markdown_text([*blocks, ui.Details("how it was decided", [method])])
 
 
-def _md_lines(lines: Sequence[ComparedCell]) -> list[str]:
+def _line_blocks(lines: Sequence[ComparedCell]) -> ui.Blocks:
     measured = [line for line in lines if line.throughput]
-    others = [
-        f"- **{line.kind}** {escaped(line.cell_name)}: {escaped(line.reason)}"
-        for line in lines
-        if not line.throughput
-    ]
-    return ([table(COLUMNS, NUMBERS, [words(line) for line in measured])] if measured else []) + (
-        ["\n".join(others)] if others else []
-    )
+    others = [line for line in lines if not line.throughput]
+    blocks: ui.Blocks = [_table(measured)] if measured else []
+    items = [phrase(strong(line.kind), f" {line.cell_name}: {line.reason}") for line in others]
+    return [*blocks, ui.Bullets(items)] if items else blocks
 
 
 def page(compared: RunComparison) -> str:
     """Returns one HTML page that loads nothing and runs only its own script."""
-    from reports.page import fill
-
-    return fill(
-        "compare.html.j2",
-        compared=compared,
-        columns=COLUMNS,
-        words=words,
-        trials=trials,
-        disturbed=disturbed(compared),
+    first, second = compared.first, compared.second
+    head = PageHead(
+        f"{first} compared with {second}",
+        "What changed?",
+        [
+            ["A ", data(first, "strong")],
+            ["B ", data(second, "strong")],
+            plural(compared.comparisons, "comparison"),
+        ],
+        prose("compare footer"),
+        navigation=False,
     )
+    measured = [line for line in compared.lines if line.throughput]
+    others = [line for line in compared.lines if not line.throughput]
+    cells = disturbed(compared)
+    sections = [PageSection("verdict", "Verdict", _verdict(compared, len(cells)))]
+    if measured:
+        sections.append(PageSection("throughput", "Throughput and memory", [_table(measured)]))
+    if others:
+        sections.append(PageSection("others", "Without a comparison", [_others(others)]))
+    if cells:
+        sections.append(PageSection("disturbed", "Disturbed trials", [ui.Facts(cells)]))
+    method = ui.Facts(list(compared.method.items()))
+    return html_page(head, [*sections, PageSection("method", "How it was decided", [method])])
+
+
+def _verdict(compared: RunComparison, cells: int) -> ui.Blocks:
+    blocks: ui.Blocks = [ui.Paragraph(compared.headline, "lead")]
+    if compared.differences:
+        names = joined([data(one) for one in compared.differences])
+        blocks.append(ui.Paragraph(prose("compare software", names=names), "caution"))
+    if cells:
+        words = prose("compare disturbed", cells=plural(cells, "cell"))
+        blocks.append(ui.Paragraph(words, "caution"))
+    return blocks
+
+
+def _others(lines: Sequence[ComparedCell]) -> ui.Table:
+    columns = ui.heads("what: word", "why: prose")
+    rows = [
+        ui.Row(
+            data(line.cell_name),
+            [verdict_td(line), ui.Td(data(line.reason), "prose")],
+            {"data-kind": line.kind},
+        )
+        for line in lines
+    ]
+    return ui.Table("", "Cells without a comparison, with the reason", "cell", columns, rows)

@@ -12,10 +12,18 @@ from harness.analysis.ranking import is_tied, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
 from reports.names import device_words, unit
-from reports.ranked import RankedCell
 from reports.text import plural
 
 AnyCell = TypeVar("AnyCell", bound=CellResult)
+
+
+@dataclass(frozen=True)
+class RankedCell(CellResult):
+    """A cell with its place among comparable cells."""
+
+    place: int = 1
+    same_as_above: bool = False
+    """Whether it is tied with the one above it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Group(Generic[AnyCell]):
         """Workload and title."""
         return f"{self.workload} · {self.title}"
 
-    def title_beside(self, workload: str) -> str:
+    def short_title(self, workload: str) -> str:
         """Returns the title for a page about `workload`, without naming it again."""
         return self.title if self.workload == workload else self.full_title
 
@@ -108,7 +116,12 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
 def ranking(cells: Sequence[CellResult]) -> RankedGroup:
     ordered = sorted(cells, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
     places = enumerate(zip(ordered, tied_with_previous(ordered), strict=True), 1)
-    return Group(tuple(RankedCell.of(cell, place, tied) for place, (cell, tied) in places))
+    return Group(
+        tuple(
+            RankedCell(**vars(cell), place=place, same_as_above=tied)
+            for place, (cell, tied) in places
+        )
+    )
 
 
 def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:

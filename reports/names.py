@@ -1,12 +1,31 @@
-"""Names of cells and settings, with marks on what is unusual."""
+"""Names of cells and settings, with marks and cautions on what is unusual."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 from harness.analysis.cell_result import CellResult
+from harness.analysis.trials import CAUSES
 from harness.spec.link import over
-from reports.text import plural
+from reports import blocks as ui
+from reports.bar_chart import LABEL
+from reports.blocks import data, joined
+from reports.text import percent, plural, shortened
 
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
+NOTES = {
+    STAND_IN: f"{STAND_IN} hatched: a stand-in ran instead of the real thing",
+    OVERSUBSCRIBED: (
+        f"{OVERSUBSCRIBED} hatched: more ranks than cores, so its times say nothing about real"
+        " hardware"
+    ),
+}
+TIED = "≈ tied with the one above: no significant difference within rounds"
+_MOST_NAMED = 4
+_MOST_FINDINGS = 3
+"""Findings on a cell's GPUs shown in its row."""
 STATUS = {
     "failed": "failed",
     "timeout": "passed its time limit",
@@ -60,3 +79,107 @@ def device_words(cell: CellResult) -> str:
 
 def unit(throughput: str) -> str:
     return "tokens/s" if throughput.startswith("tokens") else "samples/s"
+
+
+def chart_name(cell: CellResult, workload: str) -> str:
+    """Names a cell in a chart of mixed settings: `label x2 bf16`, and its workload if not
+    `workload`."""
+    other = "" if cell.cell.workload == workload else f" {cell.cell.workload}"
+    setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
+    return shortened(named(cell), max(12, LABEL - len(setting))) + setting
+
+
+def main_workload(cells: Sequence[CellResult]) -> str:
+    return Counter(cell.cell.workload for cell in cells).most_common(1)[0][0]
+
+
+def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
+    seen = "".join(marks(cell) for cell in cells)
+    return tuple(text for mark, text in NOTES.items() if mark in seen)
+
+
+def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
+    """Returns the name with a link to the cell's row, and a mark if it was disturbed."""
+    return [ui.Span(named(cell, place=place), "data", f"#cell-{cell.cell_id}"), *_noise(cell)]
+
+
+def workload_name(cell: CellResult) -> list[ui.Inline]:
+    """Returns the workload with a link to the cell's row, and the cell's marks."""
+    link = ui.Span(cell.cell.workload, "data", f"#cell-{cell.cell_id}")
+    return [link, marks(cell), *_noise(cell)]
+
+
+def winner_name(cell: CellResult) -> list[ui.Inline]:
+    """Returns the strategy in large type, and its options in small type."""
+    name, bracket, options = cell.cell.label.partition("(")
+    words: list[ui.Inline] = [
+        ui.Span(name, "data", f"#cell-{cell.cell_id}"),
+        marks(cell),
+        *_noise(cell),
+    ]
+    return [*words, " ", data(bracket + options, "options")] if options else words
+
+
+def cell_names(cells: Sequence[CellResult], *, place: bool = True) -> list[ui.Inline]:
+    """Returns `a, b and c`; past four, `a, b, c, d and 7 more`."""
+    shown = [cell_name(cell, place=place) for cell in cells[:_MOST_NAMED]]
+    more = len(cells) - len(shown)
+    if more > 0:
+        return [*joined(shown), f" and {more} more"]
+    return joined([joined(shown[:-1]), shown[-1]], " and ") if len(shown) > 1 else joined(shown)
+
+
+def _noise(cell: CellResult) -> list[ui.Inline]:
+    said = disturbance(cell)
+    return [ui.Span(DISTURBED, tip=f"{said} of its trials")] if said else []
+
+
+@dataclass(frozen=True)
+class Flag:
+    word: str
+    meaning: str
+
+
+def flags(cell: CellResult) -> tuple[Flag, ...]:
+    cautions = []
+    if cell.placement.stand_in is not None:
+        cautions.append(Flag("stand-in", cell.placement.stand_in))
+    if cell.placement.oversubscribed and cell.speed.samples_per_second is not None:
+        cautions.append(
+            Flag(
+                "oversubscribed", "more ranks than cores: its times say nothing about real hardware"
+            )
+        )
+    if cell.disturbance.trials:
+        how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
+        cautions.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
+    if cell.speed.trend:
+        change = f"steps still changed by {percent(cell.speed.trend)} over the timed ones"
+        cautions.append(Flag("trend", f"warm-up was too short: {change}"))
+    if cell.trials == 1 and cell.status == "ok":
+        cautions.append(Flag("1 trial: no interval", ""))
+    if cell.expected and cell.status == "diverged":
+        cautions.append(Flag("expected to diverge", "the matrix says so: no failure"))
+    return tuple(cautions)
+
+
+def disturbance(cell: CellResult) -> str:
+    """Describes what disturbed how many of the cell's trials; empty if nothing did."""
+    return "; ".join(
+        f"{CAUSES[cause]} {count}" for cause, count in cell.disturbance.by_cause.items()
+    )
+
+
+def gpu_findings(cell: CellResult) -> str:
+    """Describes the first findings on the cell's GPUs; empty without any."""
+    words = cell.disturbance.gpu_findings
+    more = f", and {len(words) - _MOST_FINDINGS} more" if len(words) > _MOST_FINDINGS else ""
+    return f" ({'; '.join(words[:_MOST_FINDINGS])}{more})" if words else ""
+
+
+def disturbance_legend(cells: Iterable[CellResult]) -> str:
+    """Returns the legend of the disturbance mark; empty if no cell has it."""
+    seen = {cause for cell in cells for cause in cell.disturbance.by_cause}
+    return "; or ".join(
+        f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen
+    )

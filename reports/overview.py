@@ -13,13 +13,15 @@ from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
 from harness.record.run import RunRecord
 from harness.spec.errors import UsageError
-from reports import facts
+from reports import blocks as ui
+from reports import run_facts
+from reports.blocks import BREAK, data, prose, small
 from reports.groups import RankedGroup
+from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import named
-from reports.page import fill
 from reports.run_report import RunReport, only, ran
-from reports.text import listed, plain, plural
-from reports.verdict import Pick, fast, verdict
+from reports.text import DASH, listed, plain, plural
+from reports.verdict_sections import Pick, fast, verdict
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -81,7 +83,7 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
     return Entry(
         report.run,
         quote(file) if (folder / file).is_file() else "",
-        facts.hardware(report.run),
+        run_facts.hardware(report.run),
         words,
         details,
         len(report.failed),
@@ -98,7 +100,7 @@ def _verdict(report: RunReport) -> tuple[str, str]:
         best = report.largest.winner
         if best is None:
             return "nothing fits yet", ""
-        return f"largest: {named(best)}", f"{plain(best.reached)} parameters"
+        return f"largest: {best.label}", f"{plain(best.result.parameters)} parameters"
     group = report.leading
     if group is None:
         return "nothing is ranked", ""
@@ -106,7 +108,7 @@ def _verdict(report: RunReport) -> tuple[str, str]:
     if advised := answer(group.rows):
         verb, pick = "use", _advised(group, advised)
     tied = [named(cell, place=False) for cell in pick.tied]
-    alike = f"; cannot be told apart from {listed(tied, 3)}" if tied else ""
+    alike = f"; tied with {listed(tied, 3)}" if tied else ""
     return (
         f"{verb} {named(pick.row, place=False)}",
         f"{pick.value}, {pick.interval}{alike}; {group.workload}, {group.title}",
@@ -129,9 +131,58 @@ def page(store: Store, folder: Path) -> str:
         for path in folder.glob("*.html")
         if path.name not in own and not path.name.endswith(".print.html")
     )
-    return fill(
-        "index.html.j2",
-        entries=shown,
-        others=[(name, quote(name)) for name in others],
-        failing=plural(sum(entry.failures > 0 for entry in shown), "run"),
+    facts: list[str] = [plural(len(shown), "run")]
+    if shown:
+        failing = plural(sum(entry.failures > 0 for entry in shown), "run")
+        facts += [f"newest {_date(shown[0])} UTC", f"failures in {failing}"]
+    footer = prose("index footer")
+    title = f"Reports of {len(shown)} runs"
+    head = PageHead(title, "All reports", facts, footer, navigation=False)
+    sections = [PageSection("runs", "Runs, newest first", _blocks(shown))]
+    if others:
+        links = ui.Bullets([ui.Span(name, "data", quote(name)) for name in others])
+        sections.append(PageSection("others", "Other pages of this folder", [links]))
+    return html_page(head, sections)
+
+
+def _date(entry: Entry) -> str:
+    return f"{entry.run.started_at:%Y-%m-%d %H:%M}"
+
+
+def _blocks(shown: Sequence[Entry]) -> list[ui.Block]:
+    columns = ui.heads(
+        "Failures (of cells)",
+        "Against the run before: prose",
+        "Verdict: prose",
+        "Matrix: word",
+        "Hardware: prose",
+    )
+    rows = [_row(entry) for entry in shown]
+    table = ui.Table("all-runs", "Runs, newest first", "Run", columns, rows)
+    return [table, ui.Paragraph(prose("index"), "small")]
+
+
+def _row(entry: Entry) -> ui.Row:
+    head: list[ui.Inline] = [ui.Span(_date(entry), "data", entry.link), BREAK]
+    head.append(data(entry.run.run_id, "small"))
+    if not entry.link:
+        head.append(small(", no report here"))
+    failures = ui.Span(str(entry.failures), field="failures", value=str(entry.failures))
+    bad = " bad" if entry.failures else ""
+    change: list[ui.Inline] = [DASH]
+    if entry.before:
+        change = [entry.change, BREAK, data(entry.before, "small")]
+    verdict_words: list[ui.Inline] = [data(entry.verdict)]
+    if entry.details:
+        verdict_words += [BREAK, data(entry.details, "small")]
+    return ui.Row(
+        head,
+        [
+            ui.Td([failures, small(f" of {entry.cells}")], f"number{bad}"),
+            ui.Td(change, f"prose{' bad' if entry.regressions else ''}"),
+            ui.Td(verdict_words, "prose"),
+            ui.Td(data(entry.run.matrix), "word"),
+            ui.Td(data(entry.hardware), "prose"),
+        ],
+        {"data-run": entry.run.run_id},
     )

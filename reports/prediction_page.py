@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
 from harness.planner.local.local_plan import LocalCandidate, LocalPlan
-from reports.page import fill
-from reports.panels import Panel, Panels
-from reports.predicted import Predicted, PredictedLine, predicted
-from reports.text import number
+from reports import blocks as ui
+from reports.blocks import data, key, prose, small
+from reports.html_writer import PageHead, PageSection, html_page
+from reports.line_chart import Line, Predicted
+from reports.text import number, plural
 
 if TYPE_CHECKING:
     from harness.planner.local.local_plan import ScalingCurve
 
-NOT_MEASURED = (
-    "Every line, band and figure here is a prediction unless it is marked as measured. Nothing was"
-    " launched for this page."
-)
 
 MOST_ROWS = 20
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    name: str
-    step: str
-    speed: str
-    memory: str
-    remark: str
+Bounded = tuple[float, float, float]
+"""A predicted value with the bounds of its 80 % interval."""
 
 
 @dataclass(frozen=True)
@@ -40,189 +32,203 @@ class WonSquare:
     devices: int
     winner: str
     """Empty if nothing can run."""
-    speed: float
-    """0 if nothing can run, as are the numbers below."""
-    speed_low: float
-    speed_high: float
-    memory_bytes: float
-    memory_low: float
-    memory_high: float
+    throughput: Bounded
+    memory: Bounded
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class WonRow:
-    """The best choices for one model by number of devices."""
-
-    model: str
-    squares: tuple[WonSquare, ...]
+WonMap = Mapping[str, Sequence[WonSquare]]
+"""The best choices by model, for each number of devices."""
 
 
-@dataclass(frozen=True)
-class PlanPage:
-    title: str
-    facts: tuple[str, ...]
-    sentences: tuple[str, ...]
-    rows: tuple[PlanRow, ...]
-    speed_unit: str
-    map: tuple[WonRow, ...]
-
-
-def plan_page(page: PlanPage) -> str:
-    panels = Panels()
-    charts = [
-        chart
-        for chart in (
-            _chart(page.map, "throughput", "Throughput", page.speed_unit, panels),
-            _chart(page.map, "memory", "Memory of the fullest device", "GB", panels),
-        )
-        if chart
+def plan_page(
+    title: str,
+    facts: Sequence[str],
+    sentences: Sequence[str],
+    unit: str,
+    rows: Sequence[ui.Row],
+    won: WonMap,
+) -> str:
+    """Returns the page of a plan. `unit`: of throughput; `rows`: candidates, best first."""
+    columns = [
+        ui.ColumnHead("step"),
+        ui.ColumnHead(unit),
+        ui.ColumnHead("memory of the fullest device"),
+        ui.ColumnHead("known by", kind="word"),
     ]
-    panels.pictures.draw()
-    winners = list(
-        dict.fromkeys(square.winner for row in page.map for square in row.squares if square.winner)
-    )
-    return fill(
-        "prediction.html.j2",
-        panels.pictures.styles,
-        page=page,
-        charts=charts,
-        curves=(),
-        winners=winners,
-        note=NOT_MEASURED,
-    )
-
-
-def _chart(
-    rows: Sequence[WonRow], name: str, title: str, unit: str, panels: Panels
-) -> Panel | None:
-    """Returns a chart of the best throughput or memory over devices, a line per model."""
-    lines = []
-    for row in rows:
-        ran = [square for square in row.squares if square.winner]
-        if not ran:
-            continue
-        scale = 1e9 if name == "memory" else 1.0
-        bounds = ("memory_bytes", "memory_low", "memory_high")
-        fields = bounds if name == "memory" else ("speed", "speed_low", "speed_high")
-        values, lows, highs = (
-            tuple(getattr(square, field) / scale for square in ran) for field in fields
-        )
-        lines.append(PredictedLine(row.model, tuple(s.devices for s in ran), values, lows, highs))
-    if not lines:
-        return None
-    words = "; ".join(
-        f"{line.label} {number(line.values[0])} to {number(line.values[-1])}" for line in lines
-    )
-    data = Predicted(
-        name,
+    layouts = ui.Table("", "Layouts, best first", "layout", columns, rows, "compact")
+    charts = [*_charts(won, "throughput", "Throughput", unit, 1.0)]
+    charts += _charts(won, "memory", "Memory of the fullest device", "GB", 1e9)
+    winners = ui.Part("", [_winners(won)], prose("map", unit=unit))
+    return _page(
         title,
-        unit,
-        tuple(lines),
-        f"{title} ({unit}), predicted: {words}",
-        logarithmic=name != "memory",
+        facts,
+        [
+            _answer(sentences),
+            PageSection("layouts", "Best first", [layouts]),
+            PageSection("map", "Which strategy wins where", [winners]),
+            PageSection("charts", "Over devices", [ui.Charts(charts)]),
+        ],
     )
-    return panels.drawn(data, predicted)
+
+
+def _page(title: str, facts: Sequence[str], sections: Sequence[PageSection]) -> str:
+    head = PageHead(
+        f"{title}, predicted",
+        "What is predicted?",
+        [data(title, "strong"), *map(data, facts)],
+        "parallelism-bench. Predictions with 80 % intervals, see docs/planner.md.",
+        navigation=False,
+    )
+    return html_page(head, [one for one in sections if ui.visible(one.blocks, "page")])
+
+
+def _answer(sentences: Sequence[str]) -> PageSection:
+    blocks: ui.Blocks = [
+        ui.Paragraph(sentence, "" if place else "lead") for place, sentence in enumerate(sentences)
+    ]
+    caution = ui.Paragraph(prose("predictions"), "caution")
+    return PageSection("answer", "Answer", [*blocks, caution])
+
+
+def _winners(won: WonMap) -> ui.Table:
+    squares = [square for squares in won.values() for square in squares]
+    winners = list(dict.fromkeys(square.winner for square in squares if square.winner))
+
+    def td(square: WonSquare) -> ui.Td:
+        if not square.winner:
+            return ui.Td("does not run", "word", square.reason)
+        colour = key(f"series-{winners.index(square.winner) % 7}")
+        speed = small(f" {number(square.throughput[0])}")
+        return ui.Td([colour, " ", data(square.winner), speed], "word")
+
+    counts = dict.fromkeys(square.devices for square in squares)
+    columns = [ui.ColumnHead(str(count), kind="word") for count in counts]
+    label = "The best strategy of each model on each number of devices"
+    rows = [ui.Row(data(model), list(map(td, of_model))) for model, of_model in won.items()]
+    return ui.Table("winners", label, "model", columns, rows, "compact")
+
+
+def _charts(won: WonMap, quantity: str, title: str, unit: str, scale: float) -> Iterator[ui.Chart]:
+    """Yields a chart of the best throughput or memory over devices, if anything can run."""
+    lines = []
+    for model, squares in won.items():
+        if ran := [square for square in squares if square.winner]:
+            bounded = [[value / scale for value in getattr(square, quantity)] for square in ran]
+            values, lows, highs = map(tuple, zip(*bounded, strict=True))
+            lines.append(Line(model, tuple(s.devices for s in ran), values, lows, highs))
+    if lines:
+        summary = f"{title} ({unit}), predicted: {'; '.join(line.summary for line in lines)}"
+        logarithmic = quantity == "throughput"
+        data = Predicted(quantity, title, unit, tuple(lines), summary, logarithmic=logarithmic)
+        yield ui.Chart(data)
 
 
 def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> str:
     lines = [
-        PredictedLine(
+        Line(
             curve.label,
             tuple(point.devices for point in curve.points),
             tuple(point.predicted for point in curve.points),
             tuple(point.low for point in curve.points),
             tuple(point.high for point in curve.points),
-            tuple((p.devices, p.measured) for p in curve.points if p.measured is not None),
+            measured=tuple((p.devices, p.measured) for p in curve.points if p.measured is not None),
         )
         for curve in curves
         if curve.points
     ]
-    words = "; ".join(
-        f"{line.label} {number(line.values[0])} to {number(line.values[-1])}" for line in lines
-    )
     inside = [p.devices for curve in curves for p in curve.points if not p.doublings_beyond]
     within = max(inside, default=0)
     note = f"Right of the dotted line, at {within} devices, nothing was measured."
-    data = Predicted(
+    chart = Predicted(
         "scaling",
         "Throughput over devices",
         "samples/s",
         tuple(lines),
-        f"{title}, predicted: {words}",
+        f"{title}, predicted: {'; '.join(line.summary for line in lines)}",
         (note, "Intervals grow with each doubling beyond it, which is an assumption."),
         within,
     )
-    panels = Panels()
-    chart = panels.drawn(data, predicted)
-    panels.pictures.draw()
-    page = PlanPage(title, (f"measured on {machine}",), (note,), (), "samples/s", ())
-    return fill(
-        "prediction.html.j2",
-        panels.pictures.styles,
-        page=page,
-        charts=[chart],
-        curves=curves,
-        winners=[],
-        note=NOT_MEASURED,
+    ends: ui.Blocks = [
+        ui.Paragraph([data(curve.label), f" ends: {curve.end}"], "small")
+        for curve in curves
+        if curve.end
+    ]
+    sections = [
+        _answer([note]),
+        PageSection("charts", "Over devices", [ui.Charts([ui.Chart(chart)])]),
+        PageSection("figures", "Figures", [_points(curves), *ends]),
+    ]
+    return _page(title, [f"measured on {machine}"], sections)
+
+
+def _points(curves: Sequence[ScalingCurve]) -> ui.Table:
+    columns = ui.heads(
+        "devices",
+        "predicted (samples/s)",
+        "80 % interval",
+        "measured here",
+        "devices measured: word",
     )
+    rows = []
+    for curve in curves:
+        for point in curve.points:
+            doublings = plural(round(point.doublings_beyond), "doubling")
+            texts = [
+                str(point.devices),
+                number(point.predicted),
+                f"{number(point.low)} to {number(point.high)}",
+                "" if point.measured is None else number(point.measured),
+            ]
+            beyond = f"outside by {doublings}" if point.doublings_beyond else "within"
+            rows.append(ui.Row(data(curve.label), [*map(ui.Td, texts), ui.Td(beyond, "word")]))
+    label = "Predicted and measured throughput"
+    return ui.Table("", label, "strategy", columns, rows, "compact")
 
 
 def cluster_page(
     plan: ClusterPlan, sentences: Sequence[str], source: str, squares: list[SweepSquare]
 ) -> str:
     """Returns the page of a plan for devices that are not rented yet."""
-    question = plan.question
-    models = list(dict.fromkeys(square.model for square in squares))
-    return plan_page(
-        PlanPage(
-            f"{question.shape.name} on {question.devices} x {question.cluster.device}",
-            (
-                f"{question.global_batch} sequences of {question.sequence_length} tokens a step",
-                f"{plan.considered} layouts",
-                f"constants: {source}",
-            ),
-            (_choice(plan.candidates[0]), *sentences),
-            tuple(_row(candidate) for candidate in plan.candidates[:MOST_ROWS]),
-            "tokens/s",
-            tuple(
-                WonRow(model, tuple(_square(one) for one in squares if one.model == model))
-                for model in models
-            ),
+    question, best = plan.question, plan.candidates[0]
+    won: dict[str, list[WonSquare]] = {}
+    for square in squares:
+        speed = square.tokens_per_second, square.tokens_low, square.tokens_high
+        memory = square.memory_bytes, square.memory_low, square.memory_high
+        won.setdefault(square.model, []).append(
+            WonSquare(square.devices, square.winner, speed, memory, square.reason)
         )
-    )
-
-
-def _choice(best: ClusterCandidate) -> str:
-    return (
+    choice = (
         f"Use {best.strategy}: {best.layout.text}. A step takes {best.seconds:.3g} s, which is"
         f" {best.tokens_per_second:,.0f} tokens/s."
     )
+    return plan_page(
+        f"{question.shape.name} on {question.devices} x {question.cluster.device}",
+        (
+            f"{question.global_batch} sequences of {question.sequence_length} tokens a step",
+            f"{plan.considered} layouts",
+            f"constants: {source}",
+        ),
+        (choice, *sentences),
+        "tokens/s",
+        [_row(candidate) for candidate in plan.candidates[:MOST_ROWS]],
+        won,
+    )
 
 
-def _row(candidate: ClusterCandidate) -> PlanRow:
-    return PlanRow(
-        f"{candidate.strategy}: {candidate.layout.text}",
-        f"{candidate.seconds:.3g} s ({candidate.seconds_low:.3g} to {candidate.seconds_high:.3g})",
-        f"{candidate.tokens_per_second:,.0f}",
-        f"{candidate.reserved_bytes / 1e9:.1f} GB ({candidate.reserved_low / 1e9:.0f} to"
-        f" {candidate.reserved_high / 1e9:.0f})",
+def _row(one: ClusterCandidate) -> ui.Row:
+    gigabytes = f"{one.reserved_low / 1e9:.0f} to {one.reserved_high / 1e9:.0f}"
+    return plan_row(
+        f"{one.strategy}: {one.layout.text}",
+        f"{one.seconds:.3g} s ({one.seconds_low:.3g} to {one.seconds_high:.3g})",
+        f"{one.tokens_per_second:,.0f}",
+        f"{one.reserved_bytes / 1e9:.1f} GB ({gigabytes})",
         "prediction",
     )
 
 
-def _square(square: SweepSquare) -> WonSquare:
-    return WonSquare(
-        square.devices,
-        square.winner,
-        square.tokens_per_second,
-        square.tokens_low,
-        square.tokens_high,
-        square.memory_bytes,
-        square.memory_low,
-        square.memory_high,
-        square.reason,
-    )
+def plan_row(name: str, step: str, speed: str, memory: str, known_by: str) -> ui.Row:
+    return ui.Row(data(name), [ui.Td(step), ui.Td(speed), ui.Td(memory), ui.Td(known_by, "word")])
 
 
 def local_page(
@@ -235,50 +241,37 @@ def local_page(
 
     `swept`: by workload and number of ranks, the plan or the reason why nothing can run.
     """
-    candidates = (*plan.candidates, *plan.inexact)
     return plan_page(
-        PlanPage(
-            plan.setting,
-            (machine, f"from {plan.calibrated_on} measured cells"),
-            tuple(sentences),
-            tuple(_local_row(candidate) for candidate in candidates[:MOST_ROWS]),
-            "samples/s",
-            tuple(
-                WonRow(
-                    workload,
-                    tuple(_local_square(devices, answer) for devices, answer in of_one.items()),
-                )
-                for workload, of_one in swept.items()
-            ),
-        )
+        plan.setting,
+        (machine, f"from {plan.calibrated_on} measured cells"),
+        sentences,
+        "samples/s",
+        [_local_row(one) for one in (*plan.candidates, *plan.inexact)[:MOST_ROWS]],
+        {
+            workload: [_local_square(devices, answer) for devices, answer in of_one.items()]
+            for workload, of_one in swept.items()
+        },
     )
 
 
-def _local_row(candidate: LocalCandidate) -> PlanRow:
-    low, high = candidate.seconds_low * 1e3, candidate.seconds_high * 1e3
-    return PlanRow(
-        candidate.label if candidate.exact else f"{candidate.label} (another training)",
-        f"{candidate.seconds * 1e3:.0f} ms ({low:.0f} to {high:.0f})",
-        f"{candidate.samples_per_second:.1f}",
-        f"{candidate.peak_bytes / 1e6:.0f} MB ({candidate.peak_low / 1e6:.0f} to"
-        f" {candidate.peak_high / 1e6:.0f})",
-        "measurement" if candidate.measured else "prediction",
+def _local_row(one: LocalCandidate) -> ui.Row:
+    low, high = one.seconds_low * 1e3, one.seconds_high * 1e3
+    megabytes = f"{one.peak_low / 1e6:.0f} to {one.peak_high / 1e6:.0f}"
+    return plan_row(
+        one.label if one.exact else f"{one.label} (another training)",
+        f"{one.seconds * 1e3:.0f} ms ({low:.0f} to {high:.0f})",
+        f"{one.samples_per_second:.1f}",
+        f"{one.peak_bytes / 1e6:.0f} MB ({megabytes})",
+        "measurement" if one.measured else "prediction",
     )
 
 
 def _local_square(devices: int, answer: LocalPlan | str) -> WonSquare:
     if isinstance(answer, str) or not answer.candidates:
         reason = answer if isinstance(answer, str) else "nothing trains exactly the same"
-        return WonSquare(devices, "", 0, 0, 0, 0, 0, 0, reason)
+        return WonSquare(devices, "", (0, 0, 0), (0, 0, 0), reason)
     best = answer.candidates[0]
     batch = best.samples_per_second * best.seconds
-    return WonSquare(
-        devices,
-        best.label,
-        best.samples_per_second,
-        batch / best.seconds_high,
-        batch / best.seconds_low,
-        best.peak_bytes,
-        best.peak_low,
-        best.peak_high,
-    )
+    speed = best.samples_per_second, batch / best.seconds_high, batch / best.seconds_low
+    memory = best.peak_bytes, best.peak_low, best.peak_high
+    return WonSquare(devices, best.label, speed, memory)

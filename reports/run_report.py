@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
-from harness.analysis.setting import System
+from harness.analysis.setting import System, systems
 from harness.analysis.summary import adjustment_of, summarised
 from harness.record.profile import ProfileRecord
 from harness.record.run import RunRecord
 from harness.record.status import NO_RESULT
 from harness.record.trial import TrialRecord
-from reports.facts import plan_of
-from reports.failures import unreached
+from harness.spec.cell import Cell
 from reports.groups import RankedGroup, find_groups, headline
-from reports.largest import Largest, is_search, largest, verified
-from reports.profile import ProfiledCell, profiled
-from reports.systems import all_systems
+from reports.memory_sections import Largest, is_search, largest, verified
+from reports.run_facts import plan_of
+from reports.time_sections import StepProfile, profiled
 
 if TYPE_CHECKING:
     from harness.record.store import Results
+
+NOT_REACHED = "not reached"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class RunReport:
         return [cell for cell in self.cells if cell.status in NO_RESULT and not cell.expected]
 
     @property
+    def is_search(self) -> bool:
+        """Whether it searched for the largest model, whose models are not compared by speed."""
+        return self.largest is not None
+
+    @property
     def ranked(self) -> int:
         return sum(len(group.rows) for group in self.groups)
 
@@ -66,7 +72,7 @@ class RunReport:
         return None if self.largest else headline(self.groups, once)
 
     @functools.cached_property
-    def profiled(self) -> list[ProfiledCell]:
+    def profiled(self) -> list[StepProfile]:
         profiles = [] if is_search(self.run) else self.profiles
         return profiled(self.cells, profiles)
 
@@ -109,3 +115,28 @@ def only(results: Results, run_ids: Sequence[str]) -> Results:
         for name, frame in frames.items()
     }
     return dataclasses.replace(results, **kept)
+
+
+def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
+    """Returns planned cells without a record."""
+    recorded = {cell.cell_id for cell in cells}
+    planned = []
+    for fields in plan_of(run).get("cells", []):
+        try:
+            planned.append(Cell(**fields))
+        except (TypeError, ValueError):
+            continue  # Written by a version whose cells had other fields.
+    return [cell for cell in planned if cell.id not in recorded]
+
+
+def all_systems(
+    cells: Iterable[CellResult], unreached: Iterable[Cell], run_id: str = ""
+) -> list[System]:
+    """Returns recorded cells, and planned ones without a record, by system."""
+    reason = "the run ended before it; resume the run to launch it"
+    planned = [planned_cell(cell, run_id, NOT_REACHED, reason) for cell in unreached]
+    return systems([*cells, *planned])
+
+
+def planned_cell(cell: Cell, run_id: str, status: str, reason: str) -> CellResult:
+    return CellResult(run_id=run_id, cell=cell, cell_id=cell.id, status=status, reason=reason)

@@ -1,60 +1,161 @@
-"""The sections of a run's report, in their order."""
+"""The report of a run: its sections in their order, as a page and as Markdown."""
 
 from __future__ import annotations
 
-from reports import effects, experts, facts, markdown_parts, parts
-from reports.run_report import RunReport
-from reports.sections import Section
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from harness.analysis.baseline import Choice
+from reports import blocks as ui
+from reports import run_facts
+from reports.blocks import data, prose, strong
+from reports.cells_sections import cells_blocks, failures_blocks, systems_blocks
+from reports.comparison_sections import effects_blocks, launchers_blocks, variants_blocks
+from reports.html_writer import PageHead
+from reports.links_section import links_blocks
+from reports.memory_sections import largest_blocks, states_blocks
+from reports.parity_sections import (
+    environment_blocks,
+    glossary_blocks,
+    method_blocks,
+    parity_blocks,
+)
+from reports.run_report import RunReport, ran
+from reports.sections import Section, Written, written_page, written_text
+from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, scaling_blocks
+from reports.text import plural
+from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks, traffic_blocks
+from reports.verdict_sections import verdict_blocks
+
+if TYPE_CHECKING:
+    from harness.record.store import Results
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _no_search(report: RunReport) -> bool:
+    """Whether cells can be compared by speed; models of a search differ in size."""
+    return not report.is_search
+
 
 SECTIONS: tuple[Section[RunReport], ...] = (
-    Section("verdict", "Verdict", parts.verdict_part, markdown_parts.verdict_text),
-    Section("largest", "Largest trainable model, or longest sequence", parts.largest_part),
+    Section("verdict", "Verdict", verdict_blocks, in_text=True),
+    Section(
+        "largest",
+        "Largest trainable model, or longest sequence",
+        lambda report: largest_blocks(report.largest),
+    ),
     Section(
         "effects",
         "What to turn on first",
-        effects.effects_part,
-        effects.effects_text,
+        lambda report: effects_blocks(report.cells),
         "Turn on first",
+        in_text=True,
     ),
-    Section("systems", "Systems", parts.systems_part),
-    Section("ranking", "Throughput", parts.ranking_part, markdown_parts.ranking_text),
-    Section("memory", "Peak memory", parts.memory_part),
-    Section("front", "Memory against throughput", parts.front_part),
-    Section("scaling", "Scaling", parts.scaling_part, markdown_parts.scaling_text),
-    Section("states", "Where the memory goes", parts.states_part),
-    Section("parts", "Where the time goes", parts.time_part),
-    Section("traffic", "Communication", parts.traffic_part),
-    Section("links", "Links", parts.links_part, markdown_parts.links_text),
+    Section("systems", "Systems", systems_blocks, runs=_no_search),
+    Section("ranking", "Throughput", ranking_blocks, in_text=True, runs=_no_search),
+    Section("memory", "Peak memory", memory_blocks, runs=_no_search),
+    Section("front", "Memory against throughput", front_blocks, runs=_no_search),
+    Section("scaling", "Scaling", lambda report: scaling_blocks(report.cells), in_text=True),
+    Section(
+        "states",
+        "Where the memory goes",
+        lambda report: states_blocks(report.cells, _no_search(report)),
+    ),
+    Section("parts", "Where the time goes", lambda report: profile_blocks(report.profiled)),
+    Section(
+        "traffic", "Communication", lambda report: traffic_blocks(report.cells, _no_search(report))
+    ),
+    Section("links", "Links", links_blocks, in_text=True),
     Section(
         "parity",
         "Parity: is it the same training?",
-        parts.parity_part,
-        markdown_parts.parity_text,
+        lambda report: parity_blocks(report.cells),
         "Parity",
+        in_text=True,
     ),
-    Section("bubble", "Pipeline bubble", parts.bubble_part),
-    Section("experts", "Experts", experts.experts_part, experts.experts_text),
-    Section("wrappers", "Launchers compared", parts.wrappers_part),
+    Section("bubble", "Pipeline bubble", lambda report: bubble_blocks(report.cells)),
+    Section("experts", "Experts", lambda report: experts_blocks(report.cells), in_text=True),
+    Section("wrappers", "Launchers compared", lambda report: launchers_blocks(report.cells)),
     Section(
         "variants",
         "Fewer trained parameters, lower precision",
-        parts.variants_part,
-        short="Fewer parameters",
+        lambda report: variants_blocks(report.cells),
+        "Fewer parameters",
     ),
-    Section("cells", "All cells", parts.cells_part),
+    Section("cells", "All cells", cells_blocks),
     Section(
         "failures",
         "What failed, diverged or did not run",
-        parts.failures_part,
-        markdown_parts.failures_text,
+        failures_blocks,
         "What did not run",
+        in_text=True,
     ),
-    Section(
-        "environment",
-        "Environment",
-        lambda report, _: facts.environment(report.run),
-        markdown_parts.environment_text,
-    ),
-    Section("method", "How it was measured", parts.method_part, markdown_parts.method_text),
-    Section("glossary", "Glossary", lambda *_: True),
+    Section("environment", "Environment", environment_blocks, in_text=True),
+    Section("method", "How it was measured", method_blocks, in_text=True),
+    Section("glossary", "Glossary", glossary_blocks),
 )
+
+
+def without_collection(function: Callable[P, T]) -> Callable[P, T]:
+    """Disables garbage collection during a call: a page's objects live until it is done, and
+    collection took an eighth of the time."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if collecting:
+                gc.enable()
+
+    return run
+
+
+def render(results: Results, baseline: Choice | None = None) -> str:
+    """Returns the page of one run; raises ValueError if there is not exactly one."""
+    return run_page(ran(results, baseline)).text
+
+
+@without_collection
+def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = False) -> Written:
+    """Returns the page of a run, see `written_page`."""
+    run = report.run
+    head = PageHead(
+        f"Parallelism strategies compared: matrix {run.matrix}, {run.run_id}",
+        "Which parallelism strategy?",
+        [
+            ["matrix ", data(run.matrix, "strong")],
+            data(run_facts.hardware(run)),
+            ["PyTorch ", data(run.torch_version)],
+            _counts(report),
+            ["run ", data(run.run_id)],
+        ],
+        prose("run footer", version=run.suite_version, run=run.run_id),
+        _cautions(report),
+    )
+    return written_page(report, head, SECTIONS, requested, printed)
+
+
+def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
+    """Returns the report of a run as Markdown, see `written_page`."""
+    run = report.run
+    title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
+    line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"
+    head: list[ui.Block] = [ui.Heading(title, 1), ui.Paragraph(line)]
+    head += [ui.Paragraph(words) for words in _cautions(report)]
+    return written_text(report, head, SECTIONS, requested)
+
+
+def _counts(report: RunReport) -> str:
+    return f"{plural(len(report.cells), 'cell')}, {report.ranked} ranked"
+
+
+def _cautions(report: RunReport) -> list[ui.Words]:
+    reason = report.run.gpus_unused
+    return [[strong("GPUs are not used:"), " ", data(reason), "."]] if reason else []

@@ -1,9 +1,11 @@
-"""Compares the newest run with each of the others, with the history of every cell."""
+"""The report of several runs: the newest against each of the others, and every cell's history."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,12 +15,20 @@ from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import MeasuredCell, RunSelection, measured, select
 from harness.record.run import RunRecord
 from harness.spec.errors import UsageError
-from reports import facts
+from reports import blocks as ui
+from reports import run_facts
+from reports.blocks import BREAK, data, joined, phrase, prose, small
+from reports.html_writer import PageHead
+from reports.line_chart import Trend
 from reports.run_report import only
+from reports.sections import Section, Written, written_page, written_text
+from reports.text import DASH, MIB, exact, number, plural, signed
 
 if TYPE_CHECKING:
     from harness.record.store import Results
 
+MOST_CHARTS = 60
+MOST_CHANGES = 5
 MOST_COLUMNS = 6
 """Runs that the newest is compared with side by side; older ones are in the history."""
 
@@ -154,7 +164,7 @@ def _run(
 ) -> Run:
     own = cells[record.run_id]
     verified = sum(cell.ok for cell in own)
-    return Run(record, facts.hardware(record), verified, len(own), against, why_not)
+    return Run(record, run_facts.hardware(record), verified, len(own), against, why_not)
 
 
 def _against(
@@ -178,3 +188,269 @@ def _against(
 def as_json(runs: Runs) -> dict[str, object]:
     compared = [run.against.as_json() for run in runs.shown if run.against]
     return {"comparisons": compared, "history": [series.as_json() for series in runs.series]}
+
+
+def figure_unit(series: Series) -> tuple[str, float]:
+    """Returns the displayed unit, and the divisor of recorded values."""
+    return ("samples/s", 1.0) if series.figure == "throughput" else ("MiB", float(MIB))
+
+
+def change_words(series: Series, change: float) -> str:
+    """Returns `▼ 10.0 % slower`."""
+    words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
+    return f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {words[change < 0]}"
+
+
+def trend(series: Series, name: str) -> Trend:
+    shown, factor = figure_unit(series)
+    values = tuple(point.value.value / factor for point in series.points)
+    marked = [
+        (i, change_words(series, point.change))
+        for i, point in enumerate(series.points)
+        if point.change is not None
+    ]
+    cuts = [0, *(i for i, _ in marked), len(values)]
+    levels = tuple((a, b - 1, statistics.median(values[a:b])) for a, b in itertools.pairwise(cuts))
+    changes = (
+        "; ".join(f"{words} from {series.points[i].started_at:%Y-%m-%d} on" for i, words in marked)
+        or "no change seen"
+    )
+    newest = f"newest {number(values[-1])} {shown}"
+    return Trend(
+        name,
+        series.cell_name,
+        shown,
+        values,
+        tuple(
+            None if point.value.low is None else point.value.low / factor for point in series.points
+        ),
+        tuple(
+            None if point.value.high is None else point.value.high / factor
+            for point in series.points
+        ),
+        tuple(f"{point.started_at:%Y-%m-%d}" for point in series.points),
+        tuple(marked),
+        levels,
+        f"{series.figure.capitalize()} of {series.cell_name} over {plural(len(values), 'run')}:"
+        f" {newest}; {changes}",
+    )
+
+
+def verdict_blocks(runs: Runs) -> ui.Blocks:
+    """Returns what changed against the run before and over all runs, and a row per run."""
+    blocks: ui.Blocks = []
+    if runs.shown and (against := runs.shown[0].against):
+        words = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
+        blocks.append(ui.Paragraph(words, "lead"))
+    if runs.changed:
+        changes = [
+            phrase(data(series.cell_name), f", {series.figure} {_last_change(series)}")
+            for series in runs.changed[:MOST_CHANGES]
+        ]
+        count = f"{len(runs.changed)} of {len(runs.series)} series"
+        words = prose("runs changed", count=count, changes=joined(changes, "; "))
+        blocks.append(ui.Paragraph(words))
+    elif runs.enough:
+        blocks.append(ui.Paragraph(prose("runs unchanged")))
+    columns = ui.heads(
+        "The newest against it: prose", "Verified (of cells)", "Matrix and hardware: prose"
+    )
+    rows = [_run_row(run, runs.newest) for run in (runs.newest, *runs.shown)]
+    label = "Runs, newest first"
+    table = ui.Table("", label, "Run", columns, rows, "verdicts compact")
+    blocks += [ui.Paragraph(prose("runs compared"), "small"), table]
+    summary = f"{plural(len(runs.older), 'older run')}, in the history only"
+    return [*blocks, ui.Details(summary, [ui.Facts(list(map(_older, runs.older)))])]
+
+
+def _date(run: Run) -> str:
+    return f"{run.row.started_at:%Y-%m-%d %H:%M} UTC"
+
+
+def _run_row(run: Run, newest: Run) -> ui.Row:
+    against: list[ui.Inline] = ["the newest" if run is newest else ""]
+    if run.against:
+        against = [run.against.headline]
+        if differences := run.against.differences:
+            names = joined([data(one, "small") for one in differences])
+            against += [BREAK, small("not the same software: "), *names]
+    if run.why_not:
+        against += [BREAK, data(run.why_not, "small")] if run.against else [data(run.why_not)]
+    torch = f"; PyTorch {run.row.torch_version}"
+    place = [data(run.row.matrix), BREAK, data(run.hardware, "small"), data(torch, "small")]
+    verified = f"{run.verified} / {run.cells}"
+    return ui.Row(
+        [data(run.run_id), BREAK, small(_date(run))],
+        [ui.Td(against, "prose"), ui.Td(verified), ui.Td(place, "prose")],
+    )
+
+
+def _older(run: Run) -> tuple[str, list[ui.Inline]]:
+    verified = f"{run.verified} of {plural(run.cells, 'cell')} verified"
+    matrix, hardware = data(run.row.matrix), data(run.hardware)
+    return run.run_id, phrase(f"{_date(run)}, matrix ", matrix, f", {verified}, ", hardware)
+
+
+def cells_blocks(runs: Runs) -> ui.Blocks:
+    """Returns a row per cell of the newest run, with a ratio for each other run."""
+    columns = ui.heads("Newest (samples/s)")
+    columns += [ui.ColumnHead(run.run_id, "ratio, interval") for run in runs.shown]
+    rows = [
+        ui.Row(
+            data(cell.cell_name),
+            [ui.Td(_number("samples_per_second", cell.speed)), *map(_ratio, lines, runs.shown)],
+            {"data-cell": cell.cell_id},
+        )
+        for cell, lines in runs.rows
+    ]
+    label = "Throughput of the newest run over the others"
+    return [ui.Part("", [ui.Table("ratios", label, "Cell", columns, rows)], prose("runs cells"))]
+
+
+def _number(field: str, value: float | None, text: str = "") -> ui.Span:
+    return ui.Span(text or number(value), field=field, value=exact(value))
+
+
+def _ratio(line: ComparedCell | None, run: Run) -> ui.Td:
+    if line is None or line.throughput is None:
+        return ui.Td(DASH)
+    ratio = line.throughput
+    words: list[ui.Inline] = [_number("ratio", ratio.ratio)]
+    if ratio.low is not None and ratio.high is not None:
+        words.append(small(f" {number(ratio.low)} to {number(ratio.high)}"))
+    kind = " bad" if line.regression else " good" if line.kind == "faster" else ""
+    words += [BREAK, small(line.verdict)]
+    return ui.Td(words, f"number{kind}", attributes={"data-run": run.run_id})
+
+
+def others_blocks(runs: Runs) -> ui.Blocks:
+    """Returns the cells without a throughput comparison."""
+    columns = ui.heads("Newest against: word", "What: word", "Why: prose")
+    rows = [
+        ui.Row(
+            data(line.cell_name),
+            [ui.Td(data(run.run_id), "word"), verdict_td(line), ui.Td(data(line.reason), "prose")],
+        )
+        for run, line in runs.others
+    ]
+    label = "Cells without a comparison, with the reason"
+    about = "A is the other run, B the newest."
+    return [ui.Part("", [ui.Table("", label, "Cell", columns, rows)], about)]
+
+
+def verdict_td(line: ComparedCell) -> ui.Td:
+    good = line.kind in ("faster", "mended")
+    return ui.Td(
+        data(line.verdict), f"word{' bad' if line.regression else ' good' if good else ''}"
+    )
+
+
+def history_blocks(runs: Runs) -> ui.Blocks:
+    """Returns charts of every cell's throughput, changes first, and of memory if it changed."""
+    several = [
+        series
+        for series in (*runs.throughput, *runs.memory)
+        if len(series.points) > 1 and (series.figure == "throughput" or series.last_change)
+    ]
+    several.sort(key=lambda series: series.last_change is None)
+    charts = [
+        ui.Chart(
+            trend(series, f"trend-{place}"),
+            f"{series.cell_name}{', peak memory' if series.figure == 'memory' else ''}",
+        )
+        for place, series in enumerate(several[:MOST_CHARTS])
+    ]
+    return [ui.Charts(charts, prose("runs history"))]
+
+
+def changes_blocks(runs: Runs) -> ui.Blocks:
+    """Returns each cell's newest figures and last change."""
+    columns = ui.heads("Figure: word", "Runs", "Newest", "Last change: word", "Left out: word")
+    rows = [
+        ui.Row(
+            data(series.cell_name),
+            [
+                ui.Td(series.figure, "word"),
+                ui.Td(str(len(series.points))),
+                ui.Td(_newest(series)),
+                ui.Td(_changed(series), "word"),
+                ui.Td(_left_out(series), "word"),
+            ],
+            {"data-cell": series.cell_id, "data-figure": series.figure},
+        )
+        for series in runs.series
+    ]
+    few = "" if runs.enough else prose("runs few", least=runs.least)
+    label = "Figures of all cells over the runs"
+    return [ui.Part("", [ui.Table("series", label, "Cell", columns, rows)], few)]
+
+
+def _newest(series: Series) -> list[ui.Inline]:
+    unit, factor = figure_unit(series)
+    newest = series.newest.value
+    words: list[ui.Inline] = [
+        _number("newest", newest.value, number(newest.value / factor)),
+        f" {unit}",
+    ]
+    half = newest.half_width
+    return words if half is None else [*words, small(f" ± {number(half / factor, 2)}")]
+
+
+def _changed(series: Series) -> list[ui.Inline]:
+    last = series.last_change
+    if last is None:
+        return [DASH]
+    return [_last_change(series), ", ", data(last.run_id, "small")]
+
+
+def _last_change(series: Series) -> str:
+    """Returns `▼ 10.0 % slower since 2026-01-08`."""
+    last = series.last_change
+    if last is None or last.change is None:
+        return DASH
+    return f"{change_words(series, last.change)} since {last.started_at:%Y-%m-%d}"
+
+
+def _left_out(series: Series) -> str:
+    counts = ((series.elsewhere, "on other hardware"), (series.failed, "not verified"))
+    return ", ".join(f"{plural(count, 'run')} {why}" for count, why in counts if count)
+
+
+def method_blocks(runs: Runs) -> ui.Blocks:
+    return [ui.Facts(list(runs.method.items()))]
+
+
+SECTIONS: tuple[Section[Runs], ...] = (
+    Section("verdict", "Verdict", verdict_blocks, in_text=True),
+    Section(
+        "cells", "Cells of the newest run against the others", cells_blocks, "Cells", in_text=True
+    ),
+    Section("others", "Without a comparison", others_blocks, in_text=True),
+    Section("history", "History", history_blocks),
+    Section("changes", "All cells over the runs", changes_blocks, "Changes", in_text=True),
+    Section("method", "How it was decided", method_blocks, in_text=True),
+)
+
+
+def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
+    """Returns the page of several runs, see `written_page`."""
+    newest = runs.newest
+    head = PageHead(
+        f"{len(runs.runs)} runs compared, the newest {newest.run_id}",
+        "How do these runs compare?",
+        [
+            plural(len(runs.runs), "run"),
+            ["newest ", data(newest.run_id, "strong")],
+            ["matrix ", data(newest.row.matrix, "strong")],
+            data(newest.hardware),
+        ],
+        prose("runs footer"),
+    )
+    return written_page(runs, head, SECTIONS, requested, printed)
+
+
+def runs_text(runs: Runs, requested: Sequence[str] = ()) -> Written:
+    """Returns the report of several runs as Markdown, see `written_page`."""
+    count = plural(len(runs.runs), "run")
+    title = f"How do these runs compare? {count}, the newest {runs.newest.run_id}"
+    return written_text(runs, [ui.Heading(title, 1)], SECTIONS, requested)

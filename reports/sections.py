@@ -1,4 +1,4 @@
-"""Sections of a report, each declared once for page and text."""
+"""Sections of a report, each declared once for pages and texts."""
 
 from __future__ import annotations
 
@@ -7,58 +7,106 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from harness.spec.errors import UsageError
-from reports.panels import Panels
+from reports import blocks as ui
+from reports.html_writer import PageHead, PageSection, html_page
+from reports.markdown_writer import markdown_text
 
-AnyReport = TypeVar("AnyReport")
-Part = TypeVar("Part")
-Paragraphs = list[str]
-"""Markdown paragraphs, lists and tables."""
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True)
-class Section(Generic[AnyReport]):
-    """A section of one kind of report.
-
-    Its template, of the same name, shows its contents as `part`. A section without contents has no
-    data and is left out.
-    """
+class Section(Generic[Report]):
+    """A section of one kind of report. It is left out if it has no blocks."""
 
     name: str
     title: str
-    html: Callable[[AnyReport, Panels], object] | None = None
-    """None if pages lack this section."""
-    markdown: Callable[[AnyReport], Paragraphs] | None = None
-    """None if texts lack this section."""
+    blocks: Callable[[Report], Sequence[ui.Block]]
     short: str = ""
-    """Shorter title for the list of sections."""
+    """Title in the list of sections; by default `title`."""
+    in_text: bool = False
+    """Whether Markdown has this section too."""
+    folded: bool = False
+    """Whether it is closed until a reader opens it."""
+    runs: Callable[[Report], bool] = lambda report: True
+    """Reports that have this section, such as those of a search."""
 
 
-def with_data(
-    sections: Iterable[Section[AnyReport]],
-    wanted: Sequence[str],
-    make: Callable[[Section[AnyReport]], Part],
-) -> tuple[list[tuple[Section[AnyReport], Part]], list[str]]:
-    """Returns the wanted sections (all by default) with their parts, in the report's order, and the
-    names of those without data.
+@dataclass(frozen=True)
+class Written:
+    text: str
+    absent: list[str]
+    """Requested sections without data."""
 
-    Raises UsageError for an unknown section, or if none of the wanted ones has data.
+
+Filled = tuple[Section[Report], Sequence[ui.Block]]
+
+
+def written_page(
+    report: Report,
+    head: PageHead,
+    sections: Iterable[Section[Report]],
+    requested: Sequence[str] = (),
+    printed: bool = False,
+) -> Written:
+    """Returns a page of the requested sections (all by default) that have data.
+
+    `printed`: use the print layout. Raises UsageError as `_with_data` does.
     """
-    sections = list(sections)
-    _require_known(wanted, [section.name for section in sections])
-    chosen = [section for section in sections if not wanted or section.name in wanted]
-    parts = [(section, part) for section in chosen if (part := make(section))]
-    there = [section.name for section, _ in parts]
-    if wanted and not parts:
-        others = [section.name for section in sections if make(section)]
+    filled, absent = _with_data(report, list(sections), requested, "page")
+    shown = [
+        PageSection(section.name, section.title, blocks, section.short, section.folded)
+        for section, blocks in filled
+    ]
+    return Written(html_page(head, shown, printed), absent)
+
+
+def written_text(
+    report: Report,
+    head: Sequence[ui.Block],
+    sections: Iterable[Section[Report]],
+    requested: Sequence[str] = (),
+) -> Written:
+    """Returns the sections as Markdown, see `written_page`."""
+    in_text = [section for section in sections if section.in_text]
+    filled, absent = _with_data(report, in_text, requested, "text")
+    blocks = list(head)
+    for section, inner in filled:
+        blocks += [ui.Heading(section.title, 2), *inner]
+    return Written(markdown_text(blocks), absent)
+
+
+def _with_data(
+    report: Report, sections: Sequence[Section[Report]], requested: Sequence[str], medium: ui.Medium
+) -> tuple[list[Filled[Report]], list[str]]:
+    """Returns the requested sections with their blocks, and the names of those without data.
+
+    Raises UsageError for an unknown section, or if none of the requested ones has data.
+    """
+    _require_known(requested, [section.name for section in sections])
+    chosen = [section for section in sections if not requested or section.name in requested]
+    filled = _filled(report, chosen, medium)
+    present = {section.name for section, _ in filled}
+    if requested and not filled:
+        others = ", ".join(section.name for section, _ in _filled(report, sections, medium))
         raise UsageError(
-            f"section {', '.join(wanted)}: this report has no data for it; it has"
-            f" {', '.join(others)}"
+            f"section {', '.join(requested)}: this report has no data for it; it has {others}"
         )
-    return parts, [name for name in wanted if name not in there]
+    return filled, [name for name in requested if name not in present]
 
 
-def _require_known(wanted: Sequence[str], names: Collection[str]) -> None:
-    for name in wanted:
+def _filled(
+    report: Report, sections: Iterable[Section[Report]], medium: ui.Medium
+) -> list[Filled[Report]]:
+    pairs = (
+        (section, ui.visible(section.blocks(report), medium))
+        for section in sections
+        if section.runs(report)
+    )
+    return [(section, blocks) for section, blocks in pairs if blocks]
+
+
+def _require_known(requested: Sequence[str], names: Collection[str]) -> None:
+    for name in requested:
         if name not in names:
             raise UsageError(
                 f"{name!r} is no section of this report; its sections are {', '.join(names)}"

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 DASH = "—"
 MIB = 2**20
@@ -101,11 +97,14 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:head]}…{text[-(most - 1 - head) :]}"
 
 
-def breakable(text: str) -> Markup:
-    """Allows line breaks after brackets, commas and underscores."""
-    from markupsafe import Markup, escape
-
-    return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=.[(,_/])", text))
+def bits(value: float, digits: int = 3) -> str:
+    """Formats bits per second: `948 Mbit/s`, `9.5 Gbit/s`."""
+    size, name = next(
+        (size, name)
+        for size, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
+        if value >= size or size == 1.0
+    )
+    return f"{plain(float(f'{value / size:.{digits}g}'))} {name}"
 
 
 def printable(text: str) -> str:

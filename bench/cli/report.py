@@ -171,10 +171,8 @@ def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import export_records, runs
-    from reports.markdown_report import markdown
-    from reports.run_page import run_page
     from reports.run_report import each, ran
-    from reports.runs_page import runs_page, runs_text
+    from reports.run_sections import run_page, run_text
 
     chosen, sections = options.format_name, options.sections
     results = store.load(wanted, steps=False)
@@ -185,23 +183,22 @@ def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
     if chosen == "json":
         compared = runs.as_json(runs.compare_all(results)) if several else {}
         return export_records.as_json(each(results, baseline), **compared)
-    if chosen == "md":
-        text, absent = (
-            runs_text(runs.compare_all(results), sections)
-            if several
-            else markdown(ran(results, baseline), sections)
+    printed = chosen == "pdf-ready"
+    if several:
+        compared_runs = runs.compare_all(results)
+        written = (
+            runs.runs_text(compared_runs, sections)
+            if chosen == "md"
+            else runs.runs_page(compared_runs, sections, printed)
         )
     else:
-        printed = chosen == "pdf-ready"
-        page = (
-            runs_page(runs.compare_all(results), sections, printed)
-            if several
-            else run_page(ran(results, baseline), sections, printed)
+        report = ran(results, baseline)
+        written = (
+            run_text(report, sections) if chosen == "md" else run_page(report, sections, printed)
         )
-        text, absent = page.text, page.absent
-    if absent:
-        typer.echo(f"without data, so left out: {', '.join(absent)}", err=True)
-    return text
+    if written.absent:
+        typer.echo(f"without data, so left out: {', '.join(written.absent)}", err=True)
+    return written.text
 
 
 def _index(store: Store, path: Path) -> Path:

@@ -94,8 +94,8 @@ def clean(text: object) -> str:
 
 
 def _throughput(out: Console, detail: CellDetail) -> None:
-    from reports.gpu_time import utilization
     from reports.text import DASH, MIB, number, scaled
+    from reports.time_sections import utilization
 
     cell, place = detail.cell, detail.place
     speeds = [detailed.trial.samples_per_second for detailed in detail.trials]
@@ -208,8 +208,8 @@ def _memory(out: Console, detail: CellDetail) -> None:
 
 def _time(out: Console, detail: CellDetail) -> None:
     from harness.record.profile import COMPONENTS
-    from reports.profile import WORDS
     from reports.text import percent, scaled
+    from reports.time_sections import WORDS
 
     profiled = detail.profiled
     out.print("[bold]where the time goes[/bold]")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.record.trial import TrialRecord
-from reports import facts
+from reports import run_facts
 from reports.export_records import records
 from reports.publish.published import AXES, CellRecord, Published, figures, loss_curve, quiet
 from reports.run_report import RunReport, each
@@ -70,7 +70,7 @@ def _cell(client: Any, experiment: str, report: RunReport, record: CellRecord) -
         "bench.reason": record["reason"],
         "bench.parity": record["parity_verdict"] or "",
         "bench.matrix": report.run.matrix,
-        "bench.hardware": facts.hardware(report.run),
+        "bench.hardware": run_facts.hardware(report.run),
         "bench.commit": report.run.git_commit or "",
     }
     name = printable(record["cell_name"])[:MOST_PARAM] or record["cell_id"]

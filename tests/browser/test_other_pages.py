@@ -12,16 +12,9 @@ from harness.analysis.selection import select
 from harness.planner.local.local_plan import ScalingCurve
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
-from reports.prediction_page import (
-    PlanPage,
-    PlanRow,
-    WonRow,
-    WonSquare,
-    plan_page,
-    scaling_page,
-)
+from reports.prediction_page import WonSquare, plan_page, plan_row, scaling_page
 from reports.run_report import only
-from reports.runs_page import runs_page
+from reports.runs import runs_page
 from tests.browser.conftest import Watched, serious_faults
 from tests.unit.test_prediction_page import points
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
@@ -44,11 +37,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["curves"] = scaling_page(
         "made", [ScalingCurve("ddp", points(), "8 devices: no")], "machine"
     )
-    square = WonSquare(8, "ZeRO-1 + pipeline", 5e4, 4e4, 6e4, 6e10, 5e10, 7e10)
-    later = WonSquare(16, "", 0, 0, 0, 0, 0, 0, "nothing fits")
-    rows = (PlanRow("data 8 x tensor 2", "1 s", "50,000", "60 GB", "prediction"),)
-    won = (WonRow("llama-8b", (square, later)),)
-    found["plan"] = plan_page(PlanPage("made", ("one",), ("Use it.",), rows, "tokens/s", won))
+    square = WonSquare(8, "ZeRO-1 + pipeline", (5e4, 4e4, 6e4), (6e10, 5e10, 7e10))
+    later = WonSquare(16, "", (0, 0, 0), (0, 0, 0), "nothing fits")
+    rows = [plan_row("data 8 x tensor 2", "1 s", "50,000", "60 GB", "prediction")]
+    won = {"llama-8b": [square, later]}
+    found["plan"] = plan_page("made", ["one"], ["Use it."], "tokens/s", rows, won)
     write_report(only(results, [run_id(0)]), folder / f"{run_id(0)}.html")
     return {name: write_whole(text, folder / f"{name}.html", "") for name, text in found.items()}
 

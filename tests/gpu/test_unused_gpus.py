@@ -17,8 +17,8 @@ from harness.host import amd
 from harness.host.amd import amd_gpus
 from harness.host.environment import device_type, environment, unused_gpus
 from harness.record.store import Store
-from reports.markdown_report import markdown
 from reports.run_report import ran
+from reports.run_sections import run_text
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 
 DRIVER = "driver 550.54"
@@ -85,7 +85,7 @@ def test_a_run_and_its_report_say_so(capsys: pytest.CaptureFixture[str]) -> None
     assert DRIVER in head
     assert REMEDY in head
     assert "no GPU<" not in head
-    text, _ = markdown(ran(Store(Path("results")).load()))
+    text = run_text(ran(Store(Path("results")).load())).text
     assert "driver 550" in text.partition("\n## ")[0]
 
 

@@ -53,5 +53,5 @@ def test_numbers_of_the_page_are_those_of_the_comparison() -> None:
     found = compared(trial_rows(CELL, [10.0, 10.1]), trial_rows(CELL, [9.0, 9.1]))
     speed = found.lines[0].throughput
     assert speed is not None
-    (ratio,) = re.findall(r'data-sort="([0-9.]+)">0\.9', page(found))
+    (ratio,) = re.findall(r'data-field="ratio" data-value="([0-9.]+)">0\.9', page(found))
     assert float(ratio) == speed.ratio == pytest.approx(math.sqrt(9.0 * 9.1 / 10.0 / 10.1))

@@ -15,7 +15,7 @@ from harness.analysis.cell_result import CellResult, Memory, Placement, Speed
 from harness.analysis.effects import effects_of
 from harness.analysis.stats import LogEstimate
 from harness.spec.cell import Cell
-from reports.effects import COLUMNS, best_text, effects_text, rows_of
+from reports.comparison_sections import COLUMNS, best_text, effects_blocks, rows_of
 
 
 def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -> CellResult:
@@ -97,10 +97,7 @@ def test_without_combinations_there_is_no_section(chosen: slice) -> None:
 
 
 def test_a_run_without_them_has_no_text() -> None:
-    class Report:
-        cells = combinations()[:1]
-
-    assert effects_text(Report()) == []  # type: ignore[arg-type]
+    assert effects_blocks(combinations()[:1]) == []
 
 
 def test_tune_leaves_out_what_does_not_fit() -> None:

@@ -1,22 +1,20 @@
 """The data of every figure of the full run under results/reference, against a golden file.
 
-GOLDEN=write pytest tests/unit/test_figures.py   writes the file anew; its difference is then to be
-looked at like any other.
+`pytest --update` writes the file anew; look at its difference like at any other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from harness.record.store import load
-from reports.run_page import render
-from reports.svg import Picture, Pictures
+from reports.blocks import visible
+from reports.html_writer import charts_in
+from reports.run_report import ran
+from reports.run_sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "figures.json"
@@ -31,32 +29,19 @@ def rounded(value: Any) -> Any:
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_the_data_of_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def noted(_: Pictures, draw: Any, shown: Any) -> Picture:
-        assert shown.name not in asked, "names are unique in the page"
-        asked[shown.name] = rounded({"drawn by": draw.__name__, **dataclasses.asdict(shown)})
-        return Picture(draw, shown)
-
-    monkeypatch.setattr(Pictures, "add", noted)
-    monkeypatch.setattr(Pictures, "write", noted)
-    monkeypatch.setattr(Pictures, "draw", lambda self: None)
-    render(load(ROOT / "results" / "reference"))
-    if os.environ.get("GOLDEN") == "write":
-        GOLDEN.write_text(
-            "\n".join(
-                [
-                    "{",
-                    ",\n".join(
-                        f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}"
-                        for k, v in asked.items()
-                    ),
-                    "}\n",
-                ]
-            )
-        )
+def test_the_data_of_every_figure(update: bool) -> None:
+    seen: dict[str, Any] = {}
+    report = ran(load(ROOT / "results" / "reference"))
+    for section in SECTIONS:
+        blocks = section.blocks(report) if section.runs(report) else []
+        for chart in charts_in(visible(blocks, "page")):
+            data: Any = chart.data
+            assert data.name not in seen, "names are unique in the page"
+            seen[data.name] = rounded({"kind": type(data).__name__, **dataclasses.asdict(data)})
+    if update:
+        lines = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in seen.items()]
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     kept = json.loads(GOLDEN.read_text())
-    assert sorted(asked) == sorted(kept)
-    for name, shown in json.loads(json.dumps(asked)).items():
+    assert sorted(seen) == sorted(kept)
+    for name, shown in json.loads(json.dumps(seen)).items():
         assert shown == kept[name], name

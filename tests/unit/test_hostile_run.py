@@ -21,11 +21,10 @@ from harness.spec.cell import Cell
 from reports import overview, runs
 from reports.cell_detail import in_full
 from reports.export_records import as_csv, as_json
-from reports.markdown_report import markdown
 from reports.publish import LIBRARIES, publish
-from reports.run_page import run_page
 from reports.run_report import each, ran
-from reports.runs_page import runs_page, runs_text
+from reports.run_sections import run_page, run_text
+from reports.runs import runs_page, runs_text
 from tests.unit.html_page import Page
 from tests.unit.made_results import run_row, trial_rows
 from tests.unit.recording import left_out_fields
@@ -95,7 +94,7 @@ def test_pages(store: Store, tmp_path: Path) -> None:
 def test_text_and_data(store: Store) -> None:
     whole = store.load(steps=False)
     reports = each(whole)
-    for text, _ in (markdown(reports[-1]), runs_text(runs.compare_all(whole))):
+    for text in (run_text(reports[-1]).text, runs_text(runs.compare_all(whole)).text):
         assert "<script>" not in text
         assert "\u202e" not in text
         assert not re.search(r"\b(nan|NaT|None|inf)\b", text)

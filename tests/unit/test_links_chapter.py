@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,11 +15,12 @@ import pytest
 from harness.record.profile import ProfileRecord
 from harness.record.store import Results
 from harness.spec.cell import Cell
-from reports import links
-from reports.link_facts import bits
-from reports.links import Chapter
-from reports.markdown_report import markdown
+from reports import links_section
+from reports.blocks import plain_text, spans
+from reports.links_section import Chapter
 from reports.run_report import ran
+from reports.run_sections import run_text
+from reports.text import bits
 from tests.unit.html_page import page_of
 from tests.unit.made_results import MIB, stored, trial_rows
 from tests.unit.test_figures import rounded
@@ -70,7 +70,7 @@ def run_over_links(
 
 def chapters(results: Results) -> list[Chapter]:
     one = ran(results)
-    return links.chapters(one.cells, one.trials, one.profiles)
+    return links_section.chapters(one.cells, one.trials, one.profiles)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def chapter(results: Results) -> Chapter:
     return one
 
 
-def test_the_data_of_the_figure_is_the_golden(chapter: Chapter) -> None:
-    """GOLDEN=write pytest tests/unit/test_links_chapter.py   writes the file anew."""
+def test_the_data_of_the_figure_is_the_golden(chapter: Chapter, update: bool) -> None:
+    """`pytest --update` writes the file anew."""
     told = json.loads(
         json.dumps(rounded(dataclasses.asdict(chapter.chart) if chapter.chart else None))
     )
-    if os.environ.get("GOLDEN") == "write":
+    if update:
         GOLDEN.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     assert told == json.loads(GOLDEN.read_text())
 
@@ -160,7 +160,7 @@ def test_what_noise_does_not_tell_apart_has_no_crossover(tmp_path: Path) -> None
     (one,) = chapters(run_over_links(tmp_path, noise=0.5))
     assert one.crossovers == ()
     assert (
-        "No two strategies can be told apart"
+        "No two strategies differ significantly"
         in page_of(run_over_links(tmp_path / "page", noise=0.5), tmp_path).text
     )
 
@@ -183,14 +183,17 @@ def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: 
     assert (
         chapter.by_bytes
         == "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order"
-        " of the bytes sent, fewest first, in all 3 pairs that can be told apart."
+        " of the bytes sent, fewest first, in all 3 pairs with a significant difference."
     )
-    sent = {row.row.cell.label: (row.row.sent or 0.0) / MIB for row in chapter.grid.rows}
-    assert sent == {"chatty": 8.0, "frugal": 1.0, "talker": 0.5}
+    sent = {
+        plain_text(row.head): float(spans(row.cells[-1].words)[0].value) / MIB
+        for row in chapter.table.rows
+    }
+    assert sent == {"chatty†": 8.0, "frugal†": 1.0, "talker†": 0.5}
     (one,) = chapters(run_over_links(tmp_path, {"slow": (0.9, 0.5, 2), "quick": (0.010, 2.0, 2)}))
     assert one.by_bytes.endswith(
-        "in 0 of 1 pair that can be told apart; not so: quick (2.00 MiB) is faster than slow (0.500"
-        " MiB)."
+        "in 0 of 1 pair with a significant difference; not so: quick (2.00 MiB) is faster than slow"
+        " (0.500 MiB)."
     )
 
 
@@ -204,7 +207,7 @@ def test_bytes_of_an_explained_cell_go_before_those_of_its_trials() -> None:
         sent_bytes=(3.0, 5.0),
     )
     failed = dataclasses.replace(known, cell_id="b", status="failed", sent_bytes=(7.0,))
-    assert links._wire_bytes([known, failed]) == {"a": 5.0}
+    assert links_section._wire_bytes([known, failed]) == {"a": 5.0}
 
 
 def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emulated(
@@ -239,10 +242,11 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
 
 
 def test_it_is_in_the_text_too(results: Results) -> None:
-    text, absent = markdown(ran(results), ["links"])
-    assert absent == []
+    written = run_text(ran(results), ["links"])
+    text = written.text
+    assert written.absent == []
     assert "Throughput (tokens/s) over emulated links" in text
-    assert "1gbit (950 Mbit/s, 0.030 ms measured)" in text
+    assert "950 Mbit/s, 0.030 ms measured" in text
     assert "- Below about" in text
     assert f"| {BATCH * 64 / seconds(*STRATEGIES['chatty'], '1gbit'):,.0f}"[:6] in text
 
@@ -270,8 +274,8 @@ def test_bits(value: float, said: str) -> None:
 
 def test_the_verdict_has_a_row_for_each_link_whose_names_do_not_repeat_it(results: Results) -> None:
     """`chatty` sends most and computes least: it is the fastest where bandwidth is plenty."""
-    text, _ = markdown(ran(results))
-    verdict = text[text.index("| workload and setting") :].split("\n\n", 1)[0]
+    text = run_text(ran(results)).text
+    verdict = text[text.index("| Workload and setting") :].split("\n\n", 1)[0]
     fastest = {
         setting: name.split(",")[0].strip()
         for _, setting, name, *_ in (row.split("|") for row in verdict.splitlines()[2:])

@@ -40,7 +40,7 @@ from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
 from harness.workloads.operators import activation_bytes
 from harness.workloads.workload_variants import ADAPTERS
-from reports.largest import largest as largest_of
+from reports.memory_sections import largest as largest_of
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import bench
 

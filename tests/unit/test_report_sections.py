@@ -12,13 +12,12 @@ from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
 from harness.record.store import Results
 from harness.spec.cell import Cell
-from reports import rank_peaks, traffic
-from reports import states as kept
+from reports import memory_sections, time_sections
+from reports.blocks import plain_text, spans
+from reports.cells_sections import not_run, overview
+from reports.comparison_sections import launchers, variants
 from reports.groups import find_groups, headline
-from reports.stacks import state_stacks
-from reports.systems import all_systems, not_run, overview
-from reports.variants import variants
-from reports.wrappers import wrappers
+from reports.run_report import all_systems
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import BUCKETS, MIB, rows_of, searched
 
@@ -116,16 +115,16 @@ def test_overview_of_systems(sharded_results: Results) -> None:
 
 def test_states_against_the_formula(sharded_results: Results) -> None:
     rows = rows_of(sharded_results)
-    (chart,) = kept.charts(list(rows.values()))
-    sharded_, plain, wrapped = chart.stacks
-    assert (sharded_.label, sharded_.parts, sharded_.formula) == (
+    (chart,) = memory_sections.state_charts(list(rows.values()))
+    sharded_, plain, wrapped = chart.bars
+    assert (sharded_.label, sharded_.parts, sharded_.target) == (
         "sharded",
         (2.0, 0.0, 4.0, 0.0),
         7.0,
     ), "the fullest rank"
-    assert (sharded_.text, sharded_.off) == ("6.00 MiB −14.3 %", True)
+    assert (sharded_.text, sharded_.failed) == ("6.00 MiB −14.3 %", True)
     assert {plain.label, wrapped.label} == {"plain", "wrap"}
-    assert (plain.parts, plain.formula, plain.peak, plain.text, plain.off) == (
+    assert (plain.parts, plain.target, plain.peak, plain.text, plain.failed) == (
         (4.0, 0.0, 8.0, 4.0),
         16.0,
         102.0,
@@ -133,72 +132,79 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
         False,
     )
     buffers = {
-        one.names: [row.cell.label for row in one.rows] for one in kept.buffers(list(rows.values()))
+        one.names: [row.cell.label for row in one.rows]
+        for one in memory_sections.buffers(list(rows.values()))
     }
     assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
     wrap = rows["wrap llama-mini"]
     much = dataclasses.replace(wrap.states, library_bytes=2000 * MIB, state_bytes=2012 * MIB)
     far = dataclasses.replace(wrap, states=much)
     rest = [rows["plain llama-mini"], rows["sharded llama-mini"]]
-    stacked = state_stacks([far, *rest], "x", "title", lambda cell: cell.cell.label)
+    stacked = memory_sections.state_stacks([far, *rest], "x", "title", lambda cell: cell.cell.label)
+    assert stacked.limit is not None
     assert stacked.limit < 200
-    assert stacked.stacks[-1].total == 2012
+    assert stacked.bars[-1].value == 2012
     assert "goes on beyond the axis" in stacked.notes[0]
 
 
 def test_uneven_memory_by_rank(sharded_results: Results) -> None:
-    chart = rank_peaks.chart(list(rows_of(sharded_results).values()))
+    chart = memory_sections.rank_bars(list(rows_of(sharded_results).values()))
     assert chart is not None
-    ((label, shares, text),) = chart.lines
-    assert (label, text) == ("sharded x2 fp32", "1.33 · 100 MiB")
-    assert shares == pytest.approx((100 / 75 * 100, 50 / 75 * 100))
+    (bar,) = chart.bars
+    assert (bar.label, bar.text) == ("sharded x2 fp32", "1.33 · 100 MiB")
+    assert bar.dots == pytest.approx((100 / 75 * 100, 50 / 75 * 100))
 
 
 def test_traffic_against_the_ring(sharded_results: Results) -> None:
     rows = rows_of(sharded_results)
-    (chart,) = traffic.charts(list(rows.values()))
+    (chart,) = time_sections.traffic_bars(list(rows.values()))
     assert [(bar.label, bar.value, bar.target, bar.strong) for bar in chart.bars] == [
         ("plain", 1.0, 1.0, True),
         ("wrap", 1.0, 1.0, True),
         ("sharded", 1.5, 1.0, False),
     ]
-    assert traffic.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, "an eighth is trained, and sent"
+    assert time_sections.sent(rows["plain llama-mini+nf4+lora"]) == 1.0, (
+        "an eighth is trained, and sent"
+    )
     plain = rows["plain llama-mini"].varied(devices=4)
     all_data, half_data = (
         dataclasses.replace(plain, placement=dataclasses.replace(plain.placement, data_parallel=n))
         for n in (4, 2)
     )
-    assert traffic.bound(all_data) == 1.5
-    assert traffic.bound(half_data) is None, "a rank does not have the whole model"
-    assert traffic.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
-    disk = traffic.offload(list(rows.values()))
-    assert disk is not None
+    assert time_sections.bound(all_data) == 1.5
+    assert time_sections.bound(half_data) is None, "a rank does not have the whole model"
+    assert time_sections.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
+    disk = time_sections.offload_table(list(rows.values()))
     (line,) = disk.rows
-    shown = {td.parts[0].field: td.parts[0].text for td in line.cells}
+    shown = {span.field: span.text for td in line.cells for span in spans(td.words)[:1]}
     assert shown["offload_read_bytes_per_step"] == "3.00"
     assert shown["offload_kept_bytes"] == "7.00"
     assert shown["state_bytes"] == "6.00"
 
 
 def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
-    (one,) = wrappers(list(rows_of(sharded_results).values()))
+    (one,) = launchers(list(rows_of(sharded_results).values()))
     assert [bar.label for bar in one.bars.bars] == ["torchrun", "Wrapper"]
-    fast, slow = (line.row for line in one.grid.rows)
-    assert (fast.step_ratio, fast.extra_seconds) == (1.0, 0.0)
-    assert slow.step_ratio == pytest.approx(1.25)
-    assert slow.extra_seconds == pytest.approx(8 / 40 - 8 / 50)
+    fast, slow = (
+        {span.field: span.value for td in line.cells for span in spans(td.words)}
+        for line in one.table.rows
+    )
+    assert (fast["step_ratio"], fast["extra_seconds"]) == ("1", "0")
+    assert float(slow["step_ratio"]) == pytest.approx(1.25)
+    assert float(slow["extra_seconds"]) == pytest.approx(8 / 40 - 8 / 50)
     assert "wrap Wrapper" in sharded_page.text
 
 
 def test_variants_beside_their_model(sharded_results: Results) -> None:
     (one,) = variants(list(rows_of(sharded_results).values()))
-    assert [line.row.cell.workload for line in one.grid.rows] == [
+    assert [plain_text(line.head) for line in one.table.rows] == [
         "llama-mini",
         "llama-mini+nf4+lora",
     ]
-    titles = [column.title for column in one.grid.columns]
+    titles = [column.title for column in one.table.columns]
     cells = {
-        title: td.parts[0].text for title, td in zip(titles, one.grid.rows[1].cells, strict=True)
+        title: spans(td.words)[0].text
+        for title, td in zip(titles, one.table.rows[1].cells, strict=True)
     }
     assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == (
         "131,072",
@@ -206,8 +212,8 @@ def test_variants_beside_their_model(sharded_results: Results) -> None:
         "1.00",
         "3.0e-03",
     )
-    assert one.stacks is not None
-    assert [stack.label for stack in one.stacks.stacks] == ["llama-mini+nf4+lora", "llama-mini"]
+    assert one.bars is not None
+    assert [bar.label for bar in one.bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
 
 
 def test_largest_trainable_model(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:
         shown.setdefault(field, []).append(value)
-    assert (shown["reached"], shown["next"], shown["ratio"]) == (
+    assert (shown["parameters"], shown["next_parameters"], shown["ratio"]) == (
         ["30", "20"],
         ["40", "30"],
         ["0.75", "0.5"],

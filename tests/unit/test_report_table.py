@@ -197,7 +197,7 @@ def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path
 def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
     """The figure is the median over trials; headings called it the mean."""
     from harness.analysis.stats import estimate
-    from reports.table import throughput_column
+    from reports.columns import throughput_column
 
     assert estimate([10.0, 20.0, 90.0]).value == 20.0, "their mean is 40"
     assert "95 % interval" in (throughput_column([]).tip or "")

@@ -10,10 +10,9 @@ from harness.analysis.summary import cell_results
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports import write_report
-from reports.bubble import bubble_theory
-from reports.data import throughput_bars
 from reports.groups import find_groups, headline, pareto
-from reports.scaling import scaling
+from reports.speed_sections import scaling, throughput_bars
+from reports.time_sections import bubble_theory
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import diverged_rows, stored, trial_rows
 
@@ -21,7 +20,7 @@ from tests.unit.made_results import diverged_rows, stored, trial_rows
 def test_verdict_names_the_fastest_and_the_most_frugal(page: Page) -> None:
     verdict = page.text[page.text.index("Fastest") : page.text.index("Higher is better")]
     assert "fast 4,544 tokens/s 95 % interval" in verdict
-    assert "cannot be told apart from near" in verdict
+    assert "tied with near" in verdict
     assert "small (micro_batches=4) 52.0 MiB" in verdict
     assert "7 of 9 cells" in verdict
     assert "2 cells diverged and are not ranked; 1 of them as expected" in verdict
@@ -94,7 +93,7 @@ def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(
     assert "on 2 devices" in verdict
     assert "Fastest a 3,232 tokens/s" in verdict
     assert (
-        "A cell with more ranks than cores was faster, which says nothing of the real thing:"
+        "A cell with more ranks than cores was faster, which says nothing about the real thing:"
         " served‡, 5,792 tokens/s" in verdict
     )
     assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), (

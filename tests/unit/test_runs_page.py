@@ -21,9 +21,9 @@ from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from reports import overview, runs, trends
+from reports import overview, runs
 from reports.run_report import only
-from reports.runs_page import SECTIONS, runs_page, runs_text
+from reports.runs import SECTIONS, runs_page, runs_text
 from tests import commands
 from tests.unit.html_page import HOSTILE, Page
 from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, trial_rows
@@ -148,16 +148,16 @@ def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
 
 def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
     (series,) = [one for one in view.throughput if one.cell_id == DDP.id]
-    data = trends.trend(series, "x")
+    data = runs.trend(series, "x")
     assert data.values == (100.0,) * 7 + (90.0,) * 7
     assert data.levels == ((0, 6, 100.0), (7, 13, 90.0))
     assert data.changes == ((7, "▼ 10.0 % slower"),)
-    (axes,) = trends.draw(data).axes
+    (axes,) = data.draw().axes
     assert [
         round(line.get_xdata()[0], 1) for line in axes.lines if line.get_linestyle() == "--"
     ] == [6.5]
     (memory,) = [one for one in view.memory if one.cell_id == FSDP.id]
-    assert trends.trend(memory, "y").values[-1] == 120.0
+    assert runs.trend(memory, "y").values[-1] == 120.0
 
 
 def test_nothing_is_loaded_and_only_the_own_script_runs(
@@ -178,14 +178,14 @@ def test_nothing_is_loaded_and_only_the_own_script_runs(
 
 
 def test_markdown_of_several_runs(view: runs.Runs) -> None:
-    text, _ = runs_text(view)
+    text = runs_text(view).text
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
-        section.title for section in SECTIONS if section.markdown
+        section.title for section in SECTIONS if section.in_text
     ]
     assert "1 regression: newly failing 1" in text
     assert "▼ 10.0 % slower since 2026-01-08" in text
-    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
-    few, _ = runs_text(view, ["verdict"])
+    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 0\.9", text)
+    few = runs_text(view, ["verdict"]).text
     assert few.count("\n## ") == 1
 
 
@@ -305,7 +305,7 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         assert not set(page.text) & set("\x00\x08\x1b\u202e")
         if text.isprintable():
             assert " ".join(text.split())[:200] in page.text
-    told, _ = runs_text(view)
+    told = runs_text(view).text
     assert "<script>" not in told
     assert "<img" not in told
     assert "\u202e" not in told

@@ -1,0 +1,330 @@
+"""Blocks that pages and texts are made of. `html_writer` and `markdown_writer` write them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text in one style, or a number with its full precision.
+
+    `style`: words among `strong`, `em`, `code`, `small` and `data` (recorded text), or CSS classes.
+    `link`: an address; `#name` is dropped if the page has no such section or cell.
+    `field` and `value`: name and full precision of a recorded number.
+    """
+
+    text: str
+    style: str = ""
+    link: str = ""
+    tip: str = ""
+    field: str = ""
+    value: str = ""
+
+
+Inline: TypeAlias = str | Span
+Words: TypeAlias = Inline | Sequence[Inline]
+BREAK = Span("", "break")
+"""A line break in HTML, `, ` in Markdown."""
+
+
+def spans(words: Words) -> list[Span]:
+    if isinstance(words, Span):
+        return [words]
+    if isinstance(words, str):
+        return [Span(words)]
+    return [Span(word) if isinstance(word, str) else word for word in words]
+
+
+def plain_text(words: Words) -> str:
+    return "".join(", " if span is BREAK else span.text for span in spans(words))
+
+
+def phrase(*parts: Words) -> list[Inline]:
+    """Returns the parts as one text."""
+    return [span for part in parts for span in spans(part)]
+
+
+def data(text: str, style: str = "") -> Span:
+    """Returns text as recorded, whose direction cannot change that of the page."""
+    return Span(text, f"data {style}".strip())
+
+
+def strong(text: str) -> Span:
+    return Span(text, "strong")
+
+
+def small(text: str) -> Span:
+    return Span(text, "small")
+
+
+def key(kind: str) -> Span:
+    """Returns a swatch of a chart's colour, for a legend."""
+    return Span("", f"key {kind}")
+
+
+def joined(items: Sequence[Words], between: Words = ", ") -> list[Inline]:
+    """Returns the items as one text."""
+    return phrase(*(part for item in items for part in (between, item)))[len(spans(between)) :]
+
+
+_MARKUP = re.compile(
+    r"\*\*(?P<strong>.+?)\*\*|\*(?P<em>.+?)\*|`(?P<code>.+?)`"
+    r"|\[(?P<linked>[^]]+)\]\((?P<link>[^)]+)\)|\[(?P<key>[\w -]+)\]"
+)
+
+
+def prose(name: str, **values: Words | int) -> list[Inline]:
+    """Returns a text of prose.md. Values, such as recorded names, are not read as markup."""
+    template, result, end = _prose()[name], [], 0
+    for match in _MARKUP.finditer(template):
+        result += _filled(template[end : match.start()], "", values)
+        kind, end = match.lastgroup, match.end()
+        if kind == "key":
+            result.append(key(match["key"]))
+        elif kind == "link":
+            result.append(Span(match["linked"], link=match["link"]))
+        elif kind:
+            result += _filled(match[kind], kind, values)
+    return result + _filled(template[end:], "", values)
+
+
+def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> list[Inline]:
+    result: list[Inline] = []
+    for place, part in enumerate(re.split(r"\{(\w+)\}", template)):
+        value: Words | int = values[part] if place % 2 else part
+        if isinstance(value, str | int):
+            result += [Span(f"{value}", style)] if value != "" else []
+        else:
+            result += spans(value)
+    return result
+
+
+def prose_under(name: str) -> list[tuple[str, Words]]:
+    """Returns the texts of prose.md whose names begin with a word, by the rest of their names."""
+    names = [title for title in _prose() if title.startswith(f"{name} ")]
+    return [(title.removeprefix(f"{name} "), prose(title)) for title in names]
+
+
+@functools.cache
+def _prose() -> dict[str, str]:
+    text = (Path(__file__).parent / "prose.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name: " ".join(words.split()) for name, words in pairs}
+
+
+class ChartData(Protocol):
+    """Data of a chart, which can draw itself. It is drawn by charts.py."""
+
+    @property
+    def name(self) -> str:
+        """HTML id, unique in the page."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def summary(self) -> str:
+        """Text for screen readers."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def draw(self) -> Figure: ...
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    words: Words
+    kind: str = ""
+    """lead, small, caution, legend or tied."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    words: Words
+    level: int = 3
+
+
+@dataclass(frozen=True)
+class Bullets:
+    items: Sequence[Words]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names, each with what is said about it."""
+
+    rows: Sequence[tuple[str, Words]]
+
+
+@dataclass(frozen=True)
+class Td:
+    """A table cell. `kind`: number, word, prose, flags, good or bad."""
+
+    words: Words
+    kind: str = "number"
+    tip: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ColumnHead:
+    title: str
+    unit: str = ""
+    tip: str = ""
+    kind: str = "number"
+
+
+def heads(*columns: str) -> list[ColumnHead]:
+    """Returns columns that are written as `title (unit): kind`, by default numbers."""
+    parts = [re.fullmatch(r"(.+?)(?: \((.+)\))?(?:: (\w+))?", column) for column in columns]
+    return [ColumnHead(p[1], p[2] or "", "", p[3] or "number") for p in parts if p]
+
+
+@dataclass(frozen=True)
+class Row:
+    head: Words
+    cells: Sequence[Td]
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """`id`, `class` and `data-` attributes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`label`: for screen readers. `kind`: CSS classes. `filters`: (attribute, title, choices)."""
+
+    name: str
+    label: str
+    first: str
+    columns: Sequence[ColumnHead]
+    rows: Sequence[Row]
+    kind: str = "sortable compact"
+    filters: Sequence[tuple[str, str, Sequence[str]]] | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    data: ChartData
+    title: str = ""
+    """By default the data's."""
+    numbered: tuple[str, ...] = ()
+    """Names of the chart's numbers, from 1."""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts next to each other, in pages only. `reading`: how to read them."""
+
+    charts: Sequence[Chart]
+    reading: Words = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A key figure: what is best in one respect."""
+
+    title: str
+    winner: Words
+    value: Words
+    more: Sequence[Paragraph] = ()
+
+
+@dataclass(frozen=True)
+class Cards:
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that are folded until a reader opens them."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Blocks in a frame of their own. `kind`: its CSS classes."""
+
+    kind: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks with a heading and an introduction, either of which may be empty. A part without
+    blocks is left out."""
+
+    title: Words
+    blocks: Sequence[Block]
+    about: Words = ""
+
+
+@dataclass(frozen=True)
+class Pre:
+    text: str
+
+
+Medium: TypeAlias = Literal["page", "text"]
+
+
+@dataclass(frozen=True)
+class Only:
+    """Blocks for one medium."""
+
+    medium: Medium
+    blocks: Sequence[Block]
+
+
+Block: TypeAlias = (
+    Paragraph
+    | Heading
+    | Bullets
+    | Facts
+    | Table
+    | Charts
+    | Cards
+    | Details
+    | Box
+    | Part
+    | Pre
+    | Only
+)
+Blocks: TypeAlias = list[Block]
+
+
+def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
+    """Returns the blocks that a medium shows: without empty ones, and with parts written out."""
+    shown: Blocks = []
+    for block in blocks:
+        match block:
+            case Only(own, inner):
+                shown += visible(inner, medium) if own == medium else []
+            case Part(title, inner, about):
+                if rest := visible(inner, medium):
+                    shown += [Heading(title)] if title else []
+                    shown += [Paragraph(about)] if about else []
+                    shown += rest
+            case Details(_, inner) | Box(_, inner):
+                if rest := visible(inner, medium):
+                    shown.append(replace(block, blocks=rest))
+            case Charts(charts):
+                shown += [block] if charts and medium == "page" else []
+            case Table():
+                shown += [block] if block.rows else []
+            case Facts(content) | Bullets(content) | Cards(content):
+                shown += [block] if content else []
+            case _:
+                shown.append(block)
+    return shown

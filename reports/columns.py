@@ -1,0 +1,186 @@
+"""Columns of tables with a row per cell, with full-precision values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from harness.analysis.cell_result import CellResult
+from reports import blocks as ui
+from reports.blocks import plain_text
+from reports.names import cell_name, unit
+from reports.text import DASH, MIB, exact, number, percent, plain, scaled
+
+AnyRow = TypeVar("AnyRow")
+AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Column(Generic[AnyRow_contra]):
+    """A column: its heading, and a function from a row to its table cell."""
+
+    title: str
+    make: Callable[[AnyRow_contra], ui.Td]
+    unit: str = ""
+    tip: str = ""
+
+
+def words(text: str) -> ui.Td:
+    """Returns a cell of recorded text; unknown if empty."""
+    return ui.Td(ui.Span(text or DASH, "data"), kind="word")
+
+
+def numeral(text: str, field: str, value: float | None) -> ui.Td:
+    """Returns a cell of one number: rounded for readers, and in full."""
+    return ui.Td(ui.Span(text, field=field, value=exact(value)))
+
+
+def figure(
+    title: str,
+    path: str,
+    text: Callable[[float | None], str] = number,
+    unit: str = "",
+    tip: str = "",
+) -> Column[Any]:
+    """Returns a column of the number at a path, see `read`."""
+    field = path.rpartition(".")[2]
+
+    def make(row: object) -> ui.Td:
+        value = read(row, path)
+        return numeral(text(value), field, value)
+
+    return Column(title, make, unit, tip)
+
+
+def read(row: object, path: str) -> Any:
+    """Returns a result's column, or the value at an attribute's path such as `gpu.step_seconds`."""
+    return row.column(path) if isinstance(row, CellResult) else attrgetter(path)(row)
+
+
+def milliseconds(title: str, path: str, tip: str = "") -> Column[Any]:
+    return figure(title, path, lambda value: scaled(value, 1e3), "ms", tip)
+
+
+def mebibytes(title: str, path: str, tip: str = "", unit: str = "MiB") -> Column[Any]:
+    return figure(title, path, in_mebibytes, unit, tip)
+
+
+def in_mebibytes(size: float | None) -> str:
+    """Formats bytes in MiB; small sizes do not round to zero."""
+    if size is not None and 0 < size < MIB / 1000:
+        return "< 0.001"
+    return scaled(size, 1 / MIB)
+
+
+def word(title: str, path: str) -> Column[Any]:
+    return Column(title, lambda row: words(read(row, path) or ""))
+
+
+def computed(
+    title: str,
+    field: str,
+    value: Callable[[AnyRow], float | None],
+    text: Callable[[float | None], str] = number,
+    unit: str = "",
+    tip: str = "",
+) -> Column[AnyRow]:
+    """Returns a column of a number that no attribute holds."""
+    return Column(title, lambda row: numeral(text(value(row)), field, value(row)), unit, tip)
+
+
+def interval(cell: CellResult, column: str, with_unit: bool = False) -> ui.Td:
+    rate = cell.throughput(column)
+    if rate is None:
+        return numeral(DASH, column, None)
+    parts = [ui.Span(number(rate.value), field=column, value=exact(rate.value))]
+    if with_unit:
+        parts.append(ui.Span(f" {unit(column)}"))
+    if rate.low is not None and rate.high is not None:
+        low = ui.Span(number(rate.low), field=f"{column}_low", value=exact(rate.low))
+        high = ui.Span(number(rate.high), field=f"{column}_high", value=exact(rate.high))
+        parts += [ui.Span(" ["), low, ui.Span(", "), high, ui.Span("]")]
+    return ui.Td(parts)
+
+
+def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
+    """Returns a formatter of a fraction with its interval: `85 % (80 to 91)`."""
+
+    def make(cell: CellResult) -> ui.Td:
+        value, low, high = (cell.column(f"{field}{end}") for end in ("", "_low", "_high"))
+        share = ui.Span(percent(value), field=field, value=exact(value))
+        if low is None or high is None:
+            return ui.Td(share)
+        return ui.Td([share, f" ({low * 100:.0f} to {high * 100:.0f})"])
+
+    return make
+
+
+def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """Returns the column of devices, and of nodes if a cell has several."""
+    columns: list[Column[CellResult]] = [figure("Devices", "devices", plain)]
+    if any(cell.cell.nodes > 1 for cell in cells):
+        columns.append(figure("Nodes", "nodes", plain, tip="that the devices are on"))
+    return columns
+
+
+def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
+    """Returns the throughput column; the unit is in the heading if all cells share it."""
+    kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
+    same = kinds.pop() if len(kinds) == 1 else ""
+    return Column(
+        "Throughput",
+        lambda cell: interval(cell, same or _throughput(cell), with_unit=not same),
+        unit(same) if same else "",
+        "with its 95 % interval over trials",
+    )
+
+
+def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """Returns throughput before the control's adjustment; empty without a control."""
+    if not any(cell.speed.log_throughput and cell.speed.log_throughput.adjusted for cell in cells):
+        return []
+    tokens = all(
+        cell.speed.tokens_per_second is not None for cell in cells if cell.speed.samples_per_second
+    )
+    name = "tokens_per_second" if tokens else "samples_per_second"
+    tip = "median over trials, with nothing taken out by the control between the steps"
+    return [figure("Unadjusted", f"raw_{name}", unit=unit(name), tip=tip)]
+
+
+def _throughput(cell: CellResult) -> str:
+    return "samples_per_second" if cell.speed.tokens_per_second is None else "tokens_per_second"
+
+
+def cell_table(
+    name: str,
+    label: str,
+    cells: Sequence[CellResult],
+    columns: Sequence[Column[CellResult]],
+    first: str = "Strategy",
+    head: Callable[[CellResult], ui.Words] = cell_name,
+) -> ui.Table:
+    """Returns a table with a row per cell, without columns that are all unknown."""
+    rows = [
+        ui.Row(head(cell), [column.make(cell) for column in columns], {"data-cell": cell.cell_id})
+        for cell in cells
+    ]
+    return table_of(name, label, first, columns, rows)
+
+
+def table_of(
+    name: str, label: str, first: str, columns: Sequence[Column[AnyRow]], rows: Sequence[ui.Row]
+) -> ui.Table:
+    """Returns a table without columns that are all unknown."""
+    known = [
+        place
+        for place in range(len(columns))
+        if any(plain_text(row.cells[place].words) not in (DASH, "") for row in rows)
+    ]
+    heads = []
+    for place in known:
+        column, kind = columns[place], rows[0].cells[place].kind
+        heads.append(ui.ColumnHead(column.title, column.unit, column.tip, kind))
+    cut = [ui.Row(row.head, [row.cells[i] for i in known], row.attributes) for row in rows]
+    return ui.Table(name, label, first, heads, cut)

@@ -1,0 +1,281 @@
+"""Writes blocks as one HTML page that loads nothing and runs only its own script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+from reports import blocks as ui
+from reports import charts, text
+from reports.blocks import BREAK, spans
+
+HERE = Path(__file__).parent
+TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """`short`: title in the list of sections. `folded`: closed until a reader opens it."""
+
+    name: str
+    title: str
+    blocks: Sequence[ui.Block]
+    short: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class PageHead:
+    title: str
+    """In the browser's tab."""
+    heading: str
+    facts: Sequence[ui.Words]
+    footer: ui.Words
+    cautions: Sequence[ui.Words] = ()
+    navigation: bool = True
+
+
+def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
+    """Returns a page. The content policy allows style and script by their hashes.
+
+    `printed`: use the print layout on screens: light, all details open, no controls, no script.
+    """
+    sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
+    drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
+    ids = {section.name for section in sections}
+    ids |= {row.attributes.get("id", "") for section in sections for row in _rows(section.blocks)}
+    writer = _HtmlWriter({f"#{name}" for name in ids}, drawn.svg, printed)
+    style = f"\n{(HERE / 'style.css').read_text(encoding='utf-8')}\n{drawn.styles}\n"
+    script = f"\n{(HERE / 'script.js').read_text(encoding='utf-8')}\n"
+    style = _as_printed(style) if printed else style
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src"
+        f" '{'none' if printed else _digest(script)}'; base-uri 'none'; form-action 'none'"
+    )
+    first = sections[0]
+    skip = f"the {first.name}" if first.name in ("verdict", "answer") else "the first section"
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta name="color-scheme" content="{"light" if printed else "light dark"}">',
+        f"<title>{escape(head.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+        f'<a class="skip" href="#{first.name}">Skip to {skip}</a>',
+        f"<header>\n<h1>{escape(head.heading)}</h1>",
+        f'<p class="facts">{" ".join(f"<span>{writer.words(fact)}</span>" for fact in head.facts)}',
+        "</p>",
+        *(writer.block(ui.Paragraph(words, "caution")) for words in head.cautions),
+        _navigation(sections) if head.navigation else "",
+        "</header>\n<main>",
+        *(writer.section(section) for section in sections),
+        f"</main>\n<footer><p>{writer.words(head.footer)}</p></footer>",
+        "" if printed else f"<script>{script}</script>",
+        "</body>\n</html>\n",
+    ]
+    return text.printable("\n".join(parts))
+
+
+def _navigation(sections: Iterable[PageSection]) -> str:
+    links = "".join(
+        f'<li><a href="#{section.name}">{escape(section.short or section.title)}</a></li>'
+        for section in sections
+    )
+    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
+
+
+def _walk(blocks: Iterable[ui.Block]) -> Iterable[ui.Block]:
+    for block in blocks:
+        yield block
+        if isinstance(block, ui.Details | ui.Box):
+            yield from _walk(block.blocks)
+
+
+def charts_in(blocks: Iterable[ui.Block]) -> Iterable[ui.Chart]:
+    for block in _walk(blocks):
+        if isinstance(block, ui.Charts):
+            yield from block.charts
+
+
+def _rows(blocks: Iterable[ui.Block]) -> Iterable[ui.Row]:
+    for block in _walk(blocks):
+        if isinstance(block, ui.Table):
+            yield from block.rows
+
+
+def _as_printed(style: str) -> str:
+    changes = {
+        "@media screen and (prefers-color-scheme: dark)": "@media not all",
+        "@media print": "@media all",
+        "color-scheme: light dark": "color-scheme: light",
+    }
+    for before, after in changes.items():
+        style = style.replace(before, after)
+    return style
+
+
+def _digest(content: str) -> str:
+    """Returns a source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
+
+
+def _breakable(words: str) -> str:
+    """Escapes text and allows line breaks after brackets, commas and underscores."""
+    return "<wbr>".join(escape(piece) for piece in re.split(r"(?<=.[(,_/])(?=\S)", words))
+
+
+def _attributes(attributes: Mapping[str, str]) -> str:
+    return "".join(f' {name}="{escape(value)}"' for name, value in attributes.items() if value)
+
+
+@dataclass(frozen=True)
+class _HtmlWriter:
+    anchors: set[str]
+    """Links within the page that lead somewhere."""
+    pictures: Mapping[str, str]
+    """SVG by the chart's name."""
+    printed: bool
+
+    def section(self, section: PageSection) -> str:
+        blocks = self.blocks(section.blocks)
+        if section.folded:
+            blocks = self._details(ui.Details("Show", section.blocks))
+        return (
+            f'<section aria-labelledby="{section.name}">\n<h2 id="{section.name}">'
+            f"{escape(section.title)}</h2>\n{blocks}\n</section>"
+        )
+
+    def blocks(self, blocks: Iterable[ui.Block]) -> str:
+        return "\n".join(map(self.block, blocks))
+
+    def block(self, block: ui.Block) -> str:
+        match block:
+            case ui.Paragraph(words, kind):
+                return f"<p{_attributes({'class': kind})}>{self.words(words)}</p>"
+            case ui.Heading(words, level):
+                return f"<h{level}>{self.words(words)}</h{level}>"
+            case ui.Bullets(items, kind):
+                lines = "".join(f"<li>{self.words(item)}</li>" for item in items)
+                return f"<ul{_attributes({'class': kind})}>{lines}</ul>"
+            case ui.Facts(rows):
+                return f"<dl>{''.join(map(self._fact, rows))}</dl>"
+            case ui.Table():
+                return self._table(block)
+            case ui.Charts():
+                return self._panels(block)
+            case ui.Cards(cards):
+                return f'<div class="cards">{"".join(map(self._card, cards))}</div>'
+            case ui.Details():
+                return self._details(block)
+            case ui.Box(kind, blocks):
+                return f'<div class="{kind}">\n{self.blocks(blocks)}\n</div>'
+            case ui.Pre(content):
+                return f'<pre tabindex="0">{escape(content)}</pre>'
+            case _:
+                raise TypeError(f"visible() resolves {type(block).__name__}")
+
+    def words(self, words: ui.Words) -> str:
+        return "".join(map(self._span, spans(words)))
+
+    def _span(self, span: ui.Span) -> str:
+        if span is BREAK:
+            return "<br>"
+        styles = span.style.split()
+        shown = escape(span.text, quote=False)
+        if "data" in styles:
+            shown = f"<bdi>{_breakable(span.text)}</bdi>"
+        for tag in filter(None, map(TAGS.get, styles)):
+            shown = f"<{tag}>{shown}</{tag}>"
+        classes = [style for style in styles if style not in (*TAGS, "data")]
+        if span.link and (span.link in self.anchors or not span.link.startswith("#")):
+            shown = f'<a class="name" href="{escape(span.link)}">{shown}</a>'
+        attributes = {"class": " ".join(classes), "title": span.tip}
+        if span.field:
+            attributes |= {"data-field": span.field}
+        more = _attributes(attributes)
+        if span.field:
+            more += f' data-value="{escape(span.value)}"'
+        return f"<span{more}>{shown}</span>" if more else shown
+
+    def _fact(self, row: tuple[str, ui.Words]) -> str:
+        return f"<dt><bdi>{_breakable(row[0])}</bdi></dt><dd>{self.words(row[1])}</dd>"
+
+    def _details(self, details: ui.Details) -> str:
+        opened = " open" if self.printed else ""
+        return (
+            f"<details{opened}><summary>{escape(details.summary)}</summary>\n"
+            f"{self.blocks(details.blocks)}\n</details>"
+        )
+
+    def _card(self, card: ui.Card) -> str:
+        return (
+            f'<div class="card">\n<h3>{escape(card.title)}</h3>\n<p class="winner">'
+            f'{self.words(card.winner)}</p>\n<p class="value">{self.words(card.value)}</p>\n'
+            f"{self.blocks(card.more)}\n</div>"
+        )
+
+    def _panels(self, block: ui.Charts) -> str:
+        figures = "\n".join(map(self._figure, block.charts))
+        reading = f"<p>{self.words(block.reading)}</p>\n" if block.reading else ""
+        return f'{reading}<div class="panels">\n{figures}\n</div>'
+
+    def _figure(self, chart: ui.Chart) -> str:
+        numbers = "".join(f"<li><bdi>{escape(name)}</bdi></li>" for name in chart.numbered)
+        caption = f"<ol>{numbers}</ol>" if numbers else ""
+        caption += "".join(f"<p>{escape(note)}</p>" for note in chart.data.notes)
+        title = _breakable(chart.title or chart.data.title)
+        return (
+            f"<figure>\n<h3><bdi>{title}</bdi></h3>\n{self.pictures[chart.data.name]}\n"
+            f"{f'<figcaption>{caption}</figcaption>' if caption else ''}\n</figure>"
+        )
+
+    def _table(self, table: ui.Table) -> str:
+        heads = "".join(map(self._column, (ui.ColumnHead(table.first, kind=""), *table.columns)))
+        rows = "\n".join(map(self._row, table.rows))
+        filters = "" if table.filters is None else _filters(table.filters)
+        return (
+            f'{filters}<div class="scroll tall" role="region" aria-label="{escape(table.label)}"'
+            f' tabindex="0">\n<table{_attributes({"class": table.kind, "id": table.name})}>\n'
+            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+        )
+
+    @staticmethod
+    def _column(column: ui.ColumnHead) -> str:
+        unit = f" <small>{escape(column.unit)}</small>" if column.unit else ""
+        attributes = _attributes({"class": column.kind, "title": column.tip})
+        return f'<th scope="col"{attributes}>{_breakable(column.title)}{unit}</th>'
+
+    def _row(self, row: ui.Row) -> str:
+        cells = "".join(map(self._td, row.cells))
+        head = self.words(row.head)
+        return f'<tr{_attributes(row.attributes)}><th scope="row">{head}</th>{cells}</tr>'
+
+    def _td(self, td: ui.Td) -> str:
+        parts = spans(td.words)
+        more = _attributes({"title": td.tip, **td.attributes})
+        number = parts[0] if len(parts) == 1 and parts[0].field else None
+        if number:
+            field = f' data-field="{number.field}" data-value="{escape(number.value)}"'
+            kind = "" if td.kind == "number" else f' class="{td.kind}"'
+            return f"<td{kind}{field}{more}>{escape(number.text)}</td>"
+        return f'<td class="{td.kind}"{more}>{self.words(parts)}</td>'
+
+
+def _filters(filters: Sequence[tuple[str, str, Sequence[str]]]) -> str:
+    """Returns controls that the script shows: search, choices, and cells next to each other."""
+    selects = "".join(
+        f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
+        f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"
+        for name, title, choices in filters
+        if len(choices) > 1
+    )
+    return (
+        '<div class="filters" hidden>\n<label>Search <input type="search" id="search"'
+        f' placeholder="strategy, option, flag"></label>\n{selects}<output id="shown"></output>'
+        ' <button id="more" hidden></button> <span class="small">click a heading to sort, tick'
+        ' cells to compare them</span>\n</div>\n<div id="chosen" aria-live="polite" hidden></div>\n'
+    )

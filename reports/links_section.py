@@ -1,0 +1,428 @@
+"""Throughput over emulated links: each strategy against measured bandwidth, and crossovers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.cell_result import CellResult, Placement
+from harness.analysis.ranking import compare
+from harness.analysis.setting import setting
+from harness.record.profile import ProfileRecord
+from harness.record.trial import TrialRecord
+from harness.spec.link import UNSHAPED, Link
+from reports import blocks as ui
+from reports.blocks import data, prose
+from reports.columns import Column, computed, in_mebibytes, interval, table_of, words
+from reports.groups import Group
+from reports.line_chart import Bandwidths, Line
+from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
+from reports.run_report import RunReport
+from reports.text import DASH, MIB, bits, listed, number, plural
+
+MOST_NAMED = 12
+EMULATED = "emulated links between nodes of one machine"
+TIED_BYTES = 0.02
+"""Relative difference in bytes below which strategies are not ordered."""
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    request: str
+    bits_per_second: float | None
+    latency_seconds: float | None
+    emulation: str
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a latency was requested too."""
+        try:
+            return Link.of(self.request).delay_seconds > 0
+        except ValueError:
+            return False
+
+    @property
+    def words(self) -> str:
+        """Requested link: `1gbit`, `unshaped`."""
+        return "unshaped" if self.request == UNSHAPED else self.request
+
+    @property
+    def rate(self) -> str:
+        return DASH if self.bits_per_second is None else bits(self.bits_per_second)
+
+    @property
+    def latency(self) -> str:
+        if self.latency_seconds is None:
+            return DASH
+        return f"{number(self.latency_seconds * 1e3, 2)} ms"
+
+
+def measured_links(trials: Iterable[TrialRecord]) -> dict[str, MeasuredLink]:
+    by_link: dict[str, list[TrialRecord]] = {}
+    for trial in trials:
+        if trial.links is not None:
+            by_link.setdefault(trial.links, []).append(trial)
+    return {
+        request: MeasuredLink(
+            request,
+            _median([trial.link_bits_per_second for trial in some]),
+            _median([trial.link_latency_seconds for trial in some]),
+            next((trial.link_emulation for trial in some if trial.link_emulation), ""),
+        )
+        for request, some in by_link.items()
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
+    """Sorts by bandwidth; delayed links and those of unknown bandwidth last."""
+
+    def order(link: MeasuredLink) -> tuple[bool, bool, float]:
+        return link.delayed, link.bits_per_second is None, link.bits_per_second or 0.0
+
+    return sorted(links, key=order)
+
+
+@dataclass(frozen=True)
+class LinkSeries:
+    """A strategy in one setting: its cell for each link."""
+
+    label: str
+    by_link: Mapping[str, CellResult]
+    wire_bytes: Mapping[str, float | None]
+    """Bytes per step of the rank that sends most, by link."""
+
+    @property
+    def sent(self) -> float | None:
+        """Bytes per step of the rank that sends most; they do not depend on the link."""
+        known = [size for size in self.wire_bytes.values() if size is not None]
+        return statistics.median(known) if known else None
+
+
+@dataclass(frozen=True)
+class Crossover:
+    clearness: float
+    """Smaller absolute log ratio of their throughputs on the two sides."""
+    words: str
+
+
+def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
+    """Returns the crossovers, the clearest first.
+
+    One strategy must be faster within rounds at one link, and the other at the next link that
+    differs. The crossing point is interpolated between measured links, on logarithmic axes.
+    """
+    with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
+    found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
+    return sorted(found, key=lambda crossover: -crossover.clearness)
+
+
+def _by_bandwidth(
+    series: Sequence[LinkSeries], links: Sequence[MeasuredLink]
+) -> Iterator[Crossover]:
+    for a, b in itertools.combinations(series, 2):
+        both = [link for link in links if link.request in a.by_link and link.request in b.by_link]
+        leads = [_lead(a, b, link.request) for link in both]
+        orders = [_order(a, b, link.request) for link in both]
+        clear = [place for place, order in enumerate(orders) if order]
+        for first, last in itertools.pairwise(clear):
+            lead, after = leads[first], leads[last]
+            if orders[first] == orders[last] or lead * after >= 0:
+                continue
+            points = [
+                (math.log(link.bits_per_second or 1.0), value)
+                for link, value in zip(both[first : last + 1], leads[first:], strict=False)
+            ]
+            fast, slow = (a, b) if lead > 0 else (b, a)
+            words = (
+                f"Below about {bits(math.exp(_zero(points)), 2)} {fast.label} is faster than"
+                f" {slow.label}, above it slower (measured at {both[first].rate} and"
+                f" {both[last].rate})."
+            )
+            yield Crossover(min(abs(lead), abs(after)), words)
+
+
+def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
+    """Yields strategies that change order when a link of the same rate has a longer delay."""
+    by_rate = {Link.of(link.request).bits_per_second: link for link in links if not link.delayed}
+    for far in links:
+        near = by_rate.get(Link.of(far.request).bits_per_second) if far.delayed else None
+        for a, b in itertools.combinations(series, 2) if near else ():
+            if near is None or any(
+                link.request not in strategy.by_link for link in (near, far) for strategy in (a, b)
+            ):
+                continue
+            here, there = _order(a, b, near.request), _order(a, b, far.request)
+            if here * there < 0:
+                fast, slow = (a, b) if here > 0 else (b, a)
+                words = (
+                    f"Latency reverses an order: over {near.words} {fast.label} is faster than"
+                    f" {slow.label}, over {far.words} slower."
+                )
+                leads = [abs(_lead(a, b, link.request)) for link in (near, far)]
+                yield Crossover(min(leads), words)
+
+
+def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
+    first, second = (strategy.by_link[link].speed.samples_per_second or 1.0 for strategy in (a, b))
+    return math.log(first / second)
+
+
+def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
+    """Returns 1 if `a` is clearly faster, -1 if clearly slower, else 0."""
+    comparison = compare(a.by_link[link], b.by_link[link])
+    return {"faster": 1, "slower": -1}.get(comparison.verdict, 0) if comparison else 0
+
+
+def _zero(points: Sequence[tuple[float, float]]) -> float:
+    """Returns where the line through the points first crosses zero; its ends must differ in
+    sign."""
+    (x, y), (after, then) = next(
+        pair for pair in itertools.pairwise(points) if pair[0][1] * pair[1][1] <= 0
+    )
+    return x + (after - x) * y / (y - then) if y != then else x
+
+
+def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
+    """Describes whether strategies on the slowest link rank by bytes sent; empty if unknown."""
+    known = [
+        strategy
+        for strategy in series
+        if strategy.sent is not None and slowest.request in strategy.by_link
+    ]
+    against, judged = [], 0
+    for a, b in itertools.combinations(known, 2):
+        order = _order(a, b, slowest.request)
+        fast, slow = (a, b) if order > 0 else (b, a)
+        more, less = fast.sent or 0.0, slow.sent or 0.0
+        if order and abs(more - less) > TIED_BYTES * max(more, less):
+            judged += 1
+            if more > less:
+                words = (
+                    f"{fast.label} ({number(more / MIB)} MiB) is faster than {slow.label}"
+                    f" ({number(less / MIB)} MiB)"
+                )
+                against.append((more / max(less, 1.0), words))
+    if not judged:
+        return ""
+    where = f"On the slowest link, {slowest.words} ({slowest.rate} measured),"
+    pairs = f"{plural(judged, 'pair')} with a significant difference"
+    if not against:
+        return (
+            f"{where} the order by throughput is the order of the bytes sent, fewest first, in all"
+            f" {pairs}."
+        )
+    worst = listed([words for _, words in sorted(against, reverse=True)], 3)
+    return (
+        f"{where} the faster of two strategies sends fewer bytes in {judged - len(against)} of"
+        f" {pairs}; not so: {worst}."
+    )
+
+
+@dataclass(frozen=True)
+class Chapter:
+    title: str
+    links: tuple[MeasuredLink, ...]
+    """Links by bandwidth, slowest first; delayed and unknown ones last."""
+    chart: Bandwidths | None
+    table: ui.Table
+    unit: str
+    crossovers: tuple[str, ...]
+    more: int
+    """Number of omitted crossovers."""
+    by_bytes: str
+    """Whether strategies rank by bytes sent, as text; empty if unknown."""
+
+
+def chapters(
+    cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
+) -> list[Chapter]:
+    """Returns a chapter per setting on two or more emulated links, most strategies first."""
+    by_setting: dict[tuple[object, ...], list[CellResult]] = {}
+    for cell in cells:
+        if cell.ranked and cell.cell.links:
+            by_setting.setdefault(setting(cell.cell, without=["links"]), []).append(cell)
+    measured, wire = measured_links(trials), _wire_bytes(profiles)
+    chapters: list[Chapter] = []
+    for some in by_setting.values():
+        links = slowest_first(measured[link] for link in {cell.cell.links: None for cell in some})
+        if len(links) > 1:
+            chapters.append(_chapter(len(chapters), some, links, _series(some, wire)))
+    return sorted(chapters, key=lambda chapter: -len(chapter.table.rows))
+
+
+def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
+    """Returns bytes per step of the rank that sends most, of profiled cells."""
+    return {
+        profile.cell_id: max(profile.sent_bytes)
+        for profile in profiles
+        if profile.status == "ok" and profile.sent_bytes
+    }
+
+
+def _series(cells: Sequence[CellResult], wire: Mapping[str, float]) -> list[LinkSeries]:
+    by_label: dict[str, dict[str, CellResult]] = {}
+    for cell in cells:
+        plain = dataclasses.replace(cell.varied(links="", nodes=1), placement=Placement())
+        by_label.setdefault(named(plain), {})[cell.cell.links] = cell
+    return [
+        LinkSeries(
+            label,
+            by_link,
+            {
+                link: wire.get(cell.cell_id, cell.traffic.sent_bytes_per_step)
+                for link, cell in by_link.items()
+            },
+        )
+        for label, by_link in by_label.items()
+    ]
+
+
+def _chapter(
+    index: int, cells: Sequence[CellResult], links: Sequence[MeasuredLink], series: list[LinkSeries]
+) -> Chapter:
+    group = Group((cells[0].varied(links=""), *cells[1:]))
+    slowest = links[0].request
+
+    def order(line: LinkSeries) -> float:
+        cell = line.by_link.get(slowest)
+        return 0.0 if cell is None else -group.rate(cell).value
+
+    series.sort(key=order)
+    crossings = crossovers(series, links)
+    return Chapter(
+        group.full_title,
+        tuple(links),
+        _chart(f"links-{index}", group, links, series),
+        _link_table(f"links-table-{index}", group, links, series),
+        group.unit,
+        tuple(crossover.words for crossover in crossings[:MOST_NAMED]),
+        max(0, len(crossings) - MOST_NAMED),
+        order_by_bytes(series, links[0]),
+    )
+
+
+def _chart(
+    name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
+) -> Bandwidths | None:
+    """Returns the chart; None below two links that differ only in bandwidth."""
+    drawn = [(link, rate) for link in links if not link.delayed and (rate := link.bits_per_second)]
+    if len(drawn) < 2:
+        return None
+    lines = []
+    for line in series:
+        there = [
+            (bandwidth, group.rate(line.by_link[link.request]))
+            for link, bandwidth in drawn
+            if link.request in line.by_link
+        ]
+        if there:
+            bandwidths, rates = zip(*there, strict=True)
+            lines.append(
+                Line(
+                    line.label,
+                    bandwidths,
+                    tuple(rate.value for rate in rates),
+                    tuple(rate.low for rate in rates),
+                    tuple(rate.high for rate in rates),
+                )
+            )
+    summary = (
+        f"Throughput of {plural(len(lines), 'strategy variant')} over the measured bandwidth of"
+        f" emulated links between nodes, {group.full_title}, from {drawn[0][0].rate} to"
+        f" {drawn[-1][0].rate}: "
+    )
+    summary += "; ".join(f"{line.summary} {group.unit}" for line in lines[:6])
+    notes = [EMULATED]
+    if any(cell.placement.oversubscribed for cell in group.rows):
+        notes.append(NOTES[OVERSUBSCRIBED].replace("hatched", "some of it"))
+    places = tuple((bandwidth, link.words) for link, bandwidth in drawn)
+    title, unit = group.full_title, group.unit
+    return Bandwidths(name, title, unit, tuple(lines), places, summary, tuple(notes))
+
+
+def _link_table(
+    name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
+) -> ui.Table:
+    """Returns strategies by link; a row's own cell is that of its first link."""
+
+    def over(link: MeasuredLink) -> Callable[[LinkSeries], ui.Td]:
+        def make(line: LinkSeries) -> ui.Td:
+            cell = line.by_link.get(link.request)
+            return words("") if cell is None else interval(cell, group.throughput)
+
+        return make
+
+    columns = [
+        Column(
+            link.words,
+            over(link),
+            f"{group.unit}; {link.rate}, {link.latency} measured",
+            "requested, and emulated",
+        )
+        for link in links
+    ]
+    by_rank = "by the rank that sends most"
+    columns.append(
+        computed("Sent", "sent", lambda line: line.sent, in_mebibytes, "MiB per step", by_rank)
+    )
+    rows = []
+    for line in series:
+        first = next(line.by_link[link.request] for link in links if link.request in line.by_link)
+        plain = first.varied(links="", nodes=1)
+        cells = [column.make(line) for column in columns]
+        rows.append(ui.Row(cell_name(plain), cells, {"data-cell": first.cell_id}))
+    label = f"Throughput over emulated links, {group.full_title}"
+    return table_of(name, label, "Strategy", columns, rows)
+
+
+def links_blocks(report: RunReport) -> ui.Blocks:
+    """Returns a chapter per setting: chart, crossovers, throughput and measured links."""
+    found = chapters(report.cells, report.trials, report.profiles)
+    blocks = [block for chapter in found for block in _chapter_blocks(chapter)]
+    return [ui.Part("", blocks, prose("links"))]
+
+
+def _chapter_blocks(chapter: Chapter) -> ui.Blocks:
+    title = ui.Heading(data(chapter.title))
+    chart = ui.Charts([ui.Chart(chapter.chart)]) if chapter.chart else title
+    crossings: ui.Blocks = [
+        ui.Heading("Where strategies change places"),
+        ui.Bullets(list(map(data, chapter.crossovers))),
+    ]
+    if not chapter.crossovers:
+        crossings.append(ui.Paragraph(prose("no crossovers")))
+    if chapter.more:
+        more = prose("more crossovers", pairs=plural(chapter.more, "more pair"))
+        crossings.append(ui.Paragraph(more, "small"))
+    crossings.append(ui.Paragraph(prose("crossovers"), "small"))
+    crossings += [ui.Paragraph(data(chapter.by_bytes))] if chapter.by_bytes else []
+    what = ui.Paragraph(f"Throughput ({chapter.unit}) over {EMULATED}.")
+    return [
+        ui.Only("text", [title, what]),
+        ui.Box("beside", [ui.Only("page", [chart]), ui.Box("", crossings)]),
+        chapter.table,
+        _requests_table(chapter.links),
+    ]
+
+
+def _requests_table(links: Sequence[MeasuredLink]) -> ui.Table:
+    columns = ui.heads(
+        "Bandwidth (measured)", "Latency (one way, measured)", "How it is emulated: prose"
+    )
+    rows = [
+        ui.Row(
+            data(link.words),
+            [ui.Td(link.rate), ui.Td(link.latency), ui.Td(data(link.emulation or DASH), "prose")],
+        )
+        for link in links
+    ]
+    return ui.Table("", "Emulated links", "Requested link", columns, rows, "compact")

@@ -1,0 +1,89 @@
+"""Writes blocks as Markdown, such as for a comment on a pull request. Charts are left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from reports import blocks as ui
+from reports.blocks import BREAK, plain_text, spans
+from reports.text import printable
+
+
+def markdown_text(blocks: Iterable[ui.Block]) -> str:
+    return "\n\n".join(_written(ui.visible(list(blocks), "text"))) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Escapes text, so that Markdown renders it literally and mentions nobody."""
+    plain = (
+        re.sub(r"\s+", " ", printable(text))
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("@", "&commat;")
+    )
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
+
+
+def _words(words: ui.Words) -> str:
+    parts = []
+    for span in spans(words):
+        shown = ", " if span is BREAK else escaped(span.text)
+        # Spaces between the stars and the text would show the stars.
+        if "strong" in span.style.split() and shown.strip():
+            shown = f"**{shown.strip()}**"
+        parts.append(shown)
+    return "".join(parts).strip()
+
+
+def _written(blocks: Iterable[ui.Block]) -> Iterator[str]:
+    for block in blocks:
+        yield from filter(None, _block(block))
+
+
+def _block(block: ui.Block) -> Iterable[str]:
+    match block:
+        case ui.Paragraph(words):
+            return [_words(words)]
+        case ui.Heading(words, level):
+            return [f"{'#' * level} {_words(words)}"]
+        case ui.Bullets(items):
+            return ["\n".join(f"- {_words(item)}" for item in items)]
+        case ui.Facts(rows):
+            return ["\n".join(f"- {escaped(name)}: {_words(words)}" for name, words in rows)]
+        case ui.Table():
+            return [_table(block)]
+        case ui.Cards(cards):
+            return ["\n".join(map(_card, cards))]
+        case ui.Details(summary, inner):
+            return [
+                f"<details><summary>{escaped(summary)}</summary>",
+                *_written(inner),
+                "</details>",
+            ]
+        case ui.Box(_, inner):
+            return _written(inner)
+        case ui.Pre(content):
+            return ["\n".join(f"    {line}" for line in printable(content).splitlines())]
+        case _:
+            raise TypeError(f"visible() resolves {type(block).__name__}")
+
+
+def _card(card: ui.Card) -> str:
+    more = [line for paragraph in card.more if (line := _words(paragraph.words))]
+    first = f"**{escaped(card.title)}: {escaped(plain_text(card.winner))}**"
+    return f"- {'; '.join([f'{first}, {_words(card.value)}', *more])}"
+
+
+def _table(table: ui.Table) -> str:
+    columns: Sequence[ui.ColumnHead] = (ui.ColumnHead(table.first, kind="word"), *table.columns)
+    titles = [f"{head.title} ({head.unit})" if head.unit else head.title for head in columns]
+    lines = [
+        f"| {' | '.join(map(escaped, titles))} |",
+        f"|{'|'.join('--:' if head.kind == 'number' else '---' for head in columns)}|",
+    ]
+    for row in table.rows:
+        cells = [_words(words) for words in (row.head, *(cell.words for cell in row.cells))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""Parity with the reference, the environment, how it was measured, and the glossary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.cell_result import CellResult
+from harness.analysis.control import Adjustment
+from harness.analysis.stats import ESTIMATE_METHOD, INTERVAL_METHOD, within_a_run
+from harness.analysis.utilization import FORMULA
+from reports import blocks as ui
+from reports import run_facts
+from reports.bar_chart import Bar, Bars, omitted
+from reports.blocks import data, joined, phrase, plain_text, prose, prose_under
+from reports.columns import cell_table, figure, word
+from reports.line_chart import Losses
+from reports.names import chart_name, main_workload, marks
+from reports.run_report import RunReport
+from reports.text import deviation, finite, number, plural
+from reports.verdict_sections import Parity
+
+MOST_LOSSES = 6
+MOST_NAMED = 12
+MOST_DEVIATIONS = 20
+AXIS = "relative deviation (no unit), log scale"
+CHARTS = {
+    "loss": "Loss: largest deviation of any step",
+    "update": "Parameters: largest deviation of any tensor, relative to its update",
+}
+
+
+def losses(cells: Sequence[CellResult]) -> list[Losses]:
+    """Returns a figure per reference, the one with most cells first. Curves end at the first loss
+    that is not finite."""
+    by_reference: dict[tuple[float, ...], list[CellResult]] = {}
+    for cell in cells:
+        if cell.parity.reference_losses:
+            reference = tuple(math.nan if x is None else x for x in cell.parity.reference_losses)
+            by_reference.setdefault(reference, []).append(cell)
+    most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
+    return [_losses(f"loss-{place}", *item) for place, item in enumerate(most_first)]
+
+
+def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
+    away = [
+        (f"{cell.cell.label} {cell.cell.precision}", _curve(cell, len(reference)))
+        for cell in cells
+        if cell.parity.verdict == "diverged"
+    ]
+    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict != "diverged"]
+    first = cells[0]
+    title = f"{first.cell.workload} · batch {first.cell.global_batch} · {first.cell.optimizer}"
+    summary = (
+        f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
+        f" {number(reference[0])} to {number(reference[-1])}; {plural(len(kept), 'cell')} agree"
+        f" with it, {len(away)} diverged"
+    )
+    return Losses(name, title, reference, tuple(kept), tuple(away), summary)
+
+
+def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
+    values: list[float] = []
+    for value in cell.parity.losses[:steps]:
+        if value is None or not math.isfinite(value):
+            break
+        values.append(value)
+    return tuple(values)
+
+
+def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
+    """Yields the largest deviations of verified cells with tolerances on a log axis, those nearest
+    to their tolerance first."""
+    for kind, title in CHARTS.items():
+        judged = [
+            (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
+            for cell in cells
+            if (tolerance := cell.column(f"parity_{kind}_tolerance")) is not None
+        ]
+        if judged:
+            yield _bars(kind, title, judged, main_workload(cells))
+
+
+Judged = tuple[CellResult, "float | None", float]
+"""Cell, deviation (None: not finite) and tolerance."""
+
+
+def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
+    judged.sort(key=_used, reverse=True)
+    bars = []
+    for cell, value, tolerance in judged[:MOST_DEVIATIONS]:
+        failed = cell.parity.verdict == "diverged"
+        text = "not finite" if value is None else deviation(value)
+        label = chart_name(cell, main)
+        bars.append(Bar(label, value, text, marks=marks(cell), target=tolerance, failed=failed))
+    outside = sum(bar.failed for bar in bars)
+    summary = f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged"
+    notes = omitted(len(judged), MOST_DEVIATIONS)
+    name = f"parity_max_{kind}_deviation"
+    return Bars(name, title, AXIS, tuple(bars), summary, notes, True)
+
+
+def _used(judged: Judged) -> tuple[bool, float]:
+    """Sorts diverged cells first, then by used fraction of the tolerance."""
+    cell, value, tolerance = judged
+    share = float("inf") if value is None else value / tolerance
+    return cell.parity.verdict == "diverged", share
+
+
+def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
+    """Returns losses and deviations against the reference, each with its tolerance."""
+    curves = [ui.Chart(one) for one in losses(cells)[:MOST_LOSSES]]
+    bars = [ui.Chart(one) for one in deviation_bars(cells)]
+    judged = [cell for cell in cells if cell.parity.loss_tolerance is not None]
+    columns = [
+        word("parity", "parity_verdict"),
+        figure("loss deviation", "parity_max_loss_deviation", deviation),
+        figure("loss tolerance", "parity_loss_tolerance", deviation),
+        figure("parameter deviation", "parity_max_update_deviation", deviation),
+        figure("parameter tolerance", "parity_update_tolerance", deviation),
+    ]
+    label = "Largest relative deviations from the reference."
+    table = cell_table("", label, judged, columns, "cell", lambda cell: cell.cell.name)
+    return [
+        ui.Charts(curves, prose("losses")),
+        ui.Charts(bars, prose("deviations")),
+        ui.Only("text", [ui.Part("", [table], label)]),
+    ]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    loss: str
+    update: str
+    reason: str
+    labels: tuple[str, ...]
+
+
+def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
+    """Returns the tolerances, the tightest first. Reasons are known for cells that used more than
+    the tightest."""
+    grouped: dict[tuple[float, float], list[CellResult]] = {}
+    for cell in cells:
+        if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:
+            key = (cell.parity.loss_tolerance, cell.parity.update_tolerance)
+            grouped.setdefault(key, []).append(cell)
+    return [_tolerance(*allowed, rows) for allowed, rows in sorted(grouped.items())]
+
+
+def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Tolerance:
+    reasons = [
+        cell.parity.reason
+        for cell in cells
+        if cell.parity.verdict == "within tolerance" and cell.parity.reason
+    ]
+    labels = tuple(dict.fromkeys(f"{cell.cell.label} {cell.cell.precision}" for cell in cells))
+    reason = "; ".join(dict.fromkeys(reasons))
+    return Tolerance(deviation(loss), deviation(update), reason, labels)
+
+
+def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
+    """Describes what the control removed from a run's figures."""
+    if not any(cell.speed.log_throughput for cell in cells):
+        return "none: the run is of a version that had none, so its figures are as measured"
+    if not adjustment.helps:
+        return "none, or it did not make launches of a cell more alike: figures are as measured"
+    before, after = (f"{spread * 100:.1f} %" for spread in adjustment.spreads)
+    control, slowest = (f"{power:.2f}" for power in (adjustment.control, adjustment.slowest))
+    shares = {"control": control, "slowest": slowest, "before": before, "after": after}
+    return plain_text(prose("method control", **shares))
+
+
+def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
+    """Returns how each figure was measured; those that no cell has are left out."""
+    cells = report.cells
+    memory = "; ".join(
+        dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
+    )
+    estimated = any(cell.speed.log_throughput for cell in cells)
+    comparison = within_a_run(any(cell.speed.turns for cell in cells), estimated)
+    states = any(cell.states.state_bytes is not None for cell in cells)
+    sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
+    parity = Parity.of(cells)
+    ties = f"neighbours in a ranking without a significant difference are marked ≈: {comparison}"
+    rows: list[tuple[str, ui.Words]] = [
+        ("Throughput", prose("method throughput")),
+        ("Interval", ESTIMATE_METHOD if estimated else INTERVAL_METHOD),
+        ("Control", control_in_words(report.adjustment, cells)),
+        ("Ties", ties),
+        ("Memory", memory and f"{memory}. Each device has its own peak; shown is the largest"),
+        ("States between steps", prose("method states") if states else ""),
+        ("Bytes sent", prose("method sent") if sent else ""),
+        ("Scaling efficiency", prose("method efficiency")),
+        ("FLOPs and MFU", FORMULA),
+        ("Parity", prose("method parity", steps=parity.steps if parity else "")),
+    ]
+    return [(name, words) for name, words in rows if words]
+
+
+def method_blocks(report: RunReport) -> ui.Blocks:
+    """Returns how each figure was measured, and which tolerances hold for which cells."""
+    rows = methods(report)
+    every = tolerances(report.cells)
+    for place, tolerance in enumerate(every):
+        reason = f": {tolerance.reason}" if tolerance.reason else ""
+        labels = tolerance.labels
+        if place == 0 and len(every) > 1:
+            whom: ui.Words = plural(len(labels), "strategy variant")
+        else:
+            more = " and others" if len(labels) > MOST_NAMED else ""
+            whom = phrase(*joined([data(label) for label in labels[:MOST_NAMED]]), more)
+        words = f"in loss, {tolerance.update} in update{reason}. Holds for "
+        rows.append((f"Tolerance {tolerance.loss}", phrase(words, whom, ".")))
+    return [ui.Facts(rows)]
+
+
+def environment_blocks(report: RunReport) -> ui.Blocks:
+    return [ui.Facts([(name, data(value)) for name, value in run_facts.environment(report.run)])]
+
+
+def glossary_blocks(_: RunReport) -> ui.Blocks:
+    return [ui.Facts(prose_under("glossary"))]

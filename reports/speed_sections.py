@@ -1,0 +1,318 @@
+"""Throughput, peak memory, their Pareto front, and scaling over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from harness.analysis.cell_result import CellResult
+from harness.analysis.setting import SCALED, batch, series, setting
+from reports import blocks as ui
+from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
+from reports.blocks import data, prose
+from reports.columns import (
+    Column,
+    cell_table,
+    device_columns,
+    figure,
+    mebibytes,
+    milliseconds,
+    table_of,
+    with_interval,
+    word,
+    words,
+)
+from reports.groups import RankedCell, RankedGroup, pareto, tied_with_fastest
+from reports.line_chart import Line, Point, Scaling, Scatter
+from reports.names import NOTES, TIED, disturbance_legend, marks, named, notes_for, unit
+from reports.run_report import RunReport
+from reports.text import MIB, exact, number, plain, plural
+
+MOST_CHARTS = 12
+MOST_SCALING = 4
+
+
+def throughput_bars(group: RankedGroup, name: str, labels: Mapping[str, str] | None = None) -> Bars:
+    """Returns throughputs with 95 % intervals, fastest first; strong: tied with the fastest.
+
+    `labels`: replace the cells' own, by id.
+    """
+    fastest = group.rows[0]
+    best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
+    bars = []
+    for cell in group.rows[:MOST_ROWS]:
+        rate = group.rate(cell)
+        spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
+        text = number(rate.value) + spread + (" ≈" if cell.same_as_above else "")
+        strong = cell.cell_id in best
+        label = named(cell, place=False, label=(labels or {}).get(cell.cell_id, ""))
+        bars.append(Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell)))
+    tied = (TIED,) if any(cell.same_as_above for cell in group.rows) else ()
+    return Bars(
+        name,
+        group.title,
+        f"throughput ({group.unit}), 95 % interval",
+        tuple(bars),
+        f"Throughput of {plural(len(group.rows), 'cell')}, {group.title}, fastest first: "
+        + first_few(bars, 5, f" {group.unit}"),
+        tied + notes_for(group.rows) + omitted(len(group.rows)),
+    )
+
+
+def memory_bars(group: RankedGroup, name: str) -> Bars | None:
+    """Returns peak memory in MiB with the range over trials, smallest first."""
+    peaks = [
+        (c.memory.peak_memory_bytes / MIB, c)
+        for c in group.rows
+        if c.memory.peak_memory_bytes is not None
+    ]
+    if not peaks:
+        return None
+    peaks.sort(key=lambda pair: pair[0])
+    bars = []
+    for peak, cell in peaks[:MOST_ROWS]:
+        low = (cell.memory.peak_memory_bytes_low or 0) / MIB
+        strong = low <= peaks[0][0]
+        shown_low = low if cell.trials > 1 else None
+        label = named(cell, place=False)
+        bars.append(Bar(label, peak, number(peak), shown_low, peak, strong, marks(cell)))
+    return Bars(
+        name,
+        group.title,
+        "peak memory of the fullest device (MiB), range over trials",
+        tuple(bars),
+        f"Peak memory of {plural(len(peaks), 'cell')}, {group.title}, smallest first: "
+        + first_few(bars, 5, " MiB"),
+        notes_for([cell for _, cell in peaks]) + omitted(len(peaks)),
+    )
+
+
+def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
+    """Returns the cells with measured memory; None if fewer than three."""
+    front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
+    cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
+    if len(cells) < 3:
+        return None
+    points = []
+    for cell in cells:
+        rate = group.rate(cell)
+        points.append(
+            Point(
+                named(cell, place=False),
+                (cell.memory.peak_memory_bytes or 0) / MIB,
+                (cell.memory.peak_memory_bytes_low or 0) / MIB,
+                rate.value,
+                rate.low,
+                rate.high,
+                marks(cell),
+                front.get(cell.cell_id),
+            )
+        )
+    words = "; ".join(
+        f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} MiB"
+        for p in points
+        if p.place
+    )
+    summary = (
+        f"Peak memory against throughput, {group.title}. No other cell is better in both than:"
+        f" {words}"
+    )
+    return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(cells))
+
+
+def _comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
+    """Returns the groups with several cells, with their numbers and short titles."""
+    several = [group for group in report.groups if len(group.rows) > 1][:MOST_CHARTS]
+    main = report.groups[0].workload if several else ""
+    return [(index, group, group.short_title(main)) for index, group in enumerate(several)]
+
+
+def ranking_blocks(report: RunReport) -> ui.Blocks:
+    """Returns throughput by setting: charts for pages, ranked tables for Markdown."""
+    main = report.groups[0].workload if report.groups else ""
+    first: list[ui.Chart] = []
+    other: list[ui.Chart] = []
+    for index, group, title in _comparable(report):
+        chart = ui.Chart(throughput_bars(group, f"speed-{index}"), title)
+        (first if group.workload == main else other).append(chart)
+    tables: ui.Blocks = []
+    for group in report.groups:
+        tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]
+    cells = [cell for group in report.groups for cell in group.rows]
+    names = "".join(map(named, cells))
+    notes = [NOTES[mark].replace(" hatched:", "") for mark in NOTES if mark in names]
+    notes += [TIED] if any(cell.same_as_above for cell in cells) else []
+    if meaning := disturbance_legend(cells):
+        notes.append(f"¶ {meaning}")
+    return [
+        ui.Charts(first, prose("ranking")),
+        ui.Part("Other workloads", [ui.Charts(other)]),
+        ui.Only("text", [*tables, *(ui.Paragraph(f"{note}.") for note in notes)]),
+    ]
+
+
+def _ranked_table(group: RankedGroup) -> ui.Table:
+    def interval(cell: CellResult) -> ui.Td:
+        rate = group.rate(cell)
+        ends = f"{number(rate.low)} to {number(rate.high)}"
+        return ui.Td("1 trial: no interval" if rate.low is None else ends)
+
+    columns: list[Column[CellResult]] = [
+        Column("strategy", lambda cell: words(named(cell))),
+        figure("throughput", group.throughput, unit=group.unit),
+        Column("95 % interval", interval),
+        milliseconds("step p50", "step_seconds_p50"),
+        mebibytes("peak memory", "peak_memory_bytes"),
+        word("parity", "parity_verdict"),
+    ]
+
+    def place(cell: RankedCell) -> str:
+        return f"{cell.place}{f' ≈ {cell.place - 1}' if cell.same_as_above else ''}"
+
+    rows = [ui.Row(place(cell), [column.make(cell) for column in columns]) for cell in group.rows]
+    return table_of("", group.full_title, "place", columns, rows)
+
+
+def memory_blocks(report: RunReport) -> ui.Blocks:
+    charts = [
+        ui.Chart(bars, title)
+        for index, group, title in _comparable(report)
+        if (bars := memory_bars(group, f"memory-{index}"))
+    ]
+    return [ui.Charts(charts, prose("memory"))]
+
+
+def front_blocks(report: RunReport) -> ui.Blocks:
+    charts = []
+    for index, group, title in _comparable(report):
+        if scatter := memory_scatter(group, f"front-{index}"):
+            names = tuple(
+                f"{point.label}: {number(point.throughput)} {scatter.unit},"
+                f" {number(point.memory)} MiB"
+                for point in scatter.front
+            )
+            charts.append(ui.Chart(scatter, title, names))
+    return [ui.Charts(charts, prose("front"))]
+
+
+Curve = list[CellResult]
+"""A strategy's cells in one setting, by number of devices."""
+
+
+def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
+    """Returns a figure per workload, precision and batch that ran on two or more numbers of
+    devices."""
+    curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
+    # If cells have the same number of devices, the one on the fewest nodes is drawn.
+    for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
+        fits = (
+            cell.cell.regime == regime or cell.cell.devices == 1
+        )  # Regimes coincide on one device.
+        if cell.ranked and fits and not cell.cell.links:
+            group = (*setting(cell.cell, SCALED), *series(cell.cell), batch(cell.cell, regime))
+            curves.setdefault(group, {}).setdefault(cell.cell.devices, cell)
+    figures: dict[tuple[object, ...], list[Curve]] = {}
+    for by_devices in curves.values():
+        curve = [by_devices[devices] for devices in sorted(by_devices)]
+        if len(curve) > 1:
+            shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
+            figures.setdefault(shared, []).append(curve)
+    largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
+    return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
+
+
+def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
+    flat = [cell for curve in curves for cell in curve]
+    tokens = all(cell.speed.tokens_per_second is not None for cell in flat)
+    column = "tokens_per_second" if tokens else "samples_per_second"
+    lines = [_line(curve, column) for curve in curves]
+    lines.sort(key=lambda line: (-line.x[-1], -line.values[-1]))
+    start = min(line.x[0] for line in lines)
+    base = max(line.values[0] for line in lines if line.x[0] == start)
+    counts = sorted({n for line in lines for n in line.x})
+    title = _scaling_title(flat[0], regime)
+    words = "; ".join(f"{line.summary} {unit(column)}" for line in lines[:6])
+    return Scaling(
+        name,
+        title,
+        unit(column),
+        tuple(lines),
+        tuple((n, base * n / start) for n in counts),
+        f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}",
+        notes_for(flat),
+    )
+
+
+def _line(curve: Curve, column: str) -> Line:
+    rates = [rate for cell in curve if (rate := cell.throughput(column))]
+    # A curve may go from one node to several; all its cells are of the figure's regime.
+    last = curve[-1].varied(nodes=1, regime="strong")
+    return Line(
+        named(last),
+        tuple(cell.cell.devices for cell in curve),
+        tuple(rate.value for rate in rates),
+        tuple(rate.low for rate in rates),
+        tuple(rate.high for rate in rates),
+        any(marks(cell) for cell in curve),
+    )
+
+
+def _scaling_title(cell: CellResult, regime: str) -> str:
+    size = batch(cell.cell, regime)
+    held = f"batch {size} in all" if regime == "strong" else f"batch {size} per device"
+    words = [f"{regime.capitalize()} scaling", cell.cell.workload, cell.cell.precision, held]
+    if cell.cell.optimizer != "adamw":
+        words.append(cell.cell.optimizer)
+    return " · ".join(words)
+
+
+def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
+    """Returns throughput over devices, and scaling efficiency."""
+    charts = [
+        ui.Chart(curves)
+        for regime in ("strong", "weak")
+        for curves in scaling(cells, regime)[:MOST_SCALING]
+    ]
+    table = ui.Part("Scaling efficiency", [efficiency(cells)], prose("efficiency"))
+    return [ui.Charts(charts, prose("scaling")), table]
+
+
+def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Returns cells on several devices with a counterpart on one."""
+    return [
+        cell
+        for cell in cells
+        if cell.cell.devices > 1
+        and (
+            cell.relative.efficiency_own is not None or cell.relative.efficiency_single is not None
+        )
+    ]
+
+
+def efficiency(cells: Sequence[CellResult]) -> ui.Table:
+    """Returns scaling efficiency of multi-device cells, best first."""
+
+    def order(cell: CellResult) -> tuple[str, int, float]:
+        own = cell.relative.efficiency_own
+        return cell.cell.workload, cell.cell.devices, -(-1.0 if own is None else own)
+
+    shown = sorted(scaled_cells(cells), key=order)
+    on_one = "on one device, 95 %"
+    columns: list[Column[CellResult]] = [
+        word("Workload", "workload"),
+        *device_columns(shown),
+        word("Scaling", "regime"),
+        word("Precision", "precision"),
+        batch_column(),
+        Column("Against itself", with_interval("efficiency_own"), on_one),
+        Column("Against the plain process", with_interval("efficiency_single"), on_one),
+    ]
+    return cell_table("efficiency", "Scaling efficiency", shown, columns)
+
+
+def batch_column() -> Column[CellResult]:
+    def make(cell: CellResult) -> ui.Td:
+        value = cell.cell.global_batch
+        size = ui.Span(plain(value), field="global_batch", value=exact(value))
+        return ui.Td([size, " weak"] if cell.cell.regime == "weak" else size)
+
+    return Column("Batch", make, "samples", "global batch")
