@@ -144,7 +144,7 @@ def test_a_probe_that_hung_goes_last_in_the_next_call(
     report = replace(folders.start("cpu"), outcomes=(hung,))
     steps = {"probes": [step("stuck"), step("one")], "lanes": [[step("two")]]}
     Driver(Plan.model_validate(steps), report, folders, Timing(120), print).run()
-    assert began == ["one", "two", "stuck"]
+    assert list(dict.fromkeys(began)) == ["one", "two", "stuck"]
 
 
 def test_a_step_that_hangs_is_ended_with_all_its_processes(folder: Path) -> None:

@@ -200,7 +200,8 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
         ("deepspeed", "DeepSpeed's cpu_adam"),
     ):
         if find_spec(package):
-            assert found["compiled_ops"][part] == "built"
+            state = found["compiled_ops"][part]
+            assert state == "built" or "make setup" in state
     assert (
         "stand-in" in found["strategies"]["data_parallel"]
         or found["devices"]["used by cells"] == "cuda"
