@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 B = TypeVar("B")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class StepTime:
-    data_seconds: float
-    """Time to prepare the batch and move it to the device."""
-    step_seconds: float
-    """Step time including data, between two synchronisations of the device."""
 
 
 def timed_step(
@@ -24,8 +15,9 @@ def timed_step(
     step: Callable[[B], R],
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
-) -> tuple[R, StepTime]:
-    """Runs one step on the batch from `fetch`; returns the step's result and times.
+) -> tuple[R, float, float]:
+    """Runs one step on the batch from `fetch`; returns its result, and the seconds of getting the
+    batch and of the whole step.
 
     Nothing else runs between the first and the last reading of the clock `now`, in seconds.
     """
@@ -36,4 +28,4 @@ def timed_step(
     result = step(batch)
     synchronize()
     end = now()
-    return result, StepTime(fetched - begin, end - begin)
+    return result, fetched - begin, end - begin

@@ -329,14 +329,16 @@ class TrialRecord(Record):
 
 def cell_columns(cell: Cell) -> dict[str, Any]:
     """Returns the columns that a cell alone determines, by name."""
-    columns = {"cell_id": cell.id, "cell_name": cell.name, "label": cell.label}
-    columns["cell"] = cell.model_dump_json()
-    columns["options"] = json.dumps(cell.options, sort_keys=True)
-    return columns | {
-        column.name: None if value == "" and column.nullable else value
-        for column in _OF_A_FIELD
-        if column.name not in columns
-        for value in [getattr(cell, column.name)]
+    of_fields = {column.name: getattr(cell, column.name) for column in _OF_A_FIELD}
+    unknown = {c.name: None for c in _OF_A_FIELD if c.nullable and of_fields[c.name] == ""}
+    return {
+        **of_fields,
+        **unknown,
+        "options": json.dumps(cell.options, sort_keys=True),
+        "cell_id": cell.id,
+        "cell_name": cell.name,
+        "label": cell.label,
+        "cell": cell.model_dump_json(),
     }
 
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.gpu_state import GpuUse
-from harness.measure.clock import StepTime
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)
-class RankStep(StepTime):
+class RankStep:
+    data_seconds: float
+    """Time to prepare the batch and move it to the device."""
+    step_seconds: float
+    """Step time including data, between two synchronisations of the device."""
     step: int
     """Step index, from 0."""
     phase: str

@@ -216,7 +216,9 @@ class Loop:
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
         with self.counting_tokens(index):
-            loss, took = timed_step(lambda: self.fetch(index), self.step, self.synchronize)
+            loss, data_seconds, step_seconds = timed_step(
+                lambda: self.fetch(index), self.step, self.synchronize
+            )
         warm = index < self.job.cell.warmup_steps
         phase = "warmup" if warm else "settling" if self.settling else "timed"
         self.settling = False
@@ -224,8 +226,8 @@ class Loop:
         value = None if loss is None else float(loss.detach())
         self.steps.append(
             RankStep(
-                took.data_seconds,
-                took.step_seconds,
+                data_seconds,
+                step_seconds,
                 index,
                 phase,
                 value,
@@ -233,7 +235,7 @@ class Loop:
             )
         )
         self.training_step += 1
-        self.progress.tell(index, took.step_seconds)
+        self.progress.tell(index, step_seconds)
         if self.control:
             self._pause(self.control, phase == "timed")
         if self.heartbeat:

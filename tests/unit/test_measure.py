@@ -78,14 +78,14 @@ def test_a_turn_is_two_cycles_and_a_step_that_settles() -> None:
 def test_a_step_is_timed_between_two_synchronisations() -> None:
     events: list[str] = []
     clock = Clock(10.0, 10.25, 12.0)
-    result, took = timed_step(
+    result, data_seconds, step_seconds = timed_step(
         fetch=lambda: events.append("fetch") or "batch",
         step=lambda batch: events.append(f"step {batch}") or "loss",
         synchronize=lambda: events.append("synchronize"),
         now=lambda: events.append("now") or clock(),
     )
     assert result == "loss"
-    assert (took.data_seconds, took.step_seconds) == (0.25, 2.0)
+    assert (data_seconds, step_seconds) == (0.25, 2.0)
     assert events == ["synchronize", "now", "fetch", "now", "step batch", "synchronize", "now"]
 
 
