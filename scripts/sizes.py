@@ -16,8 +16,6 @@ LONG_FUNCTIONS = {
     "harness/launch/elastic.py: run_elastic",
     "harness/measure/breakdown.py: breakdown",
     "harness/worker/worker.py: _train",
-    "reports/figures.py: scatter",
-    "reports/table.py: _columns",
 }
 """Functions that are still longer."""
 

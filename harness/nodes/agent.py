@@ -116,13 +116,13 @@ class Agent:
 
 
 def main() -> None:
-    """python -m harness.agent MEETING [--node N] [--name NAME] [--interface IF]; under srun,
+    """python -m harness.agent RENDEZVOUS [--node N] [--name NAME] [--interface IF]; under srun,
     SLURM's variables replace the options."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.agent", description="A node of a run over several nodes."
     )
     parser.add_argument(
-        "meeting",
+        "rendezvous",
         type=Path,
         help="File in which the coordinator says where it listens; it may come later.",
     )
@@ -143,12 +143,12 @@ def main() -> None:
         help="Network interface that reaches all nodes; default: the one to the coordinator.",
     )
     parser.add_argument(
-        "--patience", type=float, default=120.0, help="Seconds to wait for the coordinator."
+        "--timeout", type=float, default=120.0, help="Seconds to wait for the coordinator."
     )
     given = parser.parse_args()
     collect_seldom()
     try:
-        line = reach_coordinator(given.meeting, given.patience)
+        line = reach_coordinator(given.rendezvous, given.timeout)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
         # Its import takes seconds; after the hello, the agent must answer at once.
