@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    from harness.host.requirements import require
+    from harness.host.packages import require
 
     require()
     from bench.cli import main as run_command

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from harness.host.environment import unused_gpus
-from harness.host.gpu import Gpu, visible_gpus
-from harness.host.gpu_facts import GpuFacts, gpu_facts, gpu_topology
+from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuState, states_of
 from harness.host.nvml import nvml
@@ -301,7 +300,7 @@ def _swap() -> Trouble | None:
 
 
 def _disk() -> Trouble | None:
-    from harness.host.cache import cache_folder
+    from harness.host.folders import cache_folder
     from harness.parity.reference_runs import DEFAULT_LIMIT_GIB
 
     folder = cache_folder()

@@ -41,7 +41,7 @@ class Host:
     def here(cls, nodes: int = 1) -> Host:
         from harness.host.cores import allowed_cores
         from harness.host.environment import device_type, gpus
-        from harness.host.memory import memory_bytes
+        from harness.host.memory_limits import memory_bytes
 
         cores = len(allowed_cores())
         if device_type() == "cuda":
@@ -91,9 +91,9 @@ def admit_here(cell: Cell, host: Host) -> None:
         if not host.elsewhere:
             raise
     if cell.links and not host.elsewhere:
-        from harness.links.emulated import lacking
+        from harness.links.emulated import unsupported_reason
 
-        if reason := lacking():
+        if reason := unsupported_reason():
             raise Unavailable(reason)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(

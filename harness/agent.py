@@ -4,7 +4,7 @@ Kept tiny: multiprocessing imports it again in every rank.
 """
 
 if __name__ == "__main__":
-    from harness.host.requirements import require
+    from harness.host.packages import require
 
     require()
     from harness.nodes.agent import main

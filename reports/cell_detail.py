@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
-from harness.record.profile import COMPONENTS
+from harness.record.profile_record import COMPONENTS
 from harness.record.trial import TrialRecord
 from reports import run_facts
 from reports.export_records import for_json, record_of

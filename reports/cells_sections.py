@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import System
-from harness.record.status import NO_RESULT, NOT_LAUNCHED
 from harness.record.trial import TrialRecord
+from harness.record.trial_status import NO_RESULT, NOT_LAUNCHED
 from reports import blocks as ui
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.columns import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from harness.analysis.cell_result import CellResult, Placement
 from harness.analysis.ranking import compare
 from harness.analysis.setting import setting
-from harness.record.profile import ProfileRecord
+from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
 from harness.spec.link import UNSHAPED, Link
 from reports import blocks as ui

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
-from harness.record.plan import Plan
-from harness.record.run import RunRecord
-from harness.record.search import MATRIX
+from harness.record.plan import MATRIX, Plan
+from harness.record.run_record import RunRecord
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from reports import blocks as ui

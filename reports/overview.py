@@ -11,7 +11,7 @@ from urllib.parse import quote
 from harness.analysis.answer import Answer, answer
 from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.spec.errors import UsageError
 from reports import blocks as ui
 from reports import run_facts

@@ -159,10 +159,8 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
     return Tolerance(deviation(loss), deviation(update), reason, labels)
 
 
-def control_in_words(adjustment: Adjustment, cells: Sequence[CellResult]) -> str:
+def control_in_words(adjustment: Adjustment) -> str:
     """Describes what the control removed from a run's figures."""
-    if not any(cell.speed.log_throughput for cell in cells):
-        return "none: the run is of a version that had none, so its figures are as measured"
     if not adjustment.helps:
         return "none, or it did not make launches of a cell more alike: figures are as measured"
     before, after = (f"{spread * 100:.1f} %" for spread in adjustment.spreads)
@@ -186,7 +184,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),
         ("Interval", ESTIMATE_METHOD if estimated else INTERVAL_METHOD),
-        ("Control", control_in_words(report.adjustment, cells)),
+        ("Control", control_in_words(report.adjustment)),
         ("Ties", ties),
         ("Memory", memory and f"{memory}. Each device has its own peak; shown is the largest"),
         ("States between steps", prose("method states") if states else ""),

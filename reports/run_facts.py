@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from harness.record.device_speed import SpeedMeasurement
-from harness.record.run import RunRecord
+from harness.record.hardware_facts import SpeedMeasurement
+from harness.record.run_record import RunRecord
 from reports.text import number, plural
 
 GIB = 2**30
@@ -111,7 +111,7 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
     libraries = _json(run.libraries)
     libraries = libraries if isinstance(libraries, dict) else {}
     plan = plan_of(run)
-    in_slices = "all at once, in time slices of a few steps" if plan.get("by_turns") else ""
+    in_slices = "all at once, interleaved by a few steps" if plan.get("interleaved") else ""
     rows = [
         ("Run", run.run_id),
         ("Started", f"{run.started_at:%Y-%m-%d %H:%M:%S} UTC"),

@@ -13,10 +13,10 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.setting import System, systems
 from harness.analysis.summary import adjustment_of, summarised
-from harness.record.profile import ProfileRecord
-from harness.record.run import RunRecord
-from harness.record.status import NO_RESULT
+from harness.record.profile_record import ProfileRecord
+from harness.record.run_record import RunRecord
 from harness.record.trial import TrialRecord
+from harness.record.trial_status import NO_RESULT
 from harness.spec.cell import Cell
 from reports.groups import RankedGroup, find_groups, headline
 from reports.memory_sections import Largest, is_search, largest, verified

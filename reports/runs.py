@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from harness.analysis.compare import RUNS_METHOD, ComparedCell, RunComparison, compare_sides
 from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import MeasuredCell, RunSelection, measured, select
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.spec.errors import UsageError
 from reports import blocks as ui
 from reports import run_facts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.utilization import PARTS, GpuTime, gpu_time
-from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
+from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import phrase, prose

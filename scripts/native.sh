@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # native.sh PYTHON: builds wheels of Horovod and DeepSpeed, which have no binary releases, once for each kind of machine. Prints the paths of
-# the wheels, one a line. A library that cannot be built is left out; harness/host/unbuilt.py keeps the reason inside the Python environment,
+# the wheels, one a line. A library that cannot be built is left out; harness/host/packages.py keeps the reason inside the Python environment,
 # where a plan finds it.
 # native.sh PYTHON --plan only prints what Horovod would be built for here.
 set -euo pipefail
@@ -153,12 +153,12 @@ wheel() {
 }
 
 failed() { # failed WHAT REMEDY: keeps the reason; reads the variables of the function `wheel`, which calls it
-  say "  $name $version: $1: $("$python" -m harness.host.unbuilt "$name" "$version" "$log" "$work" "$2")"
+  say "  $name $version: $1: $("$python" -m harness.host.packages "$name" "$version" "$log" "$work" "$2")"
   say "  cells that need it are unavailable, all else goes on; the whole log is $log"
   rm -rf "$work"
 }
 
-forget() { rm -f "$("$python" -m harness.host.unbuilt "$1")"; } # removes the reason that an earlier set-up kept
+forget() { rm -f "$("$python" -m harness.host.packages "$1")"; } # removes the reason that an earlier set-up kept
 
 release=(horovod 0.28.1 92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0)
 forget horovod

@@ -161,7 +161,7 @@ loads() { # loads MODULE WHEEL: a library that was built but cannot be imported 
   local name=${1%%.*} log=$PWD/.venv/.loads-${1%%.*}.log version=${2##*/}
   version=${version#*-} version=${version%%-*}
   if .venv/bin/python -c "import $1" >"$log" 2>&1; then rm "$log"; return; fi
-  say "  $name does not load: $(.venv/bin/python -m harness.host.unbuilt "$name" "$version" "$log" "$PWD" "remove the folder ${2%/*}")"
+  say "  $name does not load: $(.venv/bin/python -m harness.host.packages "$name" "$version" "$log" "$PWD" "remove the folder ${2%/*}")"
 }
 for wheel in "${wheels[@]}"; do
   case $wheel in

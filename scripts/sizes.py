@@ -12,12 +12,6 @@ MODULE_LINES = {"bench": 600, "harness": 600, "reports": 600, "scripts": 600, "t
 """Most lines of a module, by folder."""
 FUNCTION_LINES = 60
 """Most lines of a function, outside of tests."""
-LONG_FUNCTIONS = {
-    "harness/launch/elastic.py: run_elastic",
-    "harness/measure/breakdown.py: breakdown",
-    "harness/worker/worker.py: _train",
-}
-"""Functions that are still longer."""
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -29,19 +23,14 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def findings(root: Path = ROOT) -> Iterator[str]:
     """Yields a sentence for each module or function that is too long."""
-    excused = set(LONG_FUNCTIONS)
     for folder, most in MODULE_LINES.items():
         for file in sorted((root / folder).rglob("*.py")):
             name, text = str(file.relative_to(root)), file.read_text()
             if (count := len(text.splitlines())) > most:
                 yield f"{name}: {count} lines, {most} at most"
             for function, lines in () if folder == "tests" else functions(ast.parse(text)):
-                known = f"{name}: {function}"
-                if lines > FUNCTION_LINES and known not in LONG_FUNCTIONS:
-                    yield f"{known}: {lines} lines, {FUNCTION_LINES} at most"
-                elif lines > FUNCTION_LINES:
-                    excused.discard(known)
-    yield from (f"{known} is short: remove it from LONG_FUNCTIONS" for known in sorted(excused))
+                if lines > FUNCTION_LINES:
+                    yield f"{name}: {function}: {lines} lines, {FUNCTION_LINES} at most"
 
 
 def main() -> int:

@@ -19,8 +19,8 @@ import hypothesis
 import psutil
 import pytest
 
-from harness.host.cache import cache_folder
-from harness.host.imports import collect_seldom
+from harness.host.folders import cache_folder
+from harness.host.gc_tuning import collect_seldom
 from harness.strategy.registry import strategies
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-from harness.host.imports import collect_seldom
+from harness.host.gc_tuning import collect_seldom
 from harness.spec.errors import (
     DamagedFileWarning,
     DamagedRun,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.checks import Trouble
-    from harness.measure.comm_benchmark import LinkFit
+    from harness.measure.hardware_benchmark import LinkFit
 
 MeasureLinks: TypeAlias = Annotated[
     bool,
@@ -112,7 +112,7 @@ def _check_host(links: bool, json_output: bool) -> None:
     """Prints what this host has; exit code 1 if links could not be measured."""
     from bench.checks import troubles
     from bench.cli import terminal
-    from harness.measure.comm_benchmark import METHOD
+    from harness.measure.hardware_benchmark import METHOD
 
     out = terminal.console(quiet=json_output)
     terminal.say_unused_gpus(out)
@@ -156,7 +156,7 @@ def _check_results(results: Path, repair: bool, json_output: bool) -> int:
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.record.check import check_folder, quarantine
+    from harness.record.integrity import check_folder, quarantine
     from harness.record.store import Store
     from harness.spec.errors import UsageError
 
@@ -211,7 +211,7 @@ def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
     """Measures gloo between two cores, and NCCL between two GPUs; returns the fits, and a reason
     per failed backend."""
     from harness.host.environment import device_type, gpus
-    from harness.measure.comm_benchmark import RANKS, measure_links
+    from harness.measure.hardware_benchmark import RANKS, measure_links
 
     fits, failed = [], {}
     for backend in (
@@ -236,7 +236,7 @@ def _show_links(out: Console, measured: Sequence[LinkFit], failed: dict[str, str
 def _show_backend(out: Console, backend: str, links: Sequence[LinkFit]) -> None:
     from rich.table import Table
 
-    from harness.measure.comm_benchmark import METHOD
+    from harness.measure.hardware_benchmark import METHOD
     from reports.text import size
 
     table = Table(title=f"messages over {backend}, microseconds", title_justify="left")
@@ -264,7 +264,7 @@ def _rate(bandwidth: float | None) -> str:
 def _devices() -> dict[str, str]:
     from harness.host.cores import allowed_cores
     from harness.host.environment import cpu_model, device_type, gpus, unused_gpus
-    from harness.host.memory import available_memory_bytes, memory_bytes
+    from harness.host.memory_limits import available_memory_bytes, memory_bytes
 
     rows = {
         "CPU": f"{cpu_model() or 'unknown'}, {len(allowed_cores())} cores for this process",
@@ -313,10 +313,10 @@ def _compiled_ops() -> dict[str, str]:
 def _links() -> dict[str, str]:
     import psutil
 
-    from harness.links.emulated import lacking
+    from harness.links.emulated import unsupported_reason
 
     addresses = psutil.net_if_addrs()
-    rows = {"emulated": lacking() or "ready (axis links of a matrix)"}
+    rows = {"emulated": unsupported_reason() or "ready (axis links of a matrix)"}
     for name, stats in psutil.net_if_stats().items():
         if not stats.isup:
             continue

@@ -120,8 +120,7 @@ def maxsize(
 
 
 def _plan_to_resume(store: Store) -> Plan:
-    from harness.record.plan import resumable
-    from harness.record.search import MATRIX
+    from harness.record.plan import MATRIX, resumable
 
     return resumable(store, MATRIX)
 

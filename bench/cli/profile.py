@@ -15,7 +15,7 @@ from bench.cli import options as opt
 
 if TYPE_CHECKING:
     from harness.analysis.utilization import GpuTime
-    from harness.record.profile import ProfileRecord
+    from harness.record.profile_record import ProfileRecord
     from harness.spec.cell import Cell
 
 
@@ -72,7 +72,7 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
     """Runs a cell under the profiler; returns its record and traces, which replace the folder's
     if it succeeds."""
     from harness.launch.launcher import Launcher
-    from harness.links.launcher import over_links
+    from harness.links.emulated import over_links
     from harness.run.prepared import packages
     from harness.run.profile import profile_cell
     from harness.spec.errors import UsageError
@@ -156,7 +156,7 @@ def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
     """Returns the GPU time of the profiled step and this host's peak rate (measured in about 8 s).
     None for CPU cells and failures."""
     from harness.analysis.utilization import gpu_time
-    from harness.measure.device_speed import measure_apart
+    from harness.measure.hardware_benchmark import measure_apart
     from harness.run.rows import peaks_of
     from harness.workloads import make_workload
     from harness.workloads.counts import model_facts
@@ -170,7 +170,7 @@ def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
 
 
 def _tell(cell: Cell, record: ProfileRecord, files: list[Path], gpu: GpuTime | None) -> None:
-    from harness.record.profile import COMPONENTS
+    from harness.record.profile_record import COMPONENTS
 
     print(cell.name)
     if record.status != "ok":

@@ -33,14 +33,13 @@ from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision, too_wide
 from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
-from harness.links.launcher import over_links
-from harness.record.conclusion import ConclusionRecord
+from harness.links.emulated import over_links
 from harness.record.plan import Plan, kept_plan
-from harness.record.run import RunRecord
 from harness.record.run_lock import sole_writer
+from harness.record.run_record import ConclusionRecord, RunRecord
 from harness.record.schema import VERSION
-from harness.record.status import NOT_LAUNCHED
 from harness.record.store import Store
+from harness.record.trial_status import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
 from harness.run.expected import References
 from harness.run.runner import Runner
@@ -201,7 +200,7 @@ def _launchers(
         nodes.check()
         nodes.measure()
         names = ", ".join(node.name for node in present)
-        lacking = "" if len(present) == options.nodes else f"; {nodes.lacking(options.nodes)}"
+        lacking = "" if len(present) == options.nodes else f"; {nodes.shortfall(options.nodes)}"
         say(f"nodes: {names}{lacking}")
         yield functools.partial(NodesLauncher, nodes)
     finally:

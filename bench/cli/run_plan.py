@@ -123,7 +123,7 @@ def _new_plan(options: PlanOptions) -> Plan:
             )
     else:
         require_few(plan)
-        plan = dataclasses.replace(plan, by_turns=True)
+        plan = dataclasses.replace(plan, interleaved=True)
     return plan
 
 

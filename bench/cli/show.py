@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench.cli import options as opt
-from harness.record.status import NOT_LAUNCHED
+from harness.record.trial_status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,7 +207,7 @@ def _memory(out: Console, detail: CellDetail) -> None:
 
 
 def _time(out: Console, detail: CellDetail) -> None:
-    from harness.record.profile import COMPONENTS
+    from harness.record.profile_record import COMPONENTS
     from reports.text import percent, scaled
     from reports.time_sections import WORDS
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.record.status import NOT_LAUNCHED
+from harness.record.trial_status import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     from harness.analysis.answer import Answer

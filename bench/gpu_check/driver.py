@@ -139,7 +139,7 @@ class Driver:
             self._wait_for(pool, [functools.partial(work, worker) for worker in range(workers)])
 
     def _gpus(self) -> int:
-        from harness.host.gpu import visible_gpus
+        from harness.host.gpu_inventory import visible_gpus
 
         return len(visible_gpus()) if self.report.device == "cuda" else 0
 

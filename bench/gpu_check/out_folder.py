@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.gpu_check.outcomes import Report
-from harness.host.cache import cache_folder
-from harness.record.status import WORST_FIRST
+from harness.host.folders import cache_folder
+from harness.record.trial_status import WORST_FIRST
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.gpu_check.steps import Step
-from harness.record.status import NOT_LAUNCHED
+from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
 NO_TIME = "no time was left; continue with --resume"

@@ -162,8 +162,7 @@ def answer(cells: Sequence[CellResult]) -> Answer | None:
     if frugal := _frugal(fair):
         advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
     simple = _simplest(advisable)
-    # Records of older versions lack the packages.
-    if simple is not fastest and simple.speed.log_throughput:
+    if simple is not fastest:
         advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
     return Answer(tuple(advice), len(fair), tuple(ties), baseline)
 

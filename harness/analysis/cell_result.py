@@ -73,8 +73,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput: geometric mean over trials, adjusted by any control (before schema version 8:
-    median). `_low` and `_high` are its 95 % interval, or None."""
+    """Throughput: geometric mean over trials, adjusted by any control. `_low` and `_high` are its
+    95 % interval, or None."""
 
     samples_per_second: float | None = None
     samples_per_second_low: float | None = None
@@ -83,9 +83,9 @@ class Speed:
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
-    """Estimate behind these throughputs; None before schema version 8."""
+    """Estimate behind these throughputs."""
     raw_samples_per_second: float | None = None
-    """Unadjusted median over trials; None before schema version 8."""
+    """Unadjusted median over trials."""
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Samples per second by trial number, adjusted by any control."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from harness.analysis.ranking import compare
-from harness.analysis.selection import MeasuredCell, RunSelection, joined
+from harness.analysis.selection import MeasuredCell, RunSelection
 from harness.analysis.stats import (
     ACROSS_RUNS_CONFIDENCE,
     SMALLEST_EFFECT,
@@ -18,7 +18,7 @@ from harness.analysis.stats import (
     compare_runs,
     within_a_run,
 )
-from harness.record.status import NOT_LAUNCHED
+from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
 MEMORY_EFFECT = 0.05
@@ -217,8 +217,7 @@ def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
 
     Raises UsageError if they have no cell in common.
     """
-    cells = joined([*first.cells, *second.cells])
-    before, after = _by_id(cells[: len(first.cells)]), _by_id(cells[len(first.cells) :])
+    before, after = _by_id(first.cells), _by_id(second.cells)
     if not before.keys() & after.keys():
         raise UsageError(
             f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"

@@ -1,8 +1,8 @@
 """Adjustment of step times by the control.
 
-Between steps each rank computes a small fixed piece (harness/worker/control.py), whose time follows
-the machine's speed. Log step times are regressed on it (control variates: Lavenberg and Welch,
-Management Science 27, 1981), with coefficients shared by all cells of a run.
+Between steps each rank computes a small fixed piece (harness/worker/control_process.py), whose time
+follows the machine's speed. Log step times are regressed on it (control variates: Lavenberg and
+Welch, Management Science 27, 1981), with coefficients shared by all cells of a run.
 """
 
 from __future__ import annotations

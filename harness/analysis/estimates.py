@@ -137,10 +137,6 @@ def _most_likely(known: Sequence[Spread]) -> Prior:
     )
 
 
-FIRST_VERSION = 8
-"""First schema version with estimates."""
-
-
 @dataclass(frozen=True)
 class RunEstimates:
     cells: Mapping[str, LogEstimate] = field(default_factory=dict)
@@ -152,10 +148,7 @@ class RunEstimates:
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
-    """Returns estimates from one run's trials with a throughput; empty for older schema
-    versions."""
-    if not finished or min(trial.schema_version for trial in finished) < FIRST_VERSION:
-        return RunEstimates()
+    """Returns estimates from one run's trials with a throughput."""
     windows = [windows_of(trial) for trial in finished]
     kinds: dict[_Kind, list[int]] = {}
     for index, trial in enumerate(finished):

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.record.plan import Plan
-from harness.record.search import (
+from harness.record.plan import (
     COLUMNS,
     KINDS,
     MATRIX,
     NOT_A_SIZE_LIMIT,
+    Plan,
     SearchPlan,
     base_cell,
     steps_of,
@@ -24,7 +24,7 @@ from harness.spec.cell import Cell
 
 @dataclass(frozen=True)
 class Holding:
-    """Memory of a rank when it ran out, in bytes (see harness/measure/oom.py)."""
+    """Memory of a rank when it ran out, in bytes (see harness/measure/memory_kinds.py)."""
 
     in_use: float
     """Total."""

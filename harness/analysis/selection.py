@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import in_recorded_order
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
 
-    from harness.record.run import RunRecord
+    from harness.record.run_record import RunRecord
 
 _SAME_MEMORY = 0.02
 """Relative tolerance: kernels of one machine reserve different amounts."""
@@ -40,7 +40,7 @@ class Hardware:
     gpus: tuple[str, ...]
     gpu_memory_bytes: float | None
     power_limits: tuple[str, ...] | None = None
-    """Text for each GPU; None if unknown, as before schema version 7."""
+    """Text for each GPU; None if unknown."""
     ecc: tuple[str, ...] | None = None
     """Error correction of each GPU, which costs memory speed; None if unknown."""
 
@@ -123,8 +123,10 @@ class MeasuredCell:
     started_at: datetime
     """Start of the run."""
     hardware: Hardware
-    cell_id: str
-    """Id under which results are compared, see `joined`."""
+
+    @property
+    def cell_id(self) -> str:
+        return self.result.cell_id
 
     @property
     def run_id(self) -> str:
@@ -169,32 +171,14 @@ def measured(results: Results) -> list[MeasuredCell]:
     cells = in_recorded_order(TrialRecord.from_frame(trials))
     cells.sort(key=lambda cell: cell.run_id)
     hardware = {run_id: Hardware.of(run) for run_id, run in runs.items()}
-    return joined(
-        [
-            MeasuredCell(cell, runs[cell.run_id].started_at, hardware[cell.run_id], cell.cell_id)
-            for cell in cells
-        ]
-    )
+    return [
+        MeasuredCell(cell, runs[cell.run_id].started_at, hardware[cell.run_id]) for cell in cells
+    ]
 
 
 def is_search(run: RunRecord) -> bool:
     """Returns whether the run searches for the largest model; its trials are no measurements."""
     return "search" in json.loads(run.plan)
-
-
-def joined(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
-    """Returns the same cells, with each older id replaced by the first newer id that it matches.
-
-    Histories thus continue across the change of rules, and later changes of a default start new
-    ones.
-    """
-    newer: dict[str, str] = {}
-    for cell in sorted(cells, key=lambda cell: cell.started_at):
-        if cell.cell_id != (older := cell.result.cell.older_id):
-            newer.setdefault(older, cell.cell_id)
-    return [
-        dataclasses.replace(cell, cell_id=newer.get(cell.cell_id, cell.cell_id)) for cell in cells
-    ]
 
 
 @dataclass(frozen=True)

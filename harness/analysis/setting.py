@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.analysis.cell_result import CellResult
-from harness.record.status import NOT_LAUNCHED
+from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.cell import TECHNIQUES, Cell
 from harness.spec.link import over
 

@@ -213,7 +213,7 @@ def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
 
 
 def within_a_run(by_turns: bool, estimated: bool) -> str:
-    """Describes comparisons in a run. `estimated`: over the whole run, from schema version 8."""
+    """Describes comparisons in a run. `estimated`: over the whole run."""
     if by_turns:
         return f"{COMPARISON_METHOD}; {TURNS_METHOD}"
     return ESTIMATES_COMPARED if estimated else COMPARISON_METHOD

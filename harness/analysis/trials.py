@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from harness.host.gpu_record import GpuRecord
-from harness.record.status import WORST_FIRST
+from harness.host.gpu_state import GpuRecord
+from harness.record.trial_status import WORST_FIRST
 
 if TYPE_CHECKING:
     from harness.analysis.stats import SliceRates

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.record.profile import GPU_PARTS, ProfileRecord
+from harness.record.profile_record import GPU_PARTS, ProfileRecord
 
 if TYPE_CHECKING:
     from harness.record.trial import TrialRecord

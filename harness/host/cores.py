@@ -62,7 +62,7 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _shares(gpus: int) -> list[tuple[int, ...]]:
-    from harness.host.gpu import nearby_cores
+    from harness.host.gpu_inventory import nearby_cores
 
     return share_cores(
         physical_cores(os.sched_getaffinity(0)), [nearby_cores(gpu) for gpu in range(gpus)]

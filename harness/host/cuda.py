@@ -1,4 +1,4 @@
-"""Packages that the fork server may import for all ranks.
+"""What torch can use on this host: CUDA in forked ranks, and a compiler.
 
 A rank forked from a process that has initialised CUDA cannot use CUDA itself.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections.abc import Sequence
 
 LEAVE_CUDA_ALONE = frozenset(
@@ -61,3 +62,17 @@ def cuda_is_initialized() -> bool:
     except OSError:
         return False
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
+
+
+def missing_compiler() -> str:
+    """Returns what is missing and how to install it; empty if nothing is.
+
+    torch.compile compiles generated C++ (CPU kernels, GPU launchers) with $CXX or g++.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return ""
+    return (
+        f"torch.compile needs a C++ compiler, and there is no {compiler}: install Debian's package"
+        " g++, or name another compiler in the environment variable CXX"
+    )

@@ -52,7 +52,6 @@ SLURM = {
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """Returns the installed version; None if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +63,7 @@ def gpus() -> tuple[tuple[str, int], ...]:
 
     Does not initialise CUDA.
     """
-    from harness.host.gpu import visible_gpus
+    from harness.host.gpu_inventory import visible_gpus
 
     return tuple((device.name, device.memory_bytes) for device in visible_gpus())
 
@@ -79,8 +78,7 @@ def unused_gpus() -> str | None:
 
     None if they are used, or if there are none.
     """
-    from harness.host.amd import amd_gpus
-    from harness.host.gpu import driver, visible_gpus
+    from harness.host.gpu_inventory import amd_gpus, driver, visible_gpus
 
     if not (devices := visible_gpus()):
         if not (amd := amd_gpus()):
@@ -140,7 +138,6 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def cpu_model() -> str | None:
-    """Returns the processor's name; None if unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -190,8 +187,7 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, object]:
-    from harness.host.gpu import driver
-    from harness.host.gpu_facts import gpu_facts, gpu_topology
+    from harness.host.gpu_inventory import driver, gpu_facts, gpu_topology
 
     if not gpus():
         return {"gpus_unused": unused_gpus()}
@@ -232,7 +228,7 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
     `more_libraries`: packages to record in addition to LIBRARIES, if installed.
     """
     from harness.host.cores import allowed_cores
-    from harness.host.memory import memory_bytes
+    from harness.host.memory_limits import memory_bytes
 
     libraries = (*LIBRARIES, *more_libraries)
     job = allocation()

@@ -43,7 +43,6 @@ class Nvml:
 
     @classmethod
     def start(cls) -> Nvml | None:
-        """Starts NVML; None if the host has no library or no driver."""
         try:
             import pynvml
 

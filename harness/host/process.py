@@ -1,13 +1,25 @@
-"""Ties the lifetimes of processes together, so that none is left behind.
+"""Lifetimes and Linux namespaces of processes.
 
-Imports nothing that starts a thread: harness/links uses it before it creates namespaces, which the
-kernel allows only for single-threaded processes.
+`python -m harness.host.process COMMAND...` runs a command in its own network namespace, which
+has only loopback: nobody outside can reach the ports of the command and its children. If the system
+does not permit that, the command runs without one. For programs that insist on listening on all
+interfaces, such as Open MPI.
+
+Imports nothing that starts a thread: the kernel creates namespaces only for single-threaded
+processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import os
 import signal
+import socket
+import struct
+import sys
+from pathlib import Path
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable with the process id that the fork server must not outlive."""
@@ -22,3 +34,63 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Makes orphaned descendants children of this process, so that it can find them."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+# linux/sched.h
+NEW_MOUNTS, NEW_HOST_NAME, NEW_USER, NEW_NETWORK = 0x20000, 0x4000000, 0x10000000, 0x40000000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
+_SET_FLAGS, _UP = 0x8914, 0x1  # linux/sockios.h, linux/if.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def unshare(flags: int) -> None:
+    """Moves this single-threaded process into new namespaces; raises OSError if forbidden."""
+    _checked(_LIBC.unshare(flags))
+
+
+def own_hosts(file: Path) -> None:
+    """Mounts this file over /etc/hosts for this process and its children.
+
+    Libraries look up the address of their own host name there.
+    """
+    unshare(NEW_MOUNTS)
+    _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
+    _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
+
+
+def own_network() -> None:
+    """Gives this process its own network namespace; raises OSError if forbidden.
+
+    Without the right to one, it enters a user namespace first, in which it is root.
+    """
+    user, group = os.getuid(), os.getgid()
+    try:
+        unshare(NEW_NETWORK)
+    except PermissionError:
+        unshare(NEW_USER | NEW_NETWORK)
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
+            Path(f"/proc/self/{name}").write_text(text)
+    die_with_parent()  # a change of credentials clears this setting
+
+
+def bring_up_loopback() -> None:
+    """Enables the loopback interface of a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh14x", b"lo", _UP)  # struct ifreq of linux/if.h
+        fcntl.ioctl(any_socket, _SET_FLAGS, request)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        own_network()
+        bring_up_loopback()
+    os.execvp(sys.argv[1], sys.argv[1:])

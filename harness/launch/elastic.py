@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.connection
 import signal
 from typing import TYPE_CHECKING, Any
 
-from harness.host.store import RENDEZVOUS_SECONDS, open_store
+from harness.host.tcp_store import RENDEZVOUS_SECONDS, open_store
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import run_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
 """Seconds that ranks get between SIGTERM and SIGKILL."""
 
 
-def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs one node's ranks; returns exit codes by failed rank, first the one that torch noticed.
-
-    `store`: node 0's rendezvous store.
-    """
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+@functools.cache
+def _agent_class() -> type[LocalElasticAgent]:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class Agent(LocalElasticAgent):
         """Blocks until a rank ends or answers; torch's agent polls every 0.1 s."""
@@ -53,8 +51,17 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
                 self._pcontext.close(death_sig, _SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)
 
-    # Nodes know their numbers, so nothing needs electing. The static rendezvous keeps ranks in node
-    # order and avoids c10d's random wait of up to 0.3 s. An open store cannot lose its port.
+    return Agent
+
+
+def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
+    """Returns torch's static rendezvous over an open store, which cannot lose its port.
+
+    Nodes know their numbers, so nothing needs electing. Ranks stay in node order, without c10d's
+    random wait of up to 0.3 s.
+    """
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
     if store is None and spec.node == 0:
         store = open_store(spec.rendezvous[0])
     address, port = spec.rendezvous[0], getattr(store, "port", spec.rendezvous[1])
@@ -62,6 +69,18 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
         address, port, spec.node, spec.cell.nodes, spec.token, RENDEZVOUS_SECONDS
     )
     rendezvous._store = store
+    return rendezvous
+
+
+def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
+    """Runs one node's ranks; returns exit codes by failed rank, first the one that torch noticed.
+
+    `store`: node 0's rendezvous store.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+    rendezvous = _rendezvous(spec, store)
     worker_spec = WorkerSpec(
         role="rank",
         local_world_size=len(spec.ranks),
@@ -72,11 +91,8 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
         monitor_interval=0.001,
         local_addr="localhost",
     )
-    agent = Agent(
-        worker_spec,
-        DefaultLogsSpecs(log_dir=spec.scratch),
-        start_method="forkserver",
-    )
+    logs = DefaultLogsSpecs(log_dir=spec.scratch)
+    agent = _agent_class()(worker_spec, logs, start_method="forkserver")
     handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     try:
         result = agent.run()

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.host.folders import scratch_folder
 from harness.host.process import die_with_parent
-from harness.host.scratch import scratch_folder
-from harness.launch.launcher import Launcher
-from harness.launch.options import LaunchOptions
+from harness.launch.launcher import Launcher, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
-from harness.worker.interleave import TimeSlices
+from harness.worker.spec import TimeSlices
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
@@ -62,9 +61,8 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """Runs a single trial."""
         launch = Launch(cell, data, processes, more=more)
-        return self.together([launch], on_progress, by_turns=False)[0]
+        return self.together([launch], on_progress, interleave=False)[0]
 
     def ignore_pid(self, pid: int) -> None:
         """Does nothing: launchers in other processes never see this one's children."""
@@ -73,7 +71,7 @@ class InterleavedLauncher:
         self,
         launches: Sequence[Launch],
         on_progress: Callable[[int, float], None] | None = None,
-        by_turns: bool = True,
+        interleave: bool = True,
     ) -> list[Outcome]:
         """Runs all trials interleaved; the first turn of each is its start, set-up and warm-up.
 
@@ -82,21 +80,21 @@ class InterleavedLauncher:
         comparable.
         """
         with scratch_folder() as folder:
-            return self._together(folder, launches, on_progress, by_turns)
+            return self._together(folder, launches, on_progress, interleave)
 
     def _together(
         self,
         folder: Path,
         launches: Sequence[Launch],
         on_progress: Callable[[int, float], None] | None,
-        by_turns: bool,
+        interleave: bool,
     ) -> list[Outcome]:
         """`folder`: for the sockets at which ranks wait for their turns."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
                 process = self._processes[number] = self._processes[number].alive()
-                address = folder / str(number) if by_turns else None
+                address = folder / str(number) if interleave else None
                 slots.append(_Slot(process, launch, address, on_progress))
             while any(not slot.over for slot in slots):
                 for slot in slots:

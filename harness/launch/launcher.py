@@ -18,27 +18,48 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import psutil
 
 from harness.host.cores import pin, threads_of
-from harness.host.memory_group import oom_kills
+from harness.host.folders import keep_multiprocessing_files, remove_abandoned, scratch_folder
+from harness.host.memory_limits import oom_kills
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
-from harness.host.scratch import keep_multiprocessing_files, remove_abandoned, scratch_folder
-from harness.host.store import LOOPBACK, open_store
+from harness.host.tcp_store import LOOPBACK, open_store
 from harness.launch.elastic import run_elastic
-from harness.launch.options import Command, TrialOptions
 from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
-from harness.worker.spec import TrialSpec, log_file
+from harness.worker.spec import TimeSlices, TrialSpec, log_file
 from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from typing_extensions import Unpack
+
+
+Command = Callable[[Path], "list[str] | None"]
+
+
+class TrialOptions(TypedDict, total=False):
+    """Fields of TrialSpec for a launcher's caller."""
+
+    reference: str | None
+    reference_output: str | None
+    max_restarts: int
+    profile: bool
+    traces: str | None
+    turns: TimeSlices | None
+    samples_per_control: int
+    timed_seconds: float
+    rewind_seed: int | None
+
+
+class LaunchOptions(TrialOptions, total=False):
+    command: Command
+    """The strategy's own command, see `Strategy.own_launcher`."""
 
 
 class LauncherProtocol(Protocol):
@@ -277,7 +298,7 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
     }
-    closed = "harness.launch.bound_store" if _is_python(command[0]) else "harness.host.namespaces"
+    closed = "harness.host.tcp_store" if _is_python(command[0]) else "harness.host.process"
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", closed, *command, "-m", "harness.worker.mpi", str(file)],

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.launch.hang import Hang, missing, read_groups
+from harness.launch.watch import Hang, missing, read_groups
 from harness.spec.cell import Cell
 from harness.spec.redaction import redacted
-from harness.worker.answer import RankAnswer, TrainedAnswer
-from harness.worker.heartbeat import GroupState
+from harness.worker.rank_answer import RankAnswer, TrainedAnswer
+from harness.worker.reporting import GroupState
 from harness.worker.spec import log_file, stacks_file
 from harness.worker.worker import no_memory
 
@@ -35,7 +35,7 @@ class Outcome:
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """Facts of its nodes (harness/nodes/facts.py), if not this process's own."""
+    """Facts of its nodes (harness/nodes/node.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
     """Record columns of the emulated link (harness/links); empty without one."""
 

@@ -1,4 +1,4 @@
-"""Emulated nodes and their links."""
+"""Emulated nodes and their links, and the launcher that runs cells on them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
+from harness.host.folders import remove_abandoned, scratch_folder
 from harness.host.process import die_with_parent
-from harness.host.scratch import remove_abandoned, scratch_folder
+from harness.launch.launcher import LauncherProtocol, LaunchOptions
+from harness.launch.outcome import Outcome
 from harness.links.switch import LOG, TOOLS, NodeShare, Request
-from harness.nodes.coordinator import Nodes
+from harness.nodes.coordinator import Nodes, NodesLauncher
 from harness.nodes.node import Node
+from harness.spec.cell import Cell
+from harness.workloads import DataSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 START_SECONDS = 120.0
 MEASUREMENTS = 2
@@ -63,7 +75,7 @@ class _Process:
 
 
 @functools.cache
-def lacking() -> str:
+def unsupported_reason() -> str:
     """Returns why links cannot be emulated, with a remedy; empty if they can. Tried once per
     process."""
     if sys.platform != "linux":
@@ -124,7 +136,7 @@ class EmulatedNodes:
         if len(nodes.ready(self.count, START_SECONDS)) < self.count:
             log = rendezvous_file.with_name(LOG).read_text("utf-8", "replace").strip().splitlines()
             raise NoLinks(
-                f"emulated links: {nodes.lacking(self.count)}"
+                f"emulated links: {nodes.shortfall(self.count)}"
                 + (f"; the agents' log ends: {log[-1]}" if log else "")
             )
         return nodes
@@ -169,7 +181,7 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Returns bits per second and one-way latency in seconds (harness/nodes/probe.py). Raises
+    """Returns bits per second and one-way latency in seconds (harness/nodes/node.py). Raises
     NoLinks if the nodes cannot connect, or an agent ends."""
     try:
         first.line.send("listen")
@@ -200,3 +212,60 @@ def _cards() -> list[str]:
     """Returns this process's GPUs in the format of CUDA_VISIBLE_DEVICES."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",") if names else [str(number) for number in range(len(gpus()))]
+
+
+MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
+"""Factory of launchers, from the packages that ranks need."""
+
+
+class LinksLauncher:
+    def __init__(
+        self, emulated: EmulatedNodes, inner: MakesLauncher, packages: Sequence[str]
+    ) -> None:
+        self.emulated, self.packages = emulated, list(packages)
+        self.inner = inner(packages)
+
+    def ignore_pid(self, pid: int) -> None:
+        self.inner.ignore_pid(pid)
+
+    def run(
+        self,
+        cell: Cell,
+        data: DataSource,
+        processes: int,
+        *,
+        on_progress: Callable[[int, float], None] | None = None,
+        **more: Unpack[LaunchOptions],
+    ) -> Outcome:
+        """A cell whose links cannot be emulated is `unavailable`."""
+        if not cell.links:
+            return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
+        try:
+            # Measured before the agents import packages, which keeps cores busy.
+            columns = self.emulated.use(cell.links)
+            over = NodesLauncher(self.emulated.ready(), self.packages)
+        except KeyboardInterrupt:
+            self.emulated.close()  # an answer may have been read in part
+            return Outcome("interrupted", "stopped by the user", time.time(), 0.0)
+        except NoLinks as error:
+            self.emulated.close()
+            return Outcome("unavailable", str(error), time.time(), 0.0)
+        finally:
+            if self.emulated.pid:
+                self.ignore_pid(self.emulated.pid)
+        outcome = over.run(cell, data, processes, on_progress=on_progress, **more)
+        return replace(outcome, link=columns)
+
+
+@contextlib.contextmanager
+def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
+    """Yields the launcher factory for these cells, with emulated nodes if any needs them."""
+    count = max((cell.nodes for cell in cells if cell.links), default=0)
+    if not count:
+        yield launcher
+        return
+    emulated = EmulatedNodes(count)
+    try:
+        yield functools.partial(LinksLauncher, emulated, launcher)
+    finally:
+        emulated.close()

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from harness.host.namespaces import (
+from harness.host.process import (
     NEW_HOST_NAME,
     NEW_NETWORK,
+    die_with_parent,
     own_hosts,
     own_network,
     unshare,
 )
-from harness.host.process import die_with_parent
 from harness.spec.link import Link
 
 INTERFACE = "link0"
@@ -68,7 +68,6 @@ def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = 
 
 
 def ip(*lines: str, inside: int | None = None) -> None:
-    """Runs subcommands of `ip`."""
     run(["ip", "-batch", "-"], lines, inside)
 
 

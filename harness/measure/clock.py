@@ -1,10 +1,11 @@
-"""Timing of steps."""
+"""Timing of steps, and of the methods that compute in them."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -29,3 +30,73 @@ def timed_step(
     synchronize()
     end = now()
     return result, fetched - begin, end - begin
+
+
+Method: TypeAlias = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
+    """Wraps `owner.name` by `wrap` within the context.
+
+    `owner`: a class, an instance or a module.
+    """
+    own = vars(owner) if hasattr(owner, "__dict__") else {}
+    inherited = name not in own
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def busy_fraction(
+    step: Callable[[], None],
+    compute: Sequence[tuple[object, str]],
+    synchronize: Callable[[], None],
+    repeats: int = 3,
+    now: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Returns the share of the wall time of `repeats` steps that this rank spent in `compute`.
+
+    `compute`: methods by owner and name, wrapped for these steps only. Synchronising the device
+    around each call makes GPU steps slower than timed ones; only the ratio is used.
+    """
+    busy = 0.0
+
+    def timed(method: Method) -> Method:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal busy
+            synchronize()
+            begin = now()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                synchronize()
+                busy += now() - begin
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in compute:
+            stack.enter_context(replaced(owner, name, timed))
+        begin = now()
+        for _ in range(repeats):
+            step()
+        synchronize()
+        total = now() - begin
+    return busy / total
+
+
+def bubble_fraction(busy: Iterable[float]) -> float:
+    """Returns 1 - the ranks' mean busy share.
+
+    Theory for GPipe and 1F1B with p stages and m micro-batches: (p-1)/(m+p-1) (GPipe, arXiv
+    1811.06965, section 2.3).
+    """
+    shares = list(busy)
+    return max(0.0, 1.0 - sum(shares) / len(shares))

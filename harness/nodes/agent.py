@@ -15,16 +15,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.host.imports import collect_seldom
+from harness.host.gc_tuning import collect_seldom
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
-from harness.nodes.facts import node_facts
-from harness.nodes.messages import Message
-from harness.nodes.probe import listen, measure
-from harness.nodes.protocol import NodeConnection, reach_coordinator
+from harness.nodes.node import listen_for_measurement, measure_latency, node_facts
+from harness.nodes.protocol import Message, NodeConnection, reach_coordinator
 from harness.nodes.rendezvous import addresses_of, interface_of
 from harness.spec.errors import UsageError
-from harness.worker.answer import FailureAnswer, RankAnswer
+from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 
 if TYPE_CHECKING:
@@ -50,18 +48,19 @@ class Agent:
             if word == "warm":
                 self.launcher = Launcher(what)
             elif word == "meet":
-                from harness.host.store import open_store
+                from harness.host.tcp_store import open_store
 
                 self.store = open_store(self.address)
                 self.line.send("met", self.store.port)
             elif word == "ping":
                 self.line.send("pong")
             elif word == "listen":
-                self.line.send(
-                    "listening", listen(self.address, lambda rate: self.line.send("received", rate))
+                port = listen_for_measurement(
+                    self.address, lambda rate: self.line.send("received", rate)
                 )
+                self.line.send("listening", port)
             elif word == "measure":
-                self.line.send("measured", measure(*what))
+                self.line.send("measured", measure_latency(*what))
             elif word == "run":
                 self._run(what)
 

@@ -13,13 +13,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.launch.launcher import Launcher
-from harness.launch.options import TrialOptions
+from harness.launch.launcher import Launcher, TrialOptions
 from harness.launch.outcome import Outcome
+from harness.nodes.multi_node_trial import Trial
 from harness.nodes.node import Node, measured_link
 from harness.nodes.protocol import secure
 from harness.nodes.rendezvous import Rendezvous, addresses_of, machine_id, new_key
-from harness.nodes.trial import Trial
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 class Nodes:
     """The agents of a run; a lost one may rejoin under its number."""
 
-    most_strangers = 64
+    max_unauthenticated = 64
     """Most unauthenticated connections at once; agents retry."""
 
     def __init__(
@@ -49,12 +48,12 @@ class Nodes:
         bypassing links.
         """
         self.count, self.rendezvous_file = count, rendezvous_file
-        self.there: dict[int, Node] = {}
+        self.connected: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
         self._waited = False
         self._change = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(self.most_strangers)
+        self._unauthenticated = threading.BoundedSemaphore(self.max_unauthenticated)
         if socket_file:
             addresses, port = [str(socket_file)], 0
             self._listener = socket.socket(socket.AF_UNIX)
@@ -74,12 +73,12 @@ class Nodes:
                 raw, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            if not self._strangers.acquire(blocking=False):
+            if not self._unauthenticated.acquire(blocking=False):
                 raw.close()
                 continue
-            threading.Thread(target=self._welcome, args=(raw, secret), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(raw, secret), daemon=True).start()
 
-    def _welcome(self, raw: socket.socket, secret: bytes) -> None:
+    def _handshake(self, raw: socket.socket, secret: bytes) -> None:
         try:
             line = secure(raw, secret, coordinator=True)
             word, facts = line.receive()
@@ -87,15 +86,15 @@ class Nodes:
             raw.close()
             return  # not one of our agents
         finally:
-            self._strangers.release()
+            self._unauthenticated.release()
         if word != "hello":
             line.close()
             return
         node = Node(line, facts)
         with self._change:
-            if before := self.there.get(node.number):
+            if before := self.connected.get(node.number):
                 before.line.close()
-            self.there[node.number] = node
+            self.connected[node.number] = node
             self._lost.pop(node.number, None)
             self._waited = False
             if self._packages is not None:
@@ -108,7 +107,7 @@ class Nodes:
         with self._change:
             if self._packages is None:
                 self._packages = list(packages)
-                for node in self.there.values():
+                for node in self.connected.values():
                     with contextlib.suppress(OSError):
                         node.line.send("warm", self._packages)
 
@@ -119,37 +118,37 @@ class Nodes:
         with self._change:
             while True:
                 self._drop_gone()
-                if len(self.there) >= count:
-                    return [self.there[number] for number in sorted(self.there)][:count]
+                if len(self.connected) >= count:
+                    return [self.connected[number] for number in sorted(self.connected)][:count]
                 left = deadline - time.monotonic()
                 if left <= 0:
                     self._waited = True
-                    return [self.there[number] for number in sorted(self.there)]
+                    return [self.connected[number] for number in sorted(self.connected)]
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
         """Drops agents that left between trials: a readable connection has ended then."""
-        lines = {node.line.connection: node for node in self.there.values()}
+        lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
             self.lose(lines[connection], "its agent went between two trials")  # type: ignore[index]
 
     def lose(self, node: Node, why: str) -> None:
         with self._change:
             node.line.close()
-            if self.there.get(node.number) is node:
-                del self.there[node.number]
+            if self.connected.get(node.number) is node:
+                del self.connected[node.number]
                 self._lost[node.number] = f"{node.name}: {why}"
 
-    def lacking(self, count: int) -> str:
+    def shortfall(self, count: int) -> str:
         lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
         return (
-            f"needs {count} nodes, {len(self.there)} of {self.count}"
-            f" {'is' if len(self.there) == 1 else 'are'} there ({lost})"
+            f"needs {count} nodes, {len(self.connected)} of {self.count}"
+            f" {'is' if len(self.connected) == 1 else 'are'} there ({lost})"
         )
 
     def check(self) -> None:
         """Raises UsageError if nodes cannot reach each other by their interfaces."""
-        nodes = [self.there[number] for number in sorted(self.there)]
+        nodes = [self.connected[number] for number in sorted(self.connected)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
         if loopback and len(machines) > 1:
@@ -160,7 +159,7 @@ class Nodes:
 
     def measure(self) -> None:
         """Adds the coordinator's TCP link to each node's facts."""
-        for node in list(self.there.values()):
+        for node in list(self.connected.values()):
             try:
                 node.facts |= measured_link(node.line)
             except (EOFError, OSError):
@@ -171,18 +170,18 @@ class Nodes:
             with contextlib.suppress(OSError):
                 how(socket.SHUT_RDWR) if how else self._listener.close()
         with self._change:
-            for node in self.there.values():
+            for node in self.connected.values():
                 with contextlib.suppress(OSError):
                     node.line.send("quit")
                 node.line.close()
-            self.there.clear()
+            self.connected.clear()
         self.rendezvous_file.unlink(missing_ok=True)
 
 
 class NodesLauncher:
     """Runs single-node cells as usual, others over the agents; replaces Launcher for the runner."""
 
-    patience_seconds = 30.0
+    wait_seconds = 30.0
     """Seconds that a trial waits for missing nodes; lost agents may be restarted."""
 
     def __init__(
@@ -220,11 +219,11 @@ class NodesLauncher:
                 cell, data, processes, command=command, on_progress=on_progress, **more
             )
         try:
-            nodes = self.nodes.ready(cell.nodes, self.patience_seconds)
+            nodes = self.nodes.ready(cell.nodes, self.wait_seconds)
         except KeyboardInterrupt:
             return Outcome("interrupted", "stopped by the user", time.time(), 0.0)
         if len(nodes) < cell.nodes:
-            return Outcome("unavailable", self.nodes.lacking(cell.nodes), time.time(), 0.0)
+            return Outcome("unavailable", self.nodes.shortfall(cell.nodes), time.time(), 0.0)
         spec = TrialSpec(cell, data, processes, token=secrets.token_hex(8), **more)
         specs = [
             dataclasses.replace(spec, node=place, node_name=node.name)

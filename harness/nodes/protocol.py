@@ -1,26 +1,88 @@
-"""Authentication between coordinator and agents, with the run's key.
+"""Messages between coordinator and agents, authenticated with the run's key.
+
+A message is a word and a value of the word's type, as JSON. Nothing received is executed or
+unpickled; a value of the wrong type ends the connection.
 
 Each side sends a nonce, and proves with its first tag that it knows the key. Keys per direction are
 derived from it and both nonces, so recorded connections are useless. Numbered tags prevent
 repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted. An unproved
 peer can make this side read at most 64 bytes.
+
+`multiprocessing.connection` authenticates only the connection (by HMAC-MD5 before Python 3.12), so
+that whoever is on the path could forge, change or repeat its messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import json
 import secrets
 import socket
 import struct
 import threading
 import time
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from harness.nodes.messages import Message, ProtocolError, decoded, encoded
+from pydantic import TypeAdapter, ValidationError
+
+from harness.launch.outcome import RankOutputs
 from harness.nodes.rendezvous import Rendezvous, machine_id, set_timeout
 from harness.spec.errors import UsageError
+from harness.worker.spec import TrialSpec
+
+Message: TypeAlias = tuple[str, Any]
+
+_NOTHING: Any = type(None)
+_VALUES: dict[str, Any] = {
+    # From agents:
+    "hello": dict[str, Any],
+    "met": int,
+    "pong": _NOTHING,
+    "listening": int,
+    "measured": float,
+    "received": float,
+    "step": tuple[int, float],
+    "left": tuple[float, RankOutputs],
+    # From the coordinator:
+    "warm": list[str],
+    "meet": _NOTHING,
+    "ping": _NOTHING,
+    "listen": _NOTHING,
+    "measure": tuple[str, int],
+    "run": TrialSpec,
+    "stop": _NOTHING,
+    "quit": _NOTHING,
+}
+
+
+class ProtocolError(OSError):
+    """The peer speaks another protocol or lacks the key; the connection is unusable."""
+
+
+@functools.cache
+def _adapter(word: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_VALUES[word])
+
+
+def encoded(word: str, value: object = None) -> bytes:
+    """Returns a message as JSON, which keeps non-finite floats."""
+    return json.dumps([word, _adapter(word).dump_python(value)]).encode()
+
+
+def decoded(body: bytes) -> Message:
+    """Returns the message of `encoded`; raises ProtocolError for anything else."""
+    try:
+        word, value = json.loads(body)
+        if word not in _VALUES:
+            raise ProtocolError(f"unknown message {word!r}")
+        return word, _adapter(word).validate_python(value)
+    except (ValidationError, ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of this protocol: {type(error).__name__}") from None
+
 
 HANDSHAKE_SECONDS = 10
 MOST_BYTES = 2**26

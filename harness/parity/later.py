@@ -109,5 +109,4 @@ def with_later(
 
 
 def largest_finite(deviations: Sequence[float]) -> float | None:
-    """Returns the largest finite value, or None."""
     return max((value for value in deviations if math.isfinite(value)), default=None)

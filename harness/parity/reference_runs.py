@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.host.cache import cache_folder
 from harness.host.environment import version_of
-from harness.host.gpu import visible_gpus
+from harness.host.folders import cache_folder
+from harness.host.gpu_inventory import visible_gpus
 from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell

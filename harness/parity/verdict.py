@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.spec.training import EXACT, REASONS, Tolerance
-
-if TYPE_CHECKING:
-    pass
 from harness.parity.reference import Noise
+from harness.parity.reference_runs import reference_of
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, REASONS, Layout, Tolerance
+from harness.strategy.base import Strategy
+from harness.strategy.optimizers import TOLERANCES
+from harness.strategy.registry import batch_norm_is_split
+from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
 
 # Deviation of each precision from the fp32 reference, over at most 20 steps; measured in
 # docs/studies/parity-deviations.md.
@@ -96,8 +100,10 @@ def parity_verdict(
     `noise`: the reference's; if it exceeds what is allowed, the reason says so.
     """
     gaps = loss_deviations(losses, reference_losses)
-    worst_loss = max(gaps)
-    merged = _largest_by_tensor(updates)
+    merged: dict[str, float] = {}
+    for of_rank in updates:
+        for name, value in of_rank.items():
+            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
     missing = [
         name
         for name in all_names
@@ -105,50 +111,43 @@ def parity_verdict(
     ]
     worst_tensor = max(merged, key=lambda n: merged[n], default=None)
     worst_update = merged[worst_tensor] if worst_tensor is not None else math.inf
-
-    def verdict(word: str, reason: str) -> ParityVerdict:
-        finite = [x if math.isfinite(x) else None for x in (worst_loss, worst_update)]
-        reason = REASONS.join(part for part in (reason, beyond(allowed, noise)) if part)
-        return ParityVerdict(
-            word, reason, finite[0], finite[1], worst_tensor, allowed.loss, allowed.update
-        )
-
     if missing:
-        return verdict(
-            "diverged",
-            f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one",
-        )
-    if worst_loss > allowed.loss:
-        step = next(i for i, gap in enumerate(gaps) if gap > allowed.loss)
-        finding = (
-            "is not finite"
-            if not math.isfinite(gaps[step])
-            else f"is off by {gaps[step]:.1e} (allowed {allowed.loss:.0e})"
-        )
-        return verdict(
-            "diverged", f"loss {finding} at step {step}, largest deviation {worst_loss:.1e}"
-        )
-    if worst_update > allowed.update:
-        return verdict(
-            "diverged",
+        word = "diverged"
+        reason = f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one"
+    elif max(gaps) > allowed.loss:
+        word, reason = "diverged", _loss_reason(gaps, allowed.loss)
+    elif worst_update > allowed.update:
+        word = "diverged"
+        reason = (
             f"parameters of {worst_tensor} are off by {worst_update:.1e} of their update (allowed"
-            f" {allowed.update:.0e})",
+            f" {allowed.update:.0e})"
         )
-    if worst_loss <= EXACT.loss and worst_update <= EXACT.update:
-        return verdict("exact", "")
-    if allowed.reason == EXACT.reason and noise is not None:  # widened by the noise alone
+    elif max(gaps) <= EXACT.loss and worst_update <= EXACT.update:
+        word, reason = "exact", ""
+    elif allowed.reason == EXACT.reason and noise is not None:  # widened by the noise alone
         moved = f"{noise.loss:.1e} in the loss and {noise.update:.1e} in the parameters"
-        return verdict("exact", f"rounding alone moves the reference by {moved}")
-    return verdict("within tolerance", allowed.reason)
+        word, reason = "exact", f"rounding alone moves the reference by {moved}"
+    else:
+        word, reason = "within tolerance", allowed.reason
+    return ParityVerdict(
+        word,
+        REASONS.join(part for part in (reason, beyond(allowed, noise)) if part),
+        max(gaps) if math.isfinite(max(gaps)) else None,
+        worst_update if math.isfinite(worst_update) else None,
+        worst_tensor,
+        allowed.loss,
+        allowed.update,
+    )
 
 
-def _largest_by_tensor(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the largest deviation over the ranks; infinite if not finite."""
-    merged: dict[str, float] = {}
-    for of_rank in updates:
-        for name, value in of_rank.items():
-            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
-    return merged
+def _loss_reason(gaps: Sequence[float], allowed: float) -> str:
+    step = next(i for i, gap in enumerate(gaps) if gap > allowed)
+    finding = (
+        f"is off by {gaps[step]:.1e} (allowed {allowed:.0e})"
+        if math.isfinite(gaps[step])
+        else "is not finite"
+    )
+    return f"loss {finding} at step {step}, largest deviation {max(gaps):.1e}"
 
 
 def beyond(allowed: Tolerance, noise: Noise | None) -> str:
@@ -189,3 +188,62 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
 
 def as_row(verdict: ParityVerdict) -> dict[str, Any]:
     return {f"parity_{name}": value for name, value in asdict(verdict).items()}
+
+
+def in_fp32(cell: Cell) -> Cell | None:
+    """Returns the cell with weights in fp32; None if they already are."""
+    name = make_workload(cell.workload).in_fp32
+    return cell.model_copy(update={"workload": name}) if name else None
+
+
+def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
+    """Returns the largest relative deviation from fp32 losses; None if weights are fp32 or a loss
+    is not finite."""
+    twin = in_fp32(cell)
+    if twin is None or not (reference := reference_of(twin)).exists:
+        return None
+    farthest = max(loss_deviations(losses, reference.facts["losses"][: cell.parity_steps]))
+    return farthest if math.isfinite(farthest) else None
+
+
+def allowed_deviation(
+    cell: Cell, workload: Workload, strategy: Strategy, layout: Layout
+) -> Tolerance:
+    """Returns the declared tolerance, widened for precision and split BatchNorm.
+
+    Half precision and the model's response to its rounding are one reason: see `rounding_alone`.
+    """
+    shared = [workload.tolerance(cell) or EXACT]
+    if cell.precision in PRECISION:
+        shared += [PRECISION[cell.precision], *([HALF_BATCH_NORM] if workload.batch_norm else [])]
+    reasons = [strategy.tolerance(cell, workload), widest(*shared, between=", and ")]
+    if cell.optimizer in TOLERANCES:
+        reasons.append(TOLERANCES[cell.optimizer])
+    if batch_norm_is_split(strategy, cell, workload, layout):
+        reasons.append(SPLIT_BATCH_NORM)
+    return widest(*reasons)
+
+
+def verdict_of(
+    cell: Cell,
+    workload: Workload,
+    allowed: Tolerance,
+    losses: Sequence[float | None],
+    updates: Sequence[Mapping[str, float]],
+    reference_losses: Sequence[float],
+    why_not: str,
+    noise: Noise | None = None,
+) -> ParityVerdict:
+    """Returns the verdict on `losses` by step and each rank's `updates` (see
+    harness/parity/verdict.py); without a reference, unknown because of `why_not`."""
+    if not reference_losses:
+        return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
+    return parity_verdict(
+        losses,
+        reference_losses,
+        updates,
+        model_facts(workload, cell.sequence_length).trainable,
+        allowed,
+        workload.split.tied if workload.split else None,
+        noise,
+    )

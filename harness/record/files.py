@@ -1,4 +1,4 @@
-"""Reads and writes single parquet files of a results folder.
+"""Parquet files of a results folder.
 
 Writes are atomic. Reads verify the checksum of each page (CRC-32, parquet-format's
 `PageHeader.crc`) and compare the footer with the table's schema.
@@ -7,20 +7,34 @@ Writes are atomic. Reads verify the checksum of each page (CRC-32, parquet-forma
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
+from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
 from harness.spec.errors import DamagedFileWarning, NotRecorded, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class TrialKey:
+    cell_id: str
+    trial: int
+    attempt: int = 1
+
+    @property
+    def stem(self) -> str:
+        return f"{self.cell_id}-t{self.trial}-a{self.attempt}"
+
 
 _MAGIC = b"PAR1"
 
@@ -29,8 +43,8 @@ class DamagedFile(Exception):
     """A file was damaged or is not of this table; the message says how."""
 
 
-class NewerSchema(UsageError):
-    """A file was written by a newer version of the suite."""
+class OtherSchema(UsageError):
+    """A file was written by a version of the suite with another schema."""
 
 
 def writer_name() -> str:
@@ -80,66 +94,42 @@ def is_complete(file: Path) -> bool:
 
 
 def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
-    """Returns a file's rows with all current columns, or `columns`; null if its version lacks one.
-
-    Raises DamagedFile, or NewerSchema.
-    """
+    """Returns a file's rows with all columns, or `columns`. Raises DamagedFile or OtherSchema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = nullable(table, columns)
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
-            version = _version(file, content.schema_arrow)
-            if problem := _mismatch(table, content.schema_arrow, version):
+            if problem := _mismatch(table, file, content.schema_arrow):
                 raise DamagedFile(f"it is no file of table {table}: {problem}")
             rows = content.read(columns=schema.names)
         present = dict(zip(rows.column_names, rows.columns, strict=True))
-        return pa.table(
-            [_as(present.get(f.name), f.type, len(rows)) for f in schema], schema=schema
-        )
+        return pa.table([present[name] for name in schema.names], schema=schema)
     except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
         lines = str(error).strip().splitlines()
         raise DamagedFile(lines[0] if lines else type(error).__name__) from None
 
 
-def _as(column: pa.ChunkedArray | None, kind: pa.DataType, rows: int) -> pa.ChunkedArray | pa.Array:
-    """Returns the column in this type, or nulls. Casts only if needed: importing arrow's functions
-    takes longer than reading a file."""
-    import pyarrow as pa
+def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
+    """Returns how a file's version or columns differ from the table's; empty if they do not.
 
-    if column is None:
-        return pa.nulls(rows, kind)
-    return column if column.type == kind else column.cast(kind)
-
-
-def _version(file: Path, schema: pa.Schema) -> int | None:
-    """Returns the file's schema version; None for copies of several files."""
-    text = (schema.metadata or {}).get(VERSION_KEY.encode())
-    if text is None:
-        return None
-    if not text.isdigit():
-        raise DamagedFile("its schema version is no number")
-    if int(text) > VERSION:
-        raise NewerSchema(
-            f"{str(file)!r} was written by a newer version of the suite (schema {int(text)}, this"
-            f" one reads up to {VERSION}): update the suite to read it"
+    Raises OtherSchema.
+    """
+    version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
+    if not version.isdecimal():
+        return "it states no schema version"
+    if int(version) != VERSION:
+        raise OtherSchema(
+            f"{str(file)!r} has schema {int(version)}, this version of the suite reads schema"
+            f" {VERSION}: read it with the version that wrote it"
         )
-    return int(text)
-
-
-def _mismatch(table: str, schema: pa.Schema, version: int | None) -> str:
-    """Returns how a file's columns differ from its version's; empty if they match. Copies have all
-    columns of the version that made them."""
-    known = 1 if version is None else version
     present = dict(zip(schema.names, schema.types, strict=True))
-    for column, field in zip(TABLES[table].columns(), arrow_schema(table), strict=True):
-        if column.since > known:
-            continue
-        if column.name not in present:
-            return f"column {column.name} is missing"
-        if present[column.name] != field.type:
-            return f"column {column.name} is {present[column.name]}"
+    for field in arrow_schema(table):
+        if field.name not in present:
+            return f"column {field.name} is missing"
+        if present[field.name] != field.type:
+            return f"column {field.name} is {present[field.name]}"
     return ""
 
 
@@ -158,7 +148,6 @@ def read_undamaged(
 
 
 def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the undamaged files' rows as one frame."""
     return frame_of(table, read_undamaged(table, files, columns), columns)
 
 
@@ -203,3 +192,99 @@ def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
             if not columns or field.name in columns
         ]
     )
+
+
+_COPIED = "files"
+"""Metadata key of a copy: number of its source files and a digest of their names."""
+_AT_ONCE = 200
+"""Files copied at a time, which bounds memory use."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    folder: Path
+
+    def of(self, table: str, run_id: str) -> list[Path]:
+        """Returns the files that hold a run's rows: the copy if up to date or all that is left,
+        else the single files."""
+        single, copy = self.single(table, run_id), self.copy(table, run_id)
+        if not copy.exists():
+            return single
+        return [copy] if not single or self._has(table, run_id, single) else single
+
+    def _has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
+        return _copied(self.copy(table, run_id)) == _names_digest(files)
+
+    def gather(self, run_id: str) -> None:
+        """Copies a run's rows into one file per table: thousands of small files are slow to read.
+
+        Keeps a copy that is complete or whose single files are gone.
+        """
+        import pyarrow as pa
+
+        for table in ("trials", "steps"):
+            files = self.single(table, run_id)
+            if not files or self._has(table, run_id, files):
+                continue
+            parts = (
+                pa.concat_tables(rows).combine_chunks()
+                for i in range(0, len(files), _AT_ONCE)
+                if (rows := read_undamaged(table, files[i : i + _AT_ONCE]))
+            )
+            self.write_copy(table, run_id, files, parts)
+
+    def write_copy(
+        self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
+    ) -> Path:
+        metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
+        schema = nullable(table).with_metadata(metadata)
+        return write_file(self.copy(table, run_id), schema, parts)
+
+    def unpack(self, run_id: str) -> None:
+        """Splits a copy into single files if only the copy is left. Otherwise single files of later
+        trials would supersede it."""
+        for table in ("steps", "trials"):
+            copy = self.copy(table, run_id)
+            if not copy.exists():
+                continue
+            schema = nullable(table).with_metadata({VERSION_KEY: str(VERSION)})
+            rows = read_file(table, copy)
+            names = ("cell_id", "trial", "attempt")
+            keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+            places: dict[TrialKey, list[int]] = {}
+            for place, key in enumerate(keys):
+                places.setdefault(TrialKey(*key), []).append(place)
+            for trial, of_trial in places.items():
+                file = self.folder / table / run_id / f"{trial.stem}.parquet"
+                write_file(file, schema, [rows.take(of_trial)])
+
+    def copy(self, table: str, run_id: str) -> Path:
+        return self.folder / "gathered" / run_id / f"{table}.parquet"
+
+    def only_copied(self, run_id: str) -> bool:
+        """Returns whether only the copy of a run's trials is left."""
+        return self.copy("trials", run_id).exists() and not self.single("trials", run_id)
+
+    def single(self, table: str, run_id: str) -> list[Path]:
+        """Returns the files of the trials that count; empty if only the copy is left."""
+        counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
+        if table == "trials":
+            return counted
+        files = [self.folder / table / run_id / trial.name for trial in counted]
+        return [file for file in files if file.exists()]
+
+
+def _names_digest(files: Sequence[Path]) -> str:
+    names = "\n".join(sorted(file.name for file in files))
+    return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
+
+
+def _copied(copy: Path) -> str | None:
+    """Returns what the copy says about its source files; None if it is missing or damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return str((pq.read_schema(copy).metadata or {})[_COPIED.encode()], "ascii")
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return None

@@ -1,5 +1,7 @@
-"""The plan of a run: cells, trials and their order. It is recorded, so that the run can be
-resumed."""
+"""The plan of a run (cells, trials and their order), and the cells of a search.
+
+It is recorded, so that the run can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,41 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from harness.record.search import SearchPlan
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
+SearchPlan = dict[str, Any]
+"""A plan's search, as JSON: budget, tokens, order and predictions."""
+MATRIX = "maxsize"
+"""Matrix of a search for the largest model or the longest sequence."""
+KINDS = ("parameters", "gradients", "optimizer", "library")
+COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
+NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
+"""Statuses of a probe that tell nothing about the largest size."""
 LEAST_ROUNDS = 2
 """Planned rounds that run whatever the time budget: the fewest that show the spread between
 trials."""
+
+
+def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
+    """Returns the cell after this many search steps: `llama-320x1` becomes `llama-320x40`, or its
+    sequences become 40 times `tokens` long.
+
+    `tokens`: growth per step; 0: the model grows by a block instead.
+    """
+    if tokens:
+        return cell.model_copy(update={"sequence_length": steps * tokens})
+    return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
+
+
+def base_cell(cell: Cell, tokens: int = 0) -> Cell:
+    """Returns the one-step cell that a probe's cell was made from."""
+    return cell_at_size(cell, 1, tokens)
+
+
+def steps_of(cell: Cell, tokens: int = 0) -> int:
+    return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
 
 
 @dataclass(frozen=True)
@@ -48,11 +77,11 @@ class Plan:
     further rounds."""
     time_budget_seconds: float | None = None
     """Time after which no round starts, nor any trial from `spare_from` on; None: no limit."""
-    by_turns: bool = False
+    interleaved: bool = False
     """Whether a round's trials are interleaved (see harness/launch/interleaved.py)."""
     timed_seconds: float = 0.0
     """Minimum duration of a trial's timed steps, with a control between them (see
-    harness/worker/control.py); 0: the cell's number of steps, and no control."""
+    harness/worker/control_process.py); 0: the cell's number of steps, and no control."""
     until_answered: bool = False
     """Whether cells that may still be the fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
@@ -140,26 +169,11 @@ class Plan:
         return order
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "cells": [c.model_dump(mode="json") for c in self.cells],
-                "trials": self.trials,
-                "order_seed": self.order_seed,
-                "left_out": [
-                    {"cell": x.cell.model_dump(mode="json"), "status": x.status, "reason": x.reason}
-                    for x in self.left_out
-                ],
-                **({"search": self.search} if self.search else {}),
-                "precision": self.precision,
-                "time_budget_seconds": self.time_budget_seconds,
-                "by_turns": self.by_turns,
-                **({"timed_seconds": self.timed_seconds} if self.timed_seconds else {}),
-                **({"until_answered": True} if self.until_answered else {}),
-                **({"once": sorted(self.once)} if self.once else {}),
-                **({"not_compared": sorted(self.not_compared)} if self.not_compared else {}),
-                "launches_per_round": dict(self.launches_per_round),
-            }
-        )
+        """Returns the column `plan`, without run, matrix and empty fields."""
+        content = {name: value for name, value in vars(self).items() if value}
+        del content["run_id"], content["matrix"]
+        always = {"cells": [], "left_out": [], "trials": self.trials}
+        return json.dumps(always | content, default=_plain)
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Plan:
@@ -174,25 +188,20 @@ class Plan:
     @classmethod
     def _from_row(cls, row: Mapping[Any, Any]) -> Plan:
         plan = json.loads(row["plan"])
-        left_out = tuple(
-            LeftOut(Cell(**x["cell"]), x["status"], x["reason"]) for x in plan["left_out"]
+        plan["cells"] = tuple(Cell(**cell) for cell in plan["cells"])
+        plan["left_out"] = tuple(
+            LeftOut(Cell(**left["cell"]), left["status"], left["reason"])
+            for left in plan["left_out"]
         )
-        cells = tuple(Cell(**c) for c in plan["cells"])
-        more = {name: plan.get(name) for name in ("search", "precision", "time_budget_seconds")}
-        more |= {"by_turns": plan.get("by_turns", False), "once": frozenset(plan.get("once", ()))}
-        more["timed_seconds"] = plan.get("timed_seconds", 0.0)
-        more["until_answered"] = plan.get("until_answered", False)
-        more["not_compared"] = frozenset(plan.get("not_compared", ()))
-        more["launches_per_round"] = plan.get("launches_per_round", {})
-        return cls(
-            row["run_id"],
-            row["matrix"],
-            cells,
-            plan["trials"],
-            left_out,
-            plan["order_seed"],
-            **more,
-        )
+        for name in ("once", "not_compared"):
+            plan[name] = frozenset(plan.get(name, ()))
+        return cls(row["run_id"], row["matrix"], **plan)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Cell):
+        return value.model_dump(mode="json")
+    return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
 def new_run_id() -> str:

@@ -14,15 +14,15 @@ from harness.spec.errors import UsageError
 
 @contextlib.contextmanager
 def sole_writer(
-    folder: Path, run_id: str, share: tuple[int, int] = (0, 1), patience_seconds: float = 0.0
+    folder: Path, run_id: str, share: tuple[int, int] = (0, 1), timeout_seconds: float = 0.0
 ) -> Iterator[None]:
     """Locks this share of a run; the kernel releases the lock when the process ends.
 
-    Raises UsageError if another process still holds it after `patience_seconds`: both would run the
+    Raises UsageError if another process still holds it after `timeout_seconds`: both would run the
     same trials. `share`: as Runner.share. Does nothing on file systems without locks.
     """
     number, of = share
-    runs, deadline = folder / "runs", time.monotonic() + patience_seconds
+    runs, deadline = folder / "runs", time.monotonic() + timeout_seconds
     wanted = [(runs / f".{run_id}.lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)]
     if of > 1:
         wanted.append((runs / f".{run_id}.{number}-of-{of}.lock", fcntl.LOCK_EX))

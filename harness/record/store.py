@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record.conclusion import ConclusionRecord
 from harness.record.files import (
     DamagedFile,
+    RunFiles,
     frame_of,
     is_complete,
     plain_rows,
@@ -30,12 +30,10 @@ from harness.record.files import (
     write_file,
     writer_name,
 )
-from harness.record.key import TrialKey as TrialKey
-from harness.record.profile import ProfileRecord
-from harness.record.run import RunRecord
-from harness.record.run_files import RunFiles
+from harness.record.files import TrialKey as TrialKey
+from harness.record.profile_record import ProfileRecord
+from harness.record.run_record import ConclusionRecord, RunRecord, StepRecord
 from harness.record.schema import arrow_schema
-from harness.record.step import StepRecord
 from harness.record.table import Record, arrow_table
 from harness.record.trial import TrialRecord
 from harness.spec.errors import DamagedRun, NoRuns, NotRecorded, NotWritable, UsageError
@@ -148,7 +146,6 @@ class Store:
         return [row for rows in read_undamaged("runs", files) for row in plain_rows(rows)]
 
     def ended_trials(self, run_id: str) -> list[EndedTrial]:
-        """Returns how each recorded trial of a run ended."""
         columns = tuple(field.name for field in fields(EndedTrial))
         tables = self._tables("trials", run_id, columns)
         return [EndedTrial(**row) for rows in tables for row in plain_rows(rows)]
@@ -189,7 +186,6 @@ class Store:
         return Results(runs, trials, steps_frame, explained, conclusions)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table."""
         self._files.gather(run_id)
 
     def _frame(

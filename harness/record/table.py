@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 Int32 = Annotated[int, "int32"]
 Int64 = Annotated[int, "int64"]
 Rec = TypeVar("Rec", bound="Record")
-T = TypeVar("T")
 _NAMES = {float: "double", str: "string", bool: "bool", datetime: "timestamp"}
-
-
-def since(version: int, default: T) -> T:
-    """Returns the default of a column added in this schema version."""
-    return dataclasses.field(default=default, metadata={"since": version})
 
 
 @dataclass(frozen=True)
@@ -44,10 +38,7 @@ class Column:
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value if none is given or the file's version lacks the column; dataclasses.MISSING if every
-    file has it."""
-    since: int = 1
-    """Schema version that added the column."""
+    """Value of a null; dataclasses.MISSING if a value must be given."""
 
     @property
     def is_list(self) -> bool:
@@ -65,12 +56,7 @@ class Record:
     def columns(cls) -> tuple[Column, ...]:
         hints = typing.get_type_hints(cls, include_extras=True)
         return tuple(
-            Column(
-                field.name,
-                *_column_type(hints[field.name]),
-                field.default,
-                field.metadata.get("since", 1),
-            )
+            Column(field.name, *_column_type(hints[field.name]), field.default)
             for field in dataclasses.fields(cls)
         )
 

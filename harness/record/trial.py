@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from harness.record.table import Int32, Int64, Record, since
+from harness.record.table import Int32, Int64, Record
 from harness.spec.cell import Cell
 
 
@@ -56,13 +56,13 @@ class TrialRecord(Record):
     """process group, model, wrapping; slowest rank"""
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
-    compile_seconds: float | None = since(10, None)
+    compile_seconds: float | None = None
     """time of torch.compile before the timed steps, slowest rank; part of the first steps; null if
     nothing is compiled"""
 
     # What is trained.
 
-    system: str | None = since(2, None)
+    system: str | None = None
     """system under test under which the matrix lists the cell"""
     strategy: str
     options: str
@@ -78,22 +78,22 @@ class TrialRecord(Record):
 
     devices: Int32
     """number of devices"""
-    nodes: Int32 | None = since(4, None)
+    nodes: Int32 | None = None
     """number of nodes with these devices"""
-    node_names: tuple[str, ...] = since(4, ())
+    node_names: tuple[str, ...] = ()
     """names of the nodes of a multi-node cell, in the order of its ranks"""
-    node_facts: str | None = since(4, None)
+    node_facts: str | None = None
     """JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU
     topology by node"""
-    links: str | None = since(5, None)
+    links: str | None = None
     """requested emulated link between nodes: none, or rate and one-way delay; null: the nodes' own
     network"""
-    link_bits_per_second: float | None = since(5, None)
+    link_bits_per_second: float | None = None
     """payload rate of one TCP stream between the first two nodes, measured before the link's first
     trial"""
-    link_latency_seconds: float | None = since(5, None)
+    link_latency_seconds: float | None = None
     """half the median round trip of a byte between them, measured at the same time"""
-    link_emulation: str | None = since(5, None)
+    link_emulation: str | None = None
     """method: network namespaces, tbf for the rate, netem or a user-space relay for the delay"""
     device: str
     """cpu or cuda"""
@@ -102,7 +102,7 @@ class TrialRecord(Record):
     data_parallel: Int32 | None = None
     pipeline_parallel: Int32 | None = None
     tensor_parallel: Int32 | None = None
-    sequence_parallel: Int32 | None = since(10, None)
+    sequence_parallel: Int32 | None = None
     """number of ranks that share each sample's tokens"""
 
     # Settings of the training.
@@ -113,19 +113,19 @@ class TrialRecord(Record):
     global_batch: Int32
     """samples per step"""
     micro_batches: Int32
-    recompute: str = since(9, "none")
+    recompute: str = "none"
     """what blocks recompute during backward: none, selective (all but matrix products and
     attention), full"""
-    compile: str = since(10, "none")
+    compile: str = "none"
     """what torch.compile compiles: none, block (each block separately), block_cudagraphs (also
     replayed as CUDA graphs)"""
     optimizer: str
     seed: Int64
     launcher: str
     """elastic (torchrun's agent), spawn, or the command of a library's own launcher"""
-    packages: tuple[str, ...] = since(8, ())
+    packages: tuple[str, ...] = ()
     """packages in addition to torch that the strategy needs"""
-    wraps_ddp: str | None = since(2, None)
+    wraps_ddp: str | None = None
     """library whose DDP-equivalent wrapper this is"""
     threads_per_device: Int32
     """CPU cores and intra-op threads of each device's rank"""
@@ -134,49 +134,49 @@ class TrialRecord(Record):
     """what ran as a substitute for the real thing"""
     oversubscribed: bool
     """more ranks than cores: its times tell you nothing about real hardware"""
-    rank_cores: tuple[str, ...] = since(7, ())
+    rank_cores: tuple[str, ...] = ()
     """CPU cores that each rank was pinned to, such as 0-7,16"""
 
     # States kept by each rank between steps, and the strategy's formulas.
 
     parameters: Int64 | None = None
     """number of parameters of the unsplit model"""
-    trained_parameters: Int64 | None = since(2, None)
+    trained_parameters: Int64 | None = None
     """number of these that are trained"""
     held_parameters: tuple[Int64, ...] = ()
     """number of elements held by each rank between steps"""
     parameter_dtypes: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()
     optimizer_state_dtypes: tuple[str, ...] = ()
-    parameter_bytes: tuple[Int64, ...] = since(2, ())
+    parameter_bytes: tuple[Int64, ...] = ()
     """parameters on each rank's device between steps, distinct storages"""
-    gradient_bytes: tuple[Int64, ...] = since(2, ())
+    gradient_bytes: tuple[Int64, ...] = ()
     """gradients on each rank's device between steps"""
-    optimizer_bytes: tuple[Int64, ...] = since(2, ())
+    optimizer_bytes: tuple[Int64, ...] = ()
     """optimizer state on each rank's device between steps"""
-    library_bytes: tuple[Int64, ...] = since(2, ())
+    library_bytes: tuple[Int64, ...] = ()
     """library copies and buffers, and model buffers, on each rank's device between steps"""
-    library_buffers: str | None = since(2, None)
+    library_buffers: str | None = None
     """JSON: bytes of these by name, fullest rank"""
-    host_state_bytes: tuple[Int64, ...] = since(2, ())
+    host_state_bytes: tuple[Int64, ...] = ()
     """states in each rank's host memory while it trains on another device"""
-    formula_parameter_bytes: float | None = since(2, None)
+    formula_parameter_bytes: float | None = None
     """the formula's value for the fullest rank; null: no formula"""
-    formula_gradient_bytes: float | None = since(2, None)
-    formula_optimizer_bytes: float | None = since(2, None)
-    formula_library_bytes: float | None = since(2, None)
-    formula_transient_bytes: float | None = since(3, None)
+    formula_gradient_bytes: float | None = None
+    formula_optimizer_bytes: float | None = None
+    formula_library_bytes: float | None = None
+    formula_transient_bytes: float | None = None
     """temporary memory of a step in addition to these: gradients, gathered parameters"""
 
     # Traffic.
 
-    sent_bytes_per_step: tuple[float, ...] = since(2, ())
+    sent_bytes_per_step: tuple[float, ...] = ()
     """payload that each rank sent over TCP in a timed step, control messages included"""
-    offload_read_bytes_per_step: float | None = since(2, None)
+    offload_read_bytes_per_step: float | None = None
     """bytes read from block devices in a timed step, all ranks; only with states on a disk"""
-    offload_written_bytes_per_step: float | None = since(2, None)
+    offload_written_bytes_per_step: float | None = None
     """bytes written to block devices in a timed step, all ranks"""
-    offload_kept_bytes: Int64 | None = since(2, None)
+    offload_kept_bytes: Int64 | None = None
     """size of the files in the offload folder"""
 
     # Speed.
@@ -195,39 +195,39 @@ class TrialRecord(Record):
     every few steps"""
     tokens_per_second: float | None = None
     """null for images"""
-    window_step_seconds: tuple[float, ...] = since(8, ())
+    window_step_seconds: tuple[float, ...] = ()
     """mean step time of each window of consecutive timed steps, each position of a strategy's cycle
     counting alike; empty without a control. Control times cover the same windows and the last pause
     before each"""
-    window_control_seconds: tuple[float, ...] = since(8, ())
+    window_control_seconds: tuple[float, ...] = ()
     """mean time of the control per window, over all ranks"""
-    window_slowest_control_seconds: tuple[float, ...] = since(8, ())
+    window_slowest_control_seconds: tuple[float, ...] = ()
     """time of the slowest rank's control per window, mean over its pauses"""
-    turn_began: tuple[float, ...] = since(6, ())
+    turn_began: tuple[float, ...] = ()
     """start of each time slice of an interleaved trial, in seconds since the epoch"""
-    turn_samples_per_second: tuple[float, ...] = since(6, ())
+    turn_samples_per_second: tuple[float, ...] = ()
     """throughput in each time slice"""
 
     # Other load on the host, and the state of its GPUs.
 
-    idle_before: float | None = since(3, None)
+    idle_before: float | None = None
     """idle fraction of the cores' time just before the trial"""
-    idle_after: float | None = since(3, None)
+    idle_after: float | None = None
     """idle fraction of the cores' time just after the trial"""
-    foreign_load_cores: float | None = since(3, None)
+    foreign_load_cores: float | None = None
     """cores kept busy by other processes during the timed steps"""
-    gpu_before: str | None = since(7, None)
+    gpu_before: str | None = None
     """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
     temperature, power, errors, processes"""
-    gpu_after: str | None = since(7, None)
+    gpu_after: str | None = None
     """JSON: state of the same GPUs just after the trial"""
-    gpu_use: str | None = since(7, None)
+    gpu_use: str | None = None
     """JSON: by rank, GPU UUIDs, seconds of timed steps with power or thermal throttling, state at
     the end"""
 
     # Efficiency.
 
-    energy_joules_per_sample: float | None = since(3, None)
+    energy_joules_per_sample: float | None = None
     """energy of the trial's GPUs by NVML, or of the host's CPU packages by RAPL; null without
     counters"""
     trend: float | None = None
@@ -235,18 +235,18 @@ class TrialRecord(Record):
     short; else 0"""
     flops_per_step: float | None = None
     """FLOPs of the model, see `how it was measured`"""
-    hardware_flops_per_step: float | None = since(9, None)
+    hardware_flops_per_step: float | None = None
     """FLOPs including recomputation; null if the model's are unknown"""
     mfu: float | None = None
     """model FLOPs utilisation; null if the device's peak is unknown"""
-    matmul_utilization: float | None = since(12, None)
+    matmul_utilization: float | None = None
     """utilisation of the device's measured rate in a large matrix product (column `device_speed` of
     the run); null if not measured"""
     bubble_fraction: float | None = None
     """fraction of stage time spent waiting, measured in a separate pass"""
-    expert_tokens: str | None = since(10, None)
+    expert_tokens: str | None = None
     """JSON: tokens of each expert by mixture-of-experts block, counted in the last warm-up step"""
-    expert_imbalance: float | None = since(10, None)
+    expert_imbalance: float | None = None
     """tokens of the busiest expert over the mean of its block, in the most imbalanced block"""
 
     # Peak memory, or the memory held when none was left.
@@ -256,24 +256,24 @@ class TrialRecord(Record):
     peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     reserved_memory_bytes: Int64 | None = None
     """memory reserved by the CUDA caching allocator, largest rank"""
-    reserved_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
+    reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """the same by rank, for the device on which it is largest"""
-    nvml_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
+    nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """memory of each rank's process by NVML after the timed steps; empty: unknown"""
-    context_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
+    context_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """NVML memory minus what the allocator had reserved: CUDA context, communication buffers,
     libraries; empty: unknown"""
-    host_peak_memory_bytes_by_rank: tuple[Int64, ...] = since(7, ())
+    host_peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
     """largest peak of the ranks over their mean peak"""
     memory_method: str | None = None
     """how memory was measured"""
-    setup_peak_memory_bytes: Int64 | None = since(3, None)
+    setup_peak_memory_bytes: Int64 | None = None
     """largest of the ranks' peaks during set-up, before the first step"""
-    failed_in: str | None = since(3, None)
+    failed_in: str | None = None
     """phase in which a rank ran out of memory: set-up, forward, backward, update, verification"""
-    failed_holding: str | None = since(3, None)
+    failed_holding: str | None = None
     """JSON: bytes that this rank held by kind, library buffers by name, other tensors, stacks;
     in_use: total"""
 
@@ -285,7 +285,7 @@ class TrialRecord(Record):
     """mean loss of each training step, warm-up included, without retrained steps"""
     reference_losses: tuple[float, ...] = ()
     """losses of the reference run over the parity segment"""
-    fp32_loss_deviation: float | None = since(2, None)
+    fp32_loss_deviation: float | None = None
     """low-precision weights: largest relative loss deviation from the same training in fp32"""
     parity_steps: Int32
     """number of steps in the parity segment"""
@@ -296,25 +296,25 @@ class TrialRecord(Record):
     """largest |loss - reference| / |reference|"""
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
-    later_steps_verified: Int32 | None = since(8, None)
+    later_steps_verified: Int32 | None = None
     """number of steps after the parity segment whose loss was verified"""
-    later_loss_deviation: float | None = since(8, None)
+    later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these steps"""
-    steps_taken: Int32 | None = since(11, None)
+    steps_taken: Int32 | None = None
     """number of steps of a rank, including retrained ones"""
-    rewinds: Int32 | None = since(11, None)
+    rewinds: Int32 | None = None
     """number of rewinds to an earlier step between timed steps, to verify the steps again"""
-    rewind_skipped_reason: str | None = since(11, None)
+    rewind_skipped_reason: str | None = None
     """why the state was never rewound"""
-    rewind_loss_deviation: float | None = since(11, None)
+    rewind_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of a retrained step"""
-    rewind_update_deviation: float | None = since(11, None)
+    rewind_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor after retrained steps"""
     parity_worst_tensor: str | None = None
     """name of the tensor with the largest update deviation"""
-    reference_loss_noise: float | None = since(7, None)
+    reference_loss_noise: float | None = None
     """largest loss deviation between two reference runs that split the batch differently"""
-    reference_update_noise: float | None = since(7, None)
+    reference_update_noise: float | None = None
     """largest deviation of a tensor's update between the two"""
     parity_loss_tolerance: float | None = None
     """tolerance that the strategy declares for losses"""

@@ -23,7 +23,7 @@ from harness.analysis.precision import (
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import cell_results
 from harness.host.cores import oversubscribed
-from harness.parity.judging import allowed_deviation
+from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
 from harness.spec.cell import BASELINE, Cell
 from harness.spec.training import EXACT, rounding_alone

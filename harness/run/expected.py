@@ -208,13 +208,13 @@ class References:
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
     """Returns the references and their total time; on GPUs each runs twice, to measure noise."""
-    from harness.parity.judging import in_fp32
     from harness.parity.reference_runs import (
         kept_bytes,
         reference_cell,
         reference_key,
         split_differently,
     )
+    from harness.parity.verdict import in_fp32
 
     twins = [in_fp32(cell) for cell in cells]
     every = {reference_key(cell): cell for cell in (*cells, *twins) if cell}
@@ -258,11 +258,10 @@ def expected_seconds(
     `gpu`: NVML's name of the GPUs. `timed_seconds`: see Plan.timed_seconds_of.
     """
     before = _seconds_before(store, {cell.id for cell in cells})
-    measured = {cell.id: before.get(cell.id, before.get(cell.older_id)) for cell in cells}
     return {
-        cell.id: trial_seconds(cell, cores, gpu, timed_seconds(cell) or 0.0)
-        if (took := measured[cell.id]) is None
-        else took
+        cell.id: before[cell.id]
+        if cell.id in before
+        else trial_seconds(cell, cores, gpu, timed_seconds(cell) or 0.0)
         for cell in cells
     }
 

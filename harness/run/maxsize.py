@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from harness.host.cache import cache_folder
-from harness.host.memory import available_memory_bytes
-from harness.host.scratch import remove_abandoned, scratch_folder
+from harness.host.folders import cache_folder, remove_abandoned, scratch_folder
+from harness.host.memory_limits import available_memory_bytes
 from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
-from harness.record.plan import LeftOut, Plan
-from harness.record.search import (
+from harness.record.plan import (
     KINDS,
     MATRIX,
     NOT_A_SIZE_LIMIT,
+    LeftOut,
+    Plan,
     SearchPlan,
     cell_at_size,
     steps_of,

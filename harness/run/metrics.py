@@ -13,13 +13,13 @@ from typing import TypeVar
 from harness.analysis.losses import mean_losses, passes
 from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
 from harness.analysis.utilization import mfu
-from harness.host.gpu_record import as_json
-from harness.measure.load import Load, foreign_load
-from harness.measure.memory import imbalance
+from harness.host.gpu_state import as_json
+from harness.measure.peak_memory import imbalance
+from harness.measure.resource_use import Load, foreign_load
 from harness.measure.routing import ExpertTokens, imbalance_of_experts
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.worker.answer import RankAnswer, RankStep, TrainedAnswer
+from harness.worker.rank_answer import RankAnswer, RankStep, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)

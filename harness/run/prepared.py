@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from harness.host.cuda import to_preload
 from harness.host.environment import device_type
-from harness.host.gpu_record import as_json
-from harness.host.gpu_state import GpuState
-from harness.host.memory import available_memory_bytes
+from harness.host.gpu_state import GpuState, as_json
+from harness.host.memory_limits import available_memory_bytes
 from harness.launch.interleaved import Launch
-from harness.launch.options import LaunchOptions
+from harness.launch.launcher import LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used

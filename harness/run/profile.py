@@ -11,15 +11,15 @@ from typing import Any
 
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
-from harness.measure.breakdown import own_seconds, straggler
-from harness.measure.collectives import Call, algorithm_bytes, logical_bytes
-from harness.record.profile import GPU_PARTS, ProfileRecord
+from harness.measure.rank_traffic import Call, algorithm_bytes, logical_bytes
+from harness.measure.step_breakdown import own_seconds, straggler
+from harness.record.profile_record import GPU_PARTS, ProfileRecord
 from harness.run.metrics import all_known
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategy.registry import own_command, validate
-from harness.worker.answer import ProfiledAnswer
-from harness.worker.profile import profiled_cell
+from harness.worker.rank_answer import ProfiledAnswer
+from harness.worker.rank_profile import profiled_cell
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 

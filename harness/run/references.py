@@ -11,10 +11,8 @@ from harness.analysis.cell_result import VERIFIED
 from harness.analysis.losses import Pass, mean_losses, passes
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
-from harness.launch.launcher import LauncherProtocol
-from harness.launch.options import TrialOptions
+from harness.launch.launcher import LauncherProtocol, TrialOptions
 from harness.launch.outcome import Outcome
-from harness.parity.judging import allowed_deviation, distance_to_fp32, in_fp32, verdict_of
 from harness.parity.later import deviations_later, with_jumps, with_later
 from harness.parity.reference import Noise, Reference
 from harness.parity.reference_runs import (
@@ -26,7 +24,17 @@ from harness.parity.reference_runs import (
     rounded_differently,
     split_differently,
 )
-from harness.parity.verdict import PRECISION, ParityVerdict, loss_deviations, noise_of, widened
+from harness.parity.verdict import (
+    PRECISION,
+    ParityVerdict,
+    allowed_deviation,
+    distance_to_fp32,
+    in_fp32,
+    loss_deviations,
+    noise_of,
+    verdict_of,
+    widened,
+)
 from harness.run.expected import time_limit_seconds
 from harness.run.prepared import PreparedTrial
 from harness.run.rows import RewindCheck, Verification

@@ -11,23 +11,26 @@ from harness.host.cores import cores_of_nodes, oversubscribed
 from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
 from harness.launch.outcome import Outcome
-from harness.measure.bubble import bubble_fraction
+from harness.measure.clock import bubble_fraction
 from harness.parity.later import largest_finite
 from harness.parity.reference import Noise
 from harness.parity.verdict import ParityVerdict
-from harness.record.device_speed import SpeedMeasurement, matmul_rate
-from harness.record.nodes import distinct_cores, shared_machine
+from harness.record.hardware_facts import (
+    SpeedMeasurement,
+    distinct_cores,
+    matmul_rate,
+    shared_machine,
+)
 from harness.record.plan import Plan
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord, StepRecord
 from harness.record.schema import VERSION
-from harness.record.step import StepRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.metrics import Peaks, with_metrics
 from harness.run.prepared import PreparedTrial, Surroundings
 from harness.spec.cell import Cell
 from harness.strategy.registry import required_packages, stand_in_of
-from harness.worker.answer import RankAnswer
+from harness.worker.rank_answer import RankAnswer
 from harness.workloads.counts import model_facts
 from harness.workloads.workload import Workload
 from harness.workloads.workload_variants import FLOAT8
@@ -48,9 +51,8 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:
-    """Returns column `device_speed` of a run; None if no cell needs a GPU, or before schema version
-    12."""
-    return store.run_row(plan.run_id).get("device_speed") if plan.needs_gpu else None
+    """Returns column `device_speed` of a run; None if no cell needs a GPU."""
+    return store.run_row(plan.run_id)["device_speed"] if plan.needs_gpu else None
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:

@@ -14,15 +14,15 @@ from harness.host.gpu_state import GpuLook
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
-from harness.measure.device_speed import measure_apart
-from harness.measure.load import Idle
+from harness.measure.hardware_benchmark import measure_apart
+from harness.measure.resource_use import Idle
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import make_room, reference_key
-from harness.record.device_speed import SpeedMeasurement
+from harness.record.hardware_facts import SpeedMeasurement
 from harness.record.plan import Plan
-from harness.record.status import NOT_AGAIN
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
+from harness.record.trial_status import NOT_AGAIN
 from harness.run.allocation import TimeBudget, worth_launching
 from harness.run.prepared import PreparedTrial, Surroundings, needs_at_least_as_much_as, packages
 from harness.run.profile import profile_cell
@@ -132,14 +132,14 @@ class Runner:
         if not pending:
             return True
         wanted = [trial.cell for trial in pending]
-        if self.plan.by_turns:
+        if self.plan.interleaved:
             listener.preparing(
                 f"importing what ranks need, once for each of {len(self.cells)} cells, which will"
-                " train by turns"
+                " train interleaved"
             )
         with (
             contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
-            if self.plan.by_turns
+            if self.plan.interleaved
             else contextlib.nullcontext()
         ) as interleaved:
             launcher = interleaved or self.start(wanted)
@@ -147,7 +147,7 @@ class Runner:
 
             def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
                 if interleaved:
-                    return self._by_turns(interleaved, group, references, listener.step)
+                    return self._interleaved(interleaved, group, references, listener.step)
                 return [
                     self.run_trial(
                         launcher, cell, key, at, references[reference_key(cell)], listener.step
@@ -213,7 +213,7 @@ class Runner:
 
     def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
         """Groups trials that are launched together: single trials, or a round."""
-        if not self.plan.by_turns:
+        if not self.plan.interleaved:
             return [[trial] for trial in pending]
         by_number = itertools.groupby(pending, key=lambda trial: trial.key.trial)
         return [list(group) for _, group in by_number]
@@ -284,7 +284,7 @@ class Runner:
         )
         return self._record(prepared, outcome, around, launcher)
 
-    def _by_turns(
+    def _interleaved(
         self,
         interleaved: InterleavedLauncher,
         pending: Sequence[PendingTrial],

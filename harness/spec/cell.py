@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -21,38 +20,6 @@ SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Implementations of an optimizer, and the one the reference uses."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
-_ALWAYS_IDENTITY = {
-    "strategy",
-    "options",
-    "workload",
-    "data",
-    "sequence_length",
-    "devices",
-    "nodes",
-    "links",
-    "device",
-    "precision",
-    "regime",
-    "global_batch",
-    "micro_batches",
-    "optimizer",
-    "learning_rate",
-    "weight_decay",
-    "epsilon",
-    "seed",
-    "warmup_steps",
-    "timed_steps",
-    "parity_steps",
-    "launcher",
-    "threads_per_device",
-    "memory_limit_bytes",
-}
-"""Fields always in the cell id. Do not list new fields: they enter the id only if not at their
-default, so that existing ids stay the same. Their defaults must never change."""
-
-
-def _hash(identity: Mapping[str, object]) -> str:
-    return hashlib.blake2s(json.dumps(identity, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 class Cell(BaseModel):
@@ -64,9 +31,9 @@ class Cell(BaseModel):
     """Name of the strategy, see `bench list strategies`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the strategy; those not given keep their defaults."""
-    defaults: dict[str, Any] | None = None
-    """Values, when the cell was planned, of options not given; null before schema version 7. Filled
-    in by the suite, not by a matrix."""
+    defaults: dict[str, Any] = Field(default_factory=dict)
+    """Values, when the cell was planned, of options not given. Filled in by the suite, not by a
+    matrix."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -139,28 +106,11 @@ class Cell(BaseModel):
     @property
     def id(self) -> str:
         """Twelve hex digits, equal for equal measurements on every host: a hash of all fields that
-        affect them, including defaults. The older id if `defaults` is null."""
-        if self.defaults is None:
-            return self.older_id
-        return _hash(
-            self._identity(_ALWAYS_IDENTITY) | {"options": {**self.defaults, **self.options}}
-        )
-
-    @property
-    def older_id(self) -> str:
-        """Id by the rule from before schema version 7, without fields at their defaults. Under it,
-        a changed default gave a different training the same id."""
-        return _hash(self._identity(set()))
-
-    def _identity(self, always: set[str]) -> dict[str, object]:
-        """Returns the fields in `always`, and others not at their default."""
-        fields = type(self).model_fields
-        values = self.model_dump(mode="json", exclude={"defaults"} | _NOT_IDENTITY)
-        return {
-            name: value
-            for name, value in values.items()
-            if name in always or value != fields[name].get_default(call_default_factory=True)
-        }
+        affect them, including defaults of options."""
+        identity = self.model_dump(mode="json", exclude={"defaults", *_NOT_IDENTITY})
+        identity["options"] = {**self.defaults, **self.options}
+        text = json.dumps(identity, sort_keys=True)
+        return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
 
     @property
     def label(self) -> str:
@@ -211,7 +161,7 @@ class Cell(BaseModel):
             update={
                 "strategy": BASELINE,
                 "options": {},
-                "defaults": None,
+                "defaults": {},
                 "devices": 1,
                 "nodes": 1,
                 "links": "",

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.host.cache import cache_folder
-from harness.host.unbuilt import unbuilt
+from harness.host.folders import cache_folder
+from harness.host.packages import unbuilt
 from harness.spec.errors import Refused, Unavailable
 
 _SHARED_MEMORY = "deepspeed_shm_comm"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.measure.states import local_part, retained_by
+from harness.measure.memory_kinds import local_part, retained_by
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, Retained, States
 from harness.strategies._accelerate import recompute_by_transformers

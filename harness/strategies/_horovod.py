@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.host.unbuilt import unbuilt
+from harness.host.packages import unbuilt
 from harness.spec.training import Retained
 from harness.strategy import Job
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import psutil
 from pydantic import Field
 
-from harness.host.store import LOOPBACK, open_store
+from harness.host.tcp_store import LOOPBACK, open_store
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy

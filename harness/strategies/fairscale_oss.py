@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from harness.measure.states import retained_by
+from harness.measure.memory_kinds import retained_by
 from harness.parity.verdict import widest
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep

@@ -219,7 +219,7 @@ class CostModel(Generic[StrategyT_co]):
         ranks; None: no formula.
 
         An all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or all-gather (N-1)/N
-        S, as in harness/measure/collectives.py.
+        S, as in harness/measure/rank_traffic.py.
         """
         return None
 

@@ -137,7 +137,7 @@ def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
 
 def all_reduced(ranks: int, size: float) -> float:
     """Returns bytes each rank must send to all-reduce `size` bytes (see
-    harness/measure/collectives.py)."""
+    harness/measure/rank_traffic.py)."""
     return 2 * passed_once(ranks, size)
 
 

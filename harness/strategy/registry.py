@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from harness.host.compiler import missing_compiler
-from harness.host.hidden_packages import is_installed
-from harness.host.unbuilt import unbuilt
+from harness.host.cuda import missing_compiler
+from harness.host.packages import is_installed, unbuilt
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
@@ -90,7 +89,7 @@ def make_strategy(cell: Cell) -> Strategy:
     }
     noted = {
         name: value
-        for name, value in (cell.defaults or {}).items()
+        for name, value in cell.defaults.items()
         if name in usual and value != usual[name]
     }
     try:

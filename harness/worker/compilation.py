@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from harness.host.cache import cache_folder
+from harness.host.folders import cache_folder
 from harness.spec.cell import Cell
 
 

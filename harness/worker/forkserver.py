@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
-gc.disable()  # see harness/host/imports.py
+gc.disable()  # see harness/host/gc_tuning.py
 die_with_parent()  # before the imports that take seconds
 # The parent died before the kernel was told, or Python restarted a killed fork server.
 if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):

@@ -3,33 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from harness.measure.bubble import busy_fraction
-from harness.measure.clock import timed_step
-from harness.measure.energy import Energy
-from harness.measure.gpu_use import RankGpus
-from harness.measure.load import Load
-from harness.measure.memory import MemoryMeter
+from harness.measure.clock import busy_fraction, timed_step
+from harness.measure.memory_kinds import retained, state_bytes
+from harness.measure.peak_memory import MemoryMeter
+from harness.measure.rank_traffic import Traffic, folder_bytes
+from harness.measure.resource_use import Energy, Load, RankGpus
 from harness.measure.routing import ExpertTokens, counted, routers_of
-from harness.measure.traffic import Traffic, folder_bytes
-from harness.parity.deviations import update_deviations
-from harness.parity.reference import Reference
+from harness.parity.reference import Reference, update_deviations
 from harness.spec.training import Batch, TrainStep
-from harness.strategy.job import Job
-from harness.worker.answer import Offload, RankStates, RankStep
+from harness.strategy.job import Job, TrainState
 from harness.worker.batches import Batches
 from harness.worker.compilation import compile_seconds
-from harness.worker.control import Control
-from harness.worker.heartbeat import Heartbeat
-from harness.worker.interleave import Place
-from harness.worker.progress import Progress
+from harness.worker.control_process import Control
+from harness.worker.rank_answer import Offload, RankStates, RankStep
+from harness.worker.reporting import Heartbeat, Progress
 from harness.worker.rewind import FIRST_WITHIN, REPLAYED_STEPS, Rewinds
-from harness.worker.spec import TrialSpec
-from harness.worker.states import states_of
+from harness.worker.spec import TrialSpec, TurnClient
+from harness.workloads import Workload
+
+
+def states_of(train_state: TrainState, workload: Workload, device_type: str) -> RankStates:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    def names(tensors: Iterable[object]) -> tuple[str, ...]:
+        dtypes = {str(t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
+        return tuple(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
+
+    parameters = list(train_state.model.parameters())
+    state = [
+        v
+        for o in train_state.optimizers
+        for s in o.state.values()
+        if isinstance(s, dict)
+        for k, v in s.items()
+        if k != "step"
+    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    kinds, buffers = state_bytes(
+        itertools.chain(retained(train_state), workload.retained(train_state.model)), device_type
+    )
+    return RankStates(
+        parameter_dtypes=names(parameters),
+        # Gradients are gone after zero_grad; autograd accumulates them in their parameter's dtype.
+        gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
+        optimizer_state_dtypes=names(state),
+        held_parameters=sum(
+            (p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters
+        ),
+        state_bytes=kinds,
+        library_buffers=buffers,
+    )
+
 
 MOST_TIMED_STEPS = 200
 """Largest number of timed steps, even for short ones."""
@@ -79,7 +110,7 @@ class Loop:
         self.gpus = RankGpus(meter.devices)
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
         self._counted_from: int | None = None
-        self.place = Place(spec.turns.address) if spec.turns else None
+        self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
         """First step and start of each time slice, in seconds after the epoch."""
         share = job.layout.share(job.rank)
@@ -148,7 +179,7 @@ class Loop:
             not self.counted or self.timed >= self.planned
         )
 
-    def keep_or_rewind(self, rewinds: Rewinds) -> None:
+    def save_or_rewind(self, rewinds: Rewinds) -> None:
         """Saves or rewinds the state before a step.
 
         The next step does not count, as caches are cold.
@@ -195,17 +226,19 @@ class Loop:
 
     def take_turn(self, index: int) -> None:
         """Waits for a turn. The next step does not count, as caches are cold."""
-        assert self.place is not None
+        assert self.turn_client is not None
         self.stop_counting()
         last = self.steps[-1].step_seconds
-        self.slices_began.append((index, self.place.wait(index - len(self.slices_began) - 1, last)))
+        self.slices_began.append(
+            (index, self.turn_client.wait(index - len(self.slices_began) - 1, last))
+        )
         self.settling = True
         if self.heartbeat:
             self.heartbeat.forget()
 
     def run_step(self, index: int) -> None:
         if self.rewinds:
-            self.keep_or_rewind(self.rewinds)
+            self.save_or_rewind(self.rewinds)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from harness.host.store import CLIENT, LOOPBACK, open_store
-from harness.worker.answer import answer_file
+from harness.host.tcp_store import CLIENT, LOOPBACK, open_store
+from harness.worker.rank_answer import answer_file
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import run_rank
 

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 from collections.abc import Iterable
 
-from harness.host.hidden_packages import hide, show
-from harness.host.imports import no_collections
+from harness.host.gc_tuning import no_collections
+from harness.host.packages import hide, show
 from harness.workloads.catalog import families
 
 with no_collections():

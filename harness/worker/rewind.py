@@ -1,15 +1,165 @@
-"""Rewinds of a rank's state to an earlier step, from which steps are replayed and checked again.
+"""Rewinds of a rank's state to an earlier step, from which steps are replayed and verified again.
 
 Only the harness knows when; all ranks agree.
 """
 
 from __future__ import annotations
 
+import os
 import random
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from harness.measure.memory_kinds import local_part, retained
 from harness.strategy.job import TrainState
-from harness.worker.checkpoint import Checkpoint
 from harness.worker.spec import TrialSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PIECE_BYTES = 2**24
+"""Size of copies from or to a GPU, so that the host needs no full-size buffer."""
+
+
+class Checkpoint:
+    """Copy of a rank's parameters, buffers, optimizer states and step counters.
+
+    It is an anonymous file in memory, so it does not count as the rank's memory, and no disk is
+    written while steps are timed.
+    """
+
+    def __init__(self, train_state: TrainState) -> None:
+        """Copies the state; call between two steps."""
+        self._file = os.memfd_create("state of a rank")
+        self._places: dict[Hashable, tuple[int, int]] = {}
+        """Offset and size in bytes of each tensor in the file."""
+        self._counters: dict[Hashable, dict[str, int]] = {}
+        place, copied = 0, set[tuple[str, int]]()
+        for key, tensor in _tensors(train_state):
+            storage = tensor.untyped_storage()
+            owner = (str(storage.device), storage.data_ptr())
+            if owner in copied:
+                continue  # a view of a storage copied as a whole
+            if tensor.nbytes == storage.nbytes():
+                copied.add(owner)
+            self._places[key] = place, tensor.nbytes
+            place += tensor.nbytes
+            for piece in _bytes_of(tensor).split(PIECE_BYTES):
+                with memoryview(_numbers(piece.cpu())) as numbers:
+                    _write(self._file, numbers)
+        for key, record in _records(train_state):
+            self._counters[key] = dict(_counters(record))
+        self._steps_counted = [getattr(owner, name) for owner, name in train_state.counters]
+
+    def restore(self, train_state: TrainState) -> None:
+        """Restores the state in place, and drops optimizer states created since.
+
+        Raises RuntimeError if a tensor of the copy is missing or has another size.
+        """
+        self._forget_later_states(train_state)
+        restored = set()
+        for key, tensor in _tensors(train_state):
+            if key not in self._places:
+                continue
+            place, size = self._places[key]
+            if size == tensor.nbytes:
+                restored.add(key)
+                self._fill(tensor, place)
+        if restored != self._places.keys():
+            raise RuntimeError(
+                "the state cannot be rewound: the rank keeps other tensors than when it was saved;"
+                " if the strategy intends that, it must give a `rewind_skipped_reason`"
+            )
+        for key, record in _records(train_state):
+            record.update(self._counters.get(key, {}))
+        for (owner, name), value in zip(train_state.counters, self._steps_counted, strict=True):
+            setattr(owner, name, value)
+
+    def _fill(self, tensor: Tensor, place: int) -> None:
+        import torch
+
+        contiguous = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        for piece in _bytes_of(contiguous).split(PIECE_BYTES):
+            on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
+            with memoryview(_numbers(on_host)) as numbers:
+                place = _read(self._file, numbers, place)
+            if on_host is not piece:
+                piece.copy_(on_host)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
+
+    def _forget_later_states(self, train_state: TrainState) -> None:
+        for number, optimizer in enumerate(train_state.optimizers):
+            for parameter, state in list(optimizer.state.items()):
+                key = ("state", number, id(parameter))
+                if isinstance(state, dict) and key not in self._counters:
+                    del optimizer.state[parameter]
+
+
+def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
+    """Yields everything that determines further training, by keys that are stable between steps.
+
+    Gradients are left out: each step computes them anew.
+    """
+    seen: Counter[Hashable] = Counter()
+    for kind, name, tensor in retained(train_state):
+        if kind != "gradients" and not isinstance(tensor, int):
+            seen[kind, name] += 1
+            yield (kind, name, seen[kind, name]), local_part(tensor).detach()
+    for number, optimizer in enumerate(train_state.optimizers):
+        for group, parameters in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(parameters["params"]):
+                yield ("group", number, group, place), local_part(parameter).detach()
+    for key, record in _records(train_state):
+        for name, value in record.items():
+            if hasattr(value, "untyped_storage"):
+                yield (key, name), local_part(value).detach()
+
+
+def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]]]:
+    """Yields the optimizers' parameter groups and parameter states."""
+    for number, optimizer in enumerate(train_state.optimizers):
+        for group, record in enumerate(optimizer.param_groups):
+            yield ("group", number, group), record
+        for parameter, state in optimizer.state.items():
+            if isinstance(state, dict):
+                yield ("state", number, id(parameter)), state
+
+
+def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yields integers such as step counts.
+
+    Learning rates and the like are not restored, so that a wrong one is noticed.
+    """
+    return ((key, value) for key, value in record.items() if type(value) is int)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor's bytes: (bytes,); shares memory if contiguous."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numbers(data: Tensor) -> Any:
+    return data.numpy()
+
+
+def _write(file: int, numbers: memoryview) -> None:
+    while numbers:
+        numbers = numbers[os.write(file, numbers) :]
+
+
+def _read(file: int, numbers: memoryview, place: int) -> int:
+    while numbers:
+        count = os.preadv(file, [numbers], place)
+        if not count:
+            raise RuntimeError("the state cannot be rewound: its copy is shorter than it was")
+        numbers, place = numbers[count:], place + count
+    return place
+
 
 REPLAYED_STEPS = 3
 """Last steps of the parity segment that are replayed.

@@ -4,16 +4,62 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
-from harness.worker.interleave import TimeSlices
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+
+CYCLES_IN_A_TURN = 2
+"""Cycles per turn of an interleaved trial: shorter turns are closer in time to their neighbours.
+docs/studies/statistical-power.md compares turns of 2, 5, 10 and 20 steps."""
+
+
+@dataclass(frozen=True)
+class TimeSlices:
+    address: str
+    """Address of the socket that grants turns."""
+    steps: int
+    """Number of timed steps per slice, after a settling one."""
+
+    @classmethod
+    def of(cls, address: str, cycle: int) -> TimeSlices:
+        """Builds the slices; `cycle`: steps after which the strategy's work repeats."""
+        return cls(address, CYCLES_IN_A_TURN * cycle)
+
+    def begins(self, number: int) -> bool:
+        """Returns whether a turn begins with this step.
+
+        `number`: counted from the first step after the warm-up, including settling ones.
+        """
+        return number >= 0 and number % (self.steps + 1) == 0
+
+
+class TurnClient:
+    """Connection to the process that grants turns."""
+
+    def __init__(self, address: str) -> None:
+        self.line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line.connect(address)
+
+    def wait(self, step: int, seconds: float) -> float:
+        """Ends the turn and waits for the next; returns its start in seconds after the epoch.
+
+        `step` and `seconds`: the last step and its time, for the progress display. Raises
+        ConnectionError if nobody grants turns any more.
+        """
+        self.line.send(f"{os.getpid()} {step} {seconds}".encode())
+        if not self.line.recv(8):
+            raise ConnectionError("the run that interleaves the trials is gone")
+        return time.time()
 
 
 @dataclass(frozen=True)
@@ -30,12 +76,12 @@ class TrialSpec:
     """Folder to write this trial to as a reference run."""
     max_restarts: int = 0
     profile: bool = False
-    """Whether to profile instead of time the ranks (see harness/worker/profile.py)."""
+    """Whether to profile instead of time the ranks (see harness/worker/rank_profile.py)."""
     traces: str | None = None
     turns: TimeSlices | None = None
     """Time slices of an interleaved trial; None if it runs alone."""
     samples_per_control: int = 0
-    """Samples of a rank per control (see harness/worker/control.py); 0 for no control."""
+    """Samples of a rank per control (see harness/worker/control_process.py); 0 for no control."""
     timed_seconds: float = 0.0
     """With a control: least total time of the timed steps; never fewer than the cell's."""
     rewind_seed: int | None = None

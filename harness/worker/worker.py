@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.host.cores import core_ranges, threads_of
-from harness.host.hidden_packages import show
+from harness.host.packages import show
 from harness.host.process import die_with_parent
-from harness.host.store import CLIENT, LOOPBACK
-from harness.measure.memory import MemoryMeter
-from harness.measure.oom import shortage
+from harness.host.tcp_store import CLIENT, LOOPBACK
+from harness.measure.memory_kinds import shortage
+from harness.measure.peak_memory import MemoryMeter
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
-from harness.worker.answer import (
+from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
+from harness.worker.control_process import Control
+from harness.worker.loop import Loop, busy_share
+from harness.worker.rank_answer import (
     CpuTime,
     FailureAnswer,
     ProfiledAnswer,
@@ -31,17 +34,35 @@ from harness.worker.answer import (
     TrainedAnswer,
     answer_file,
 )
-from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
-from harness.worker.control import Control
-from harness.worker.heartbeat import MEETING, Heartbeat, answer_questions
-from harness.worker.loop import Loop, busy_share
-from harness.worker.nccl import nccl_variables
+from harness.worker.reporting import RENDEZVOUS, Heartbeat, answer_questions
 from harness.worker.rewind import Rewinds
 from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
-from harness.workloads import make_workload
+from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     import torch
+
+    from harness.spec.training import TrainStep
+    from harness.strategy.base import Strategy
+
+
+def nccl_variables(links: str, node_name: str) -> dict[str, str]:
+    """Returns a rank's environment, to be set before NCCL is loaded; empty without emulated links.
+
+    Between nodes only TCP is left. Within a node peer-to-peer copies, shared memory and NVLink
+    multicasts stay on: NCCL uses them only within a host, which it identifies by NCCL_HOSTID.
+    (NCCL_P2P_DISABLE and NCCL_SHM_DISABLE would also disable them within a node.)
+    """
+    if not links:
+        return {}
+    return {
+        "NCCL_HOSTID": node_name,
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_COLLNET_ENABLE": "0",  # reductions in InfiniBand switches
+        "NCCL_MNNVL_ENABLE": "0",  # NVLink between hosts of one rack
+    }
+
 
 # Objects that must live until the process leaves by _exit. A rank that drops its DDP model can
 # hang: the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
@@ -83,7 +104,6 @@ PRELOAD = "PARALLELISM_BENCH_PRELOAD"
 
 
 def run_rank(spec: TrialSpec) -> None:
-    """Runs a rank under the elastic launcher; rank and world size are torchrun's variables."""
     rank = int(os.environ["RANK"])
     control = _prepare_process(spec, rank)
     answer = RankAnswer(rank, os.getpid(), time.time())
@@ -228,66 +248,18 @@ def _train(
     spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
     """Trains and verifies, or profiles. `answer`: this rank's answer so far."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    import harness.worker.preload
-
-    cell, rank = spec.cell, answer.rank
-    strategy = make_strategy(cell)
-    layout = strategy.layout(cell.devices)
-    workload = make_workload(cell.workload)
-    serves = layout.serves(rank)  # in host memory, without a device
-    device = _device(cell, serves)
-    if cell.device == "cuda":
-        _require_cuda()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.manual_seed(cell.seed)
-    show("torchao")  # transformers has looked for it already
-    harness.worker.preload.import_packages(
-        (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
+    cell, strategy, workload = (
+        spec.cell,
+        make_strategy(spec.cell),
+        make_workload(spec.cell.workload),
     )
-    prepare_to_compile(cell)
-    progress.heartbeat.beat(MEETING)
+    layout = strategy.layout(cell.devices)
+    device = _prepare_device(cell, strategy, workload, layout.serves(answer.rank))
+    progress.heartbeat.beat(RENDEZVOUS)
     progress.meter = meter = MemoryMeter(device, cell.memory_limit_bytes, layout.driven(device))
     begin = time.perf_counter()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if strategy.capabilities.process_group:
-        # torchrun keeps one store over its restarts: without a prefix a rank may read the address
-        # of one that has died.
-        meet: Any = rendezvous
-        store, _, size = next(meet("env://"))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
-        )
-    progress.heartbeat.beat("set-up")
-    progress.job = job = Job(
-        cell,
-        workload,
-        layout,
-        device,
-        rank,
-        Path(spec.scratch),
-        restarts,
-        spec.interface,
-        spec.node_name,
-        local_processes=len(spec.ranks),
-        threads=torch.get_num_threads(),
-        weights_device=torch.device("cuda", 0) if serves and cell.device == "cuda" else device,
-    )
-    step = strategy.setup(job)
-    if job.train_state is None:
-        raise RuntimeError(
-            f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
-        )
-    job.require_model()
-    _KEPT.extend([job, step])
-    setup_seconds = time.perf_counter() - begin
-    setup_peak = meter.peak().allocated
+    step, job = _set_up(spec, strategy, workload, device, answer.rank, progress)
+    setup_seconds, setup_peak = time.perf_counter() - begin, meter.peak().allocated
 
     progress.heartbeat.beat("step 0")
     # Profiled steps are followed by work of unknown length.
@@ -295,7 +267,7 @@ def _train(
     rewinds = Rewinds.of(spec, strategy.cycle)
     loop = Loop(spec, job, step, meter, control, heartbeat, rewinds)
     if spec.profile:
-        from harness.worker.profile import profile_rank
+        from harness.worker.rank_profile import profile_rank
 
         return profile_rank(loop, answer, spec.traces)
     gc.collect()
@@ -311,20 +283,97 @@ def _train(
     if control:
         control.close()
     gc.enable()
-    busy = busy_share(loop) if layout.pipeline > 1 else None
+    return _measurements(loop, setup_seconds, setup_peak)
+
+
+def _prepare_device(
+    cell: Cell, strategy: Strategy, workload: Workload, serves: bool
+) -> torch.device:
+    """Imports what the rank needs and returns the device of its model."""
+    import torch
+
+    import harness.worker.preload
+
+    device = _device(cell, serves)
+    if cell.device == "cuda":
+        _require_cuda()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(cell.seed)
+    show("torchao")  # transformers has looked for it already
+    harness.worker.preload.import_packages(
+        (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
+    )
+    prepare_to_compile(cell)
+    return device
+
+
+def _set_up(
+    spec: TrialSpec,
+    strategy: Strategy,
+    workload: Workload,
+    device: torch.device,
+    rank: int,
+    progress: RankProgress,
+) -> tuple[TrainStep, Job]:
+    """Sets up the process group and the strategy; returns its step."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    cell, layout = spec.cell, strategy.layout(spec.cell.devices)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if strategy.capabilities.process_group:
+        # torchrun keeps one store over its restarts: without a prefix a rank may read the address
+        # of one that has died.
+        meet: Any = rendezvous
+        store, _, size = next(meet("env://"))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size
+        )
+    progress.heartbeat.beat("set-up")
+    serves_gpus = layout.serves(rank) and cell.device == "cuda"
+    progress.job = job = Job(
+        cell,
+        workload,
+        layout,
+        device,
+        rank,
+        Path(spec.scratch),
+        restarts,
+        spec.interface,
+        spec.node_name,
+        local_processes=len(spec.ranks),
+        threads=torch.get_num_threads(),
+        weights_device=torch.device("cuda", 0) if serves_gpus else device,
+    )
+    step = strategy.setup(job)
+    if job.train_state is None:
+        raise RuntimeError(
+            f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
+        )
+    job.require_model()
+    _KEPT.extend([job, step])
+    return step, job
+
+
+def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> TrainedAnswer:
+    busy = busy_share(loop) if loop.job.layout.pipeline > 1 else None
     assert loop.states is not None
-    compile_seconds = checked_compile_seconds(cell, loop.compile_seconds)
+    compile_seconds = checked_compile_seconds(loop.job.cell, loop.compile_seconds)
     return TrainedAnswer(
         setup_seconds=setup_seconds,
         setup_peak_memory_bytes=setup_peak,
-        restarts=restarts,
+        restarts=loop.job.restart_count,
         cores=core_ranges(os.sched_getaffinity(0)),
         steps=tuple(loop.steps),
         time_slices=tuple(loop.slices_began),
         peak_memory_bytes=loop.peak_allocated,
         reserved_memory_bytes=loop.peak_reserved,
         host_peak_bytes=loop.peak_host,
-        memory_method=meter.method,
+        memory_method=loop.meter.method,
         gpu_use=loop.gpus.use(),
         update_deviations=loop.deviations[0] if loop.deviations else None,
         replayed_deviations=tuple(loop.deviations[1:]),

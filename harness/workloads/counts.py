@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from harness.host.cache import cache_folder
 from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
+from harness.host.folders import cache_folder
 from harness.spec.cell import Cell
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products

@@ -18,8 +18,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from harness.host.gpu import visible_gpus
-from harness.host.hidden_packages import show
+from harness.host.gpu_inventory import visible_gpus
+from harness.host.packages import show
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from harness.host.cache import cache_folder
+from harness.host.folders import cache_folder
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from harness.host.hidden_packages import hide
+from harness.host.packages import hide
 from harness.spec.errors import Refused
 from harness.spec.training import Tolerance
 from harness.workloads.family import Family, Kind, ModelConfig, Split

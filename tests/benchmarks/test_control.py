@@ -16,7 +16,7 @@ from harness.launch.launcher import Launcher
 from harness.run.metrics import WINDOW_STEPS, timed_seconds
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
-from harness.worker.answer import TrainedAnswer
+from harness.worker.rank_answer import TrainedAnswer
 from harness.workloads import make_workload, prepare_data
 from tests.benchmarks.conftest import Ratio
 

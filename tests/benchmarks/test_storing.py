@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -61,7 +61,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from harness.record.schema import arrow_schema
+    from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
     from harness.record.store import TrialKey
     from tests.unit.stored_trials import step
 
@@ -106,7 +106,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pq.write_table(
             pa.table(
                 columns,
-                schema=pa.schema([f.with_nullable(True) for f in schema], {"files": str(CELLS)}),
+                schema=pa.schema(
+                    [f.with_nullable(True) for f in schema],
+                    {VERSION_KEY: str(VERSION), "files": str(CELLS)},
+                ),
             ),
             copies / f"{table}.parquet",
         )

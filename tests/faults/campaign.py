@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.host.scratch import PREFIX
+from harness.host.folders import PREFIX
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from tests.conftest import left_in

@@ -17,7 +17,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.record.check import check_folder, quarantine
+from harness.record.integrity import check_folder, quarantine
 from harness.record.schema import VERSION, VERSION_KEY
 from harness.spec.cell import Cell
 from tests.faults.host_kinds import HOST_KINDS

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.host.namespaces import bring_up_loopback, own_network
+from harness.host.process import bring_up_loopback, own_network
 
 FIRST, LAST = 40_000, 40_019
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from harness.record.check import check_folder
+from harness.record.integrity import check_folder
 from harness.record.store import Store
 from tests.faults.place import Place
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.record.check import check_folder
+from harness.record.integrity import check_folder
 from harness.record.store import Store
 from tests.faults.writer import GATHERS_EVERY, SHARED, STEPS
 

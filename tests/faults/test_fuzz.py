@@ -24,15 +24,15 @@ from bench.cluster.site import read_site
 from bench.expand import expand
 from bench.host import Host, host_of
 from bench.matrix import parse_changes, read_matrix
-from harness.nodes.messages import ProtocolError, decoded, encoded
+from harness.nodes.protocol import ProtocolError, decoded, encoded
 from harness.planner.cluster.calibration import DEFAULT
 from harness.planner.cluster.calibration import load as load_constants
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import parse_shape
 from harness.planner.cluster.question import ClusterQuestion
-from harness.record.files import DamagedFile, NewerSchema, read_file
+from harness.record.files import DamagedFile, OtherSchema, read_file
 from harness.record.plan import Plan
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -288,7 +288,7 @@ def test_a_parquet_file(begin: int, noise: bytes, cut: int, good_file: Path) -> 
     content[begin : begin + len(noise)] = noise
     file = good_file.with_name("fuzzed.parquet")
     file.write_bytes(content[: len(content) - cut])
-    with contextlib.suppress(DamagedFile, NewerSchema):
+    with contextlib.suppress(DamagedFile, OtherSchema):
         read_file("runs", file)
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 from datetime import datetime, timezone
 
-from harness.record.conclusion import ConclusionRecord
-from harness.record.run import RunRecord
+from harness.record.run_record import ConclusionRecord, RunRecord
 from harness.record.schema import VERSION
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord

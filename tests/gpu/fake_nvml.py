@@ -16,7 +16,7 @@ from typing import Any
 import pynvml as real
 import pytest
 
-from harness.host import gpu
+from harness.host import gpu_inventory
 
 GIB = 2**30
 
@@ -373,6 +373,6 @@ def install(
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of what NVML said are empty until the test ends, and then as they were before."""
-    for module, name in ((gpu, "_visible"), (gpu, "driver")):
+    for module, name in ((gpu_inventory, "_visible"), (gpu_inventory, "driver")):
         asked = getattr(module, name).__wrapped__
         monkeypatch.setattr(module, name, functools.cache(asked))

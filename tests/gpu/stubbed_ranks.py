@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parity.deviations import full_parameters
+from harness.parity.reference import full_parameters
 from harness.spec.cell import Cell
 from harness.spec.training import Batch
 from harness.strategy.job import Job

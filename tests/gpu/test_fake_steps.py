@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.measure.states import retained
-from harness.parity.deviations import full_parameters
+from harness.measure.memory_kinds import retained
+from harness.parity.reference import full_parameters
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.base import Capabilities, Strategy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.host.hidden_packages import show
+from harness.host.packages import show
 from harness.parity.verdict import loss_deviations
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT

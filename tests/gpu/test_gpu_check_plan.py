@@ -16,8 +16,8 @@ from bench.gpu_check.probes.__main__ import MODULES
 from bench.gpu_check.steps import Step, read_plan
 from bench.host import Host
 from bench.matrix import parse_bytes, parse_changes, read_matrix
-from harness.parity.judging import in_fp32
 from harness.parity.reference_runs import reference_key
+from harness.parity.verdict import in_fp32
 from harness.run.expected import references_of, trial_seconds
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError

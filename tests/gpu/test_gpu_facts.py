@@ -11,9 +11,9 @@ import torch
 
 from harness.analysis.selection import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
-from harness.host.gpu_facts import gpu_facts, gpu_topology
-from harness.nodes.facts import node_facts
-from harness.record.run import RunRecord
+from harness.host.gpu_inventory import gpu_facts, gpu_topology
+from harness.nodes.node import node_facts
+from harness.record.run_record import RunRecord
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -42,7 +42,7 @@ def hardware_of(row: dict[str, object]) -> Hardware:
     texts = dict.fromkeys(("run_id", "matrix", "plan"), "")
     started = datetime(2026, 1, 1, tzinfo=timezone.utc)
     return Hardware.of(
-        RunRecord.from_row({**row, **texts, "schema_version": 7, "started_at": started})
+        RunRecord.from_row({**row, **texts, "schema_version": 12, "started_at": started})
     )
 
 

@@ -14,15 +14,14 @@ from bench.cli import terminal as show
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
 from harness.analysis.summary import cell_results
-from harness.host.gpu_record import GIB, as_json
-from harness.host.gpu_state import GpuLook, GpuProcess, GpuState, GpuUse
+from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Results, Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.worker.answer import RankAnswer
+from harness.worker.rank_answer import RankAnswer
 from reports.comparison import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 from tests.unit.html_page import page_of

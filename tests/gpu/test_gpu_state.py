@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from harness.analysis.trials import disturbances, disturbed
-from harness.host.gpu_record import GIB, GpuRecord, as_json
-from harness.host.gpu_state import GpuLook, GpuState, GpuUse, decoded
-from harness.measure.energy import Energy
-from harness.measure.gpu_use import RankGpus
-from harness.measure.memory import MemoryMeter
+from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
+from harness.measure.peak_memory import MemoryMeter
+from harness.measure.resource_use import Energy, RankGpus
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 COOL = GpuState(

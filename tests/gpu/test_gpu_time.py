@@ -14,19 +14,18 @@ import pytest
 from bench.cli.show import show
 from harness.analysis.utilization import AT_RATE, BELOW_RATE, GpuTime, gpu_time
 from harness.launch.outcome import Outcome
-from harness.measure.breakdown import Event, Kind, breakdown
-from harness.measure.gpu_time import gpu_parts, kernel_kind
-from harness.record.device_speed import DeviceSpeed, SpeedMeasurement, matmul_rate
+from harness.measure.step_breakdown import Event, Kind, breakdown, gpu_parts, kernel_kind
+from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement, matmul_rate
 from harness.record.plan import Plan
-from harness.record.profile import COMPONENTS, GPU_PARTS, ProfileRecord
+from harness.record.profile_record import COMPONENTS, GPU_PARTS, ProfileRecord
 from harness.record.store import Results, Store
 from harness.run.metrics import Peaks
 from harness.run.profile import Theory, profile_record
 from harness.run.rows import peaks_of
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
-from harness.worker.answer import RankAnswer
-from harness.worker.profile import events_of
+from harness.worker.rank_answer import RankAnswer
+from harness.worker.rank_profile import events_of
 from harness.workloads import make_workload
 from tests import commands
 from tests.gpu.fake_nvml import h100_node, install

@@ -19,8 +19,8 @@ from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.registry import make_strategy, strategies
 from harness.worker import worker
-from harness.worker.answer import RankAnswer
-from harness.worker.heartbeat import Heartbeat
+from harness.worker.rank_answer import RankAnswer
+from harness.worker.reporting import Heartbeat
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload, make_workload, prepare_data
 

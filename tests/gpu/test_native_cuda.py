@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.unbuilt import Unbuilt
+from harness.host.packages import Unbuilt
 from harness.spec.cell import Cell
 from harness.spec.errors import Unavailable
 from harness.strategies import _horovod

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.host.environment import gpus
-from harness.host.gpu import Gpu, _places, nearby_cores, visible_gpus
+from harness.host.gpu_inventory import Gpu, _places, nearby_cores, visible_gpus
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 

@@ -18,13 +18,13 @@ from bench.host import Host, host_of
 from bench.matrix import read_matrix
 from harness.host import cores
 from harness.host.cores import oversubscribed
-from harness.parity.judging import in_fp32
 from harness.parity.reference_runs import (
     kept_bytes,
     memory_bytes,
     reference_cell,
     reference_key,
 )
+from harness.parity.verdict import in_fp32
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import references_of, trial_seconds

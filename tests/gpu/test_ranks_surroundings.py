@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.measure.memory import MemoryMeter
+from harness.measure.peak_memory import MemoryMeter
 from harness.spec.cell import Cell
 from harness.spec.training import Layout
 from harness.strategy.job import Job
@@ -39,7 +39,7 @@ def pinned(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(Path, "exists", lambda _: False)  # no hardware threads beside the cores
     near = SimpleNamespace(nearby_cores=lambda gpu: tuple(SOCKETS[gpu]))
-    monkeypatch.setitem(sys.modules, "harness.host.gpu", near)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "harness.host.gpu_inventory", near)  # type: ignore[arg-type]
     cell = Cell(strategy="ddp", workload="llama-nano", devices=devices, device="cuda")
     return list(module.pin(cell, processes, processes))  # type: ignore[arg-type]
 
@@ -148,8 +148,8 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
     does."""
-    from harness.worker import profile as module
-    from harness.worker.answer import RankAnswer
+    from harness.worker import rank_profile as module
+    from harness.worker.rank_answer import RankAnswer
 
     monkeypatch.setattr(module, "_profiled", lambda *_: [])
     monkeypatch.setattr(module, "_counted", lambda *_: (None, False))

@@ -18,8 +18,7 @@ from safetensors import safe_open
 
 import harness.run.runner as runner_module
 from harness.launch.outcome import Outcome
-from harness.parity.deviations import update_deviations
-from harness.parity.reference import Reference
+from harness.parity.reference import Reference, update_deviations
 from harness.parity.verdict import parity_verdict
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey

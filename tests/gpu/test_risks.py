@@ -37,7 +37,7 @@ import pytest
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT
 from harness.strategy.registry import make_strategy
-from harness.worker.profile import require_device_events
+from harness.worker.rank_profile import require_device_events
 from tests.gpu.stub_library import ROOT, run_with
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.host import unbuilt
+from harness.host import packages
 from harness.spec.cell import Cell
 from harness.spec.errors import Unavailable
 from harness.strategies import _deepspeed
@@ -72,7 +72,7 @@ ERROR: No matching distribution found for horovod==0.28.1
     ids=["compiler", "cmake", "index", "header", "last line", "nothing"],
 )
 def test_the_first_error_of_a_log(log: str, error: str) -> None:
-    assert unbuilt.first_error(log, "/tmp/tmp.n") == error
+    assert packages.first_error(log, "/tmp/tmp.n") == error
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_what_could_not_be_built_is_unavailable_with_the_first_error(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     log = tmp_path / "build.log"
     log.write_text(COMPILER)
-    unbuilt.keep("horovod_of_another_name", "0.28.1", log, "/tmp/tmp.n", "mend that")
+    packages.keep("horovod_of_another_name", "0.28.1", log, "/tmp/tmp.n", "mend that")
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano")
     monkeypatch.setattr(type(make_strategy(cell)), "requires", ("horovod_of_another_name",))
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_deepspeed_without_compiled_parts_lacks_what_needs_them(
     (tmp_path / "build.log").write_text(
         "csrc/adam/cpu_adam.cpp:7:10: fatal error: omp.h: No such file or directory\n"
     )
-    unbuilt.keep("deepspeed", "0.19.8", tmp_path / "build.log", "", "mend that")
+    packages.keep("deepspeed", "0.19.8", tmp_path / "build.log", "", "mend that")
     axes = {"strategy": "deepspeed", "devices": 2, "workload": "llama-micro", "optimizer": "adamw"}
     validate(Cell(**axes, options={"stage": 2}), make_workload("llama-micro"))
     with pytest.raises(Unavailable, match=r"cpu_adam is not compiled: .*omp\.h: No such file"):

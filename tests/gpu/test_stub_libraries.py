@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from harness.host.cuda import LEAVE_CUDA_ALONE
-from harness.host.gpu_record import GpuRecord, as_json
-from harness.host.gpu_state import GpuUse
+from harness.host.gpu_state import GpuRecord, GpuUse, as_json
 from tests.gpu.stub_library import CUDA, NVML, compiled, run_with
 
 FORK_SERVER = """
@@ -24,7 +23,7 @@ RANK = """
 import json
 from types import SimpleNamespace
 import torch
-from harness.measure.gpu_use import RankGpus
+from harness.measure.resource_use import RankGpus
 
 sys.stdout.flush()
 if os.fork():

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from bench.checks import gpu_troubles
 from bench.cli import app, terminal
-from harness.host import amd
-from harness.host.amd import amd_gpus
+from harness.host import gpu_inventory
 from harness.host.environment import device_type, environment, unused_gpus
+from harness.host.gpu_inventory import amd_gpus
 from harness.record.store import Store
 from reports.run_report import ran
 from reports.run_sections import run_text
@@ -134,7 +134,7 @@ def test_a_host_with_amds_gpus_is_told_that_cells_run_on_the_cpu(
 ) -> None:
     """With a ROCm build of torch too, since nothing finds these GPUs."""
     install(monkeypatch, FakeNvml([], no_driver=True))
-    monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx942": 8})
+    monkeypatch.setattr(gpu_inventory, "amd_gpus", lambda: {"gfx942": 8})
     monkeypatch.setattr(torch.version, "hip", rocm)
     assert "8 x gfx942" in (unused_gpus() or "")
     assert device_type() == "cpu"

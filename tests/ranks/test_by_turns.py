@@ -94,7 +94,7 @@ def test_a_run_by_turns_is_recorded_and_compared(
         "test",
         (cell("single", devices=1, timed_steps=9), cell("ddp", timed_steps=9)),
         2,
-        by_turns=True,
+        interleaved=True,
     )
     runner = Runner(store, plan)
     runner.begin()

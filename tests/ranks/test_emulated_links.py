@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from harness.launch.launcher import Launcher
-from harness.links.emulated import EmulatedNodes, lacking
-from harness.links.launcher import LinksLauncher
+from harness.links.emulated import EmulatedNodes, LinksLauncher, unsupported_reason
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
@@ -31,7 +30,7 @@ from tests.conftest import runs
 from tests.listening import is_loopback, watched
 from tests.ranks.conftest import Silent, cell
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from bench.cli import app
 from harness.host.cores import allowed_cores
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
-from harness.record.profile import COMPONENTS, SPLIT, ProfileRecord
+from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.store import Store
 from harness.run.profile import profile_cell
 from harness.run.runner import Runner

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.record.schema import VERSION
 from tests import pages
 
 PAGE = pages.ROOT / "docs" / "extending.md"
 OUTPUT = {
     "A family of workloads": ["mistral-small", "pipeline(schedule="],
-    "A measured column": [f"golden/v{VERSION + 1}", "passed", "True"],
+    "A measured column": ["passed", "True"],
     "An axis": ["ddp(denormals=flushed)"],
     "A section of the report": ["starting.html", "## Set-up"],
     "A command": ["List the runs of a results folder", "20261125T060908-d185  full"],

@@ -141,7 +141,7 @@ def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
 def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
     """A reference that cannot be written: its folder is in the way as a file."""
     from harness.analysis.summary import cells
-    from harness.host.cache import cache_folder
+    from harness.host.folders import cache_folder
 
     references = cache_folder() / "references"
     references.mkdir(exist_ok=True)

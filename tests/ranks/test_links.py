@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
-from harness.measure import comm_benchmark as links
-from harness.measure.comm_benchmark import SIZES, WARMUP, fit, measure_links, repeats, timed
+from harness.measure import hardware_benchmark as links
+from harness.measure.hardware_benchmark import SIZES, WARMUP, fit, measure_links, repeats, timed
 
 
 def test_sizes_are_powers_of_four_from_4_kib_to_64_mib() -> None:

@@ -39,7 +39,7 @@ class Cluster:
     """A coordinator in this process, and agents that are its children."""
 
     def __init__(self, folder: Path, local: Launcher) -> None:
-        self.nodes = Nodes(2, folder / "meeting", "lo")
+        self.nodes = Nodes(2, folder / "rendezvous", "lo")
         self.local = local
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(2):
@@ -72,10 +72,10 @@ class Cluster:
             if agent.poll() is not None:
                 self.start(number)
         deadline = time.monotonic() + 60
-        while len(self.nodes.there) < 2 and time.monotonic() < deadline:
+        while len(self.nodes.connected) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert len(self.nodes.there) == 2
-        self.launcher.patience_seconds = 30.0
+        assert len(self.nodes.connected) == 2
+        self.launcher.wait_seconds = 30.0
 
     def ranks(self) -> list[psutil.Process]:
         """What runs below the agents' fork servers."""
@@ -211,7 +211,7 @@ def test_cells_of_one_node_run_as_ever(run_cells: Callable[..., Results]) -> Non
 
 def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
     cluster.nodes.measure()
-    for node in cluster.nodes.there.values():
+    for node in cluster.nodes.connected.values():
         assert 0 < node.facts["round_trip_seconds"] < 0.1
         assert 1e8 < node.facts["bits_per_second_from_head"] < 1e13
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
@@ -229,7 +229,7 @@ def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
 def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit,
     then given up; started anew, it serves again."""
-    monkeypatch.setattr("harness.nodes.trial.ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr("harness.nodes.multi_node_trial.ANSWER_SECONDS", 5.0)
     stalled = cluster.agents[1]
     threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
     one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
@@ -260,7 +260,7 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
     psutil.wait_procs(below, timeout=3)
     assert [p for p in below if runs(p)] == []
 
-    cluster.launcher.patience_seconds = 1.0
+    cluster.launcher.wait_seconds = 1.0
     outcome = cluster.run(cell("ddp", nodes=2))
     assert (outcome.status, outcome.reason[:41]) == (
         "unavailable",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.links.emulated import _Process, lacking
+from harness.links.emulated import _Process, unsupported_reason
 from harness.links.switch import INTERFACE, NodeShare, address
 from harness.nodes.protocol import HANDSHAKE_SECONDS
 from harness.nodes.rendezvous import Rendezvous
@@ -22,7 +22,7 @@ from tests.ranks.conftest import cell
 from tests.ranks.stranger import ATTEMPTS
 
 pytestmark = [
-    pytest.mark.skipif(bool(lacking()), reason=lacking()),
+    pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()),
     pytest.mark.skipif(os.getuid() != 0, reason="enters other namespaces, which only root may"),
     pytest.mark.xdist_group("namespaces"),
 ]

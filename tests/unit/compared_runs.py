@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.analysis.compare import ComparedCell, RunComparison, compare_sides
 from harness.analysis.selection import select
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

@@ -13,7 +13,8 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import cell_results
 from harness.parity.verdict import PRECISION
 from harness.record.plan import Plan
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
+from harness.record.schema import VERSION
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -26,7 +27,7 @@ MIB = 2**20
 
 def run_row(**changes: Any) -> dict[str, Any]:
     row = {
-        "schema_version": 1,
+        "schema_version": VERSION,
         "run_id": "20260101T000000-abcd",
         "started_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
         "matrix": "full",
@@ -50,14 +51,11 @@ def run_row(**changes: Any) -> dict[str, Any]:
 def trial_rows(
     cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any
 ) -> list[dict[str, Any]]:
-    """Finished trials of a cell, one per throughput (samples/s), everything else filled in.
-
-    They are of the last version whose throughputs are medians: figures are easy to say by hand.
-    """
+    """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
     rows = []
     for trial, speed in enumerate(speeds):
         row = left_out_fields("20260101T000000-abcd", cell, "ok", "") | {
-            "schema_version": 7,
+            "schema_version": VERSION,
             "trial": trial,
             "position": trial,
             "wall_seconds": 2.0,
@@ -293,7 +291,7 @@ def half_rows(
     """
     allowed = PRECISION[cell.precision]
     more: dict[str, Any] = {
-        "schema_version": 8,
+        "schema_version": VERSION,
         "oversubscribed": False,
         "parity_verdict": "within tolerance",
         "parity_reason": REASONS.join([*own_reasons, allowed.reason]),
@@ -332,12 +330,12 @@ def timed_and_checked(devices: int, precision: str = "bf16", device: str = "cuda
         twin = Cell(strategy=name, **checked)
         verdict = {"parity_verdict": "within tolerance", "parity_reason": "a small mistake"}
         changes: dict[str, Any] = verdict if name == "tensor" else {}
-        rows += trial_rows(twin, rates[:1], schema_version=8, oversubscribed=False, **changes)
+        rows += trial_rows(twin, rates[:1], oversubscribed=False, **changes)
         once.append(twin.id)
     # More twins than timed cells: some of these ran out of memory.
     for mib in range(1, 5):
         twin = Cell(strategy="ddp", options={"bucket_cap_mb": mib}, **checked)
-        rows += trial_rows(twin, [100.0 - mib], schema_version=8, oversubscribed=False)
+        rows += trial_rows(twin, [100.0 - mib], oversubscribed=False)
         once.append(twin.id)
     plan = Plan("20260101T000000-abcd", "full", (), 2, once=frozenset(once), until_answered=True)
     return MadeRun(rows, plan)

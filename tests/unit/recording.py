@@ -11,7 +11,7 @@ from harness.record.trial import TrialRecord
 from harness.run.metrics import Peaks, with_metrics
 from harness.run.rows import left_out_record
 from harness.spec.cell import Cell
-from harness.worker.answer import CpuTime, RankAnswer, RankStates, RankStep, TrainedAnswer
+from harness.worker.rank_answer import CpuTime, RankAnswer, RankStates, RankStep, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 

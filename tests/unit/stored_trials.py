@@ -7,8 +7,8 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from harness.record.plan import Plan
+from harness.record.run_record import StepRecord
 from harness.record.schema import VERSION, arrow_schema
-from harness.record.step import StepRecord
 from harness.record.store import TrialKey
 from harness.spec.cell import Cell
 from tests.unit.made_results import run_row

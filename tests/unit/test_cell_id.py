@@ -1,5 +1,4 @@
-"""A cell's id: the same for the same measurement, another where a default makes it another; older
-records keep theirs."""
+"""A cell's id: the same for the same measurement, another where a default makes it another."""
 
 from __future__ import annotations
 
@@ -14,12 +13,10 @@ from bench.host import Host
 from bench.matrix import AXES, Matrix
 from harness.analysis.history import histories
 from harness.analysis.selection import measured
-from harness.record.plan import Plan, kept_plan
-from harness.record.run import RunRecord
-from harness.record.store import Store
+from harness.record.run_record import RunRecord
+from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
-from harness.run.runner import Runner
-from harness.spec.cell import _ALWAYS_IDENTITY, _NOT_IDENTITY, Cell
+from harness.spec.cell import Cell
 from harness.spec.training import TrainStep
 from harness.strategy.base import Strategy
 from harness.strategy.job import Job
@@ -53,30 +50,19 @@ def release(monkeypatch: pytest.MonkeyPatch) -> list[type[Strategy]]:
     return classes
 
 
-def test_the_older_id_of_a_cell_stays() -> None:
-    """It joins the histories of records of before schema version 7."""
-    assert DDP.id == DDP.older_id == "60ef26e3c750"
-    assert Cell(strategy="ddp", devices=2, options={"static_graph": True}).id != DDP.id
-
-
-def test_the_id_of_a_planned_cell_stays() -> None:
+def test_the_id_is_of_what_is_measured() -> None:
     planned = with_defaults(DDP)
-    assert planned.id == "9d6eed45cb73"
-    assert planned.older_id == DDP.id
-    assert (
-        planned.model_copy(
-            update={"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}
-        ).id
-        == planned.id
-    )
+    labels = {"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}
+    assert planned.model_copy(update=labels).id == planned.id
     assert with_defaults(planned).id == planned.id
+    for changes in ({"options": {"static_graph": True}}, {"seed": 1}, {"compile": "block"}):
+        assert planned.model_copy(update=changes).id != planned.id
 
 
-def test_every_field_of_today_is_in_the_id_or_said_not_to_be() -> None:
-    """A new axis is in neither list: it joins the id where it is not at its default, which must
-    then stay as it is."""
-    later = {"defaults", "recompute", "compile"}
-    assert _ALWAYS_IDENTITY | _NOT_IDENTITY | later == set(Cell.model_fields)
+def test_the_ids_of_the_reference_run_are_those_of_its_cells() -> None:
+    trials = load(Path(__file__).parents[2] / "results" / "reference").trials
+    for cell_id, cell in zip(trials["cell_id"], trials["cell"], strict=True):
+        assert Cell(**json.loads(cell)).id == cell_id
 
 
 def test_another_default_of_an_option_is_another_measurement(release: list[type[Strategy]]) -> None:
@@ -85,7 +71,6 @@ def test_another_default_of_an_option_is_another_measurement(release: list[type[
     was = with_defaults(one)
     release.append(After)
     now = with_defaults(one)
-    assert was.older_id == now.older_id
     assert was.id != now.id
     assert with_defaults(one.model_copy(update={"options": {"bucket_mib": 25}})).id == was.id, (
         "said or left out, it is the same"
@@ -101,12 +86,9 @@ def test_a_cell_keeps_the_defaults_that_it_was_planned_with(release: list[type[S
 
 
 def test_another_default_of_an_axis_is_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the older rule the cell that has the new default takes the id of the one that had the old
-    one."""
-    planned, older = with_defaults(DDP).id, DDP.older_id
+    planned = with_defaults(DDP).id
     monkeypatch.setattr(Cell.model_fields["learning_rate"], "default", 3e-4)
     changed = DDP.model_copy(update={"learning_rate": 3e-4})
-    assert changed.older_id == older
     assert with_defaults(changed).id != planned
     assert with_defaults(DDP).id == planned
 
@@ -119,13 +101,11 @@ def test_a_matrix_notes_the_defaults_and_cannot_set_them() -> None:
     assert "defaults" not in AXES
 
 
-def test_a_history_goes_on_over_the_change_of_rules(
+def test_another_default_begins_a_history_of_its_own(
     tmp_path: Path, release: list[type[Strategy]]
 ) -> None:
-    """Records of before go with the first ones after; a default that changes later begins a history
-    of its own."""
     one = Cell(strategy="mine", devices=2)
-    cells = [one, one, with_defaults(one)]
+    cells = [with_defaults(one)] * 3
     release.append(After)
     cells.append(with_defaults(one))
     store = Store(tmp_path)
@@ -138,18 +118,9 @@ def test_a_history_goes_on_over_the_change_of_rules(
             store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
     series = histories(measured(store.load(steps=False)), "throughput")
     assert [(one.cell_id, len(one.points)) for one in series] == [
-        (cells[2].id, 3),
+        (cells[0].id, 3),
         (cells[3].id, 1),
     ]
-
-
-def test_a_comparison_matches_older_records_by_the_older_rule() -> None:
-    planned = with_defaults(DDP)
-    for was, now in ((DDP, planned), (planned, DDP), (DDP, DDP), (planned, planned)):
-        (line,) = compared(
-            trial_rows(was, [100.0, 100.1, 100.2]), trial_rows(now, [50.0, 50.1, 50.2])
-        ).lines
-        assert line.kind == "slower"
 
 
 def test_a_comparison_does_not_match_other_defaults(release: list[type[Strategy]]) -> None:
@@ -161,16 +132,3 @@ def test_a_comparison_does_not_match_other_defaults(release: list[type[Strategy]
         [*trial_rows(was, [100.0] * 3), *shared], [*trial_rows(now, [50.0] * 3), *shared]
     )
     assert {line.kind for line in found.lines} == {"missing", "added", "no difference seen"}
-
-
-def test_a_run_that_began_before_is_gone_on_with_by_its_ids(tmp_path: Path) -> None:
-    """Its plan noted no defaults: what it has recorded is not run again."""
-    store = Store(tmp_path)
-    plan = Plan("run-1", "test", (DDP,), 2)
-    older = json.loads(plan.to_json())
-    for cell in older["cells"]:
-        del cell["defaults"]
-    store.write_run(RunRecord(**run_row(run_id="run-1", plan=json.dumps(older))))
-    store.write_trial(TrialRecord(**(trial_rows(DDP, [100.0])[0] | {"run_id": "run-1"})))
-    todo = Runner(store, kept_plan(store, "run-1")).open_trials()
-    assert [(key.cell_id, key.trial) for _, _, key in todo] == [(DDP.id, 1)]

@@ -16,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import COMMANDS, app, main
-from harness.record.conclusion import ConclusionRecord
+from harness.record.run_record import ConclusionRecord
 from harness.store import load
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = str(ROOT / "tests" / "golden" / "v2")
+REFERENCE = str(ROOT / "results" / "reference")
+RUN = "20261125T060908-d185"
 
 
 def here(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -81,18 +82,18 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         ),
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
         (
-            ["report", "--section", "verdit", "--results", GOLDEN],
+            ["report", "--section", "verdit", "--results", REFERENCE],
             ["'verdit' is no section", "verdict"],
         ),
-        (["report", "--format", "pdf", "--results", GOLDEN], ["--format", "pdf-ready"]),
+        (["report", "--format", "pdf", "--results", REFERENCE], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["--baseline", "latest~1 latest"]),
         (["compare", "latest~1", "latest"], ["no runs", "results"]),
-        (["compare", "run-1", "run-2", "--results", GOLDEN], ["no run 'run-2'", "run-1"]),
-        (["compare", "run-1", "latest", "--results", GOLDEN], ["are the same run"]),
-        (["compare", "run-1", "empty", "--results", GOLDEN], ["no runs in results folder 'empty'"]),
+        (["compare", RUN, "run-2", "--results", REFERENCE], ["no run 'run-2'", RUN]),
+        (["compare", RUN, "latest", "--results", REFERENCE], ["are the same run"]),
+        (["compare", RUN, "empty", "--results", REFERENCE], ["no runs in results folder 'empty'"]),
         (
-            ["compare", "run-1", "--cells", "dpp", "ddp", "--results", GOLDEN],
+            ["compare", RUN, "--cells", "dpp", "ddp", "--results", REFERENCE],
             ["'dpp'", "ddp"],
         ),
         (["compare", "latest~1", "latest", "--fail-on", "slowness"], ["--fail-on", "regression"]),
@@ -103,13 +104,13 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["validate"], ["--data", "--results"]),
         (["validate", "--results", "r", "--fit", "f"], ["--fit"]),
         (["show", "ddp"], ["no runs", "results"]),
-        (["show", "dpp", "--results", GOLDEN], ["'dpp'", "ddp"]),
+        (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["publish", "wandb", "folder"], ["wandb", "tensorboard"]),
         (
-            ["publish", "prometheus", "folder", "nope", "--results", GOLDEN],
-            ["no run 'nope'", "run-1"],
+            ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],
+            ["no run 'nope'", RUN],
         ),
-        (["compare", "--history", "dpp", "--results", GOLDEN], ["'dpp'", "ddp"]),
+        (["compare", "--history", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["profile", "dpp"], ["'dpp'", "ddp"]),
         (["profile", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
         (["rehearse", "dpp"], ["unknown strategy 'dpp'", "ddp"]),

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cli.compare import compare
 from harness.analysis.selection import find_run, two_sides
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -105,7 +105,8 @@ def test_json_has_the_numbers(folder: Path) -> None:
     slower, missing = found["cells"]
     assert slower["ratio"] == pytest.approx(0.9, rel=1e-3)
     assert slower["ratio_low"] < slower["ratio"] < slower["ratio_high"] < 1
-    assert (slower["a"]["samples_per_second"], slower["b"]["samples_per_second"]) == (100.1, 90.1)
+    speeds = (slower["a"]["samples_per_second"], slower["b"]["samples_per_second"])
+    assert speeds == pytest.approx((100.1, 90.1), rel=1e-5)
     assert (missing["kind"], missing["b"]) == ("missing", None)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from harness.host.cache import cache_folder
+from harness.host.folders import cache_folder
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
 from harness.strategy.registry import validate

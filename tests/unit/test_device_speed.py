@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from harness.measure.device_speed import measure_apart, measure_device_speed, median_seconds
-from harness.record.device_speed import SpeedMeasurement
+from harness.measure.hardware_benchmark import measure_apart, measure_device_speed, median_seconds
+from harness.record.hardware_facts import SpeedMeasurement
 
 CPU = torch.device("cpu")
 

@@ -53,8 +53,8 @@ def schema_table() -> list[str]:
         meaning = meanings(record)
         rows += [f"### {table}", "", "| column | type | meaning |", "|---|---|---|"]
         rows += [
-            f"| `{column.name}`{f' ({column.since})' if column.since > 1 else ''} |"
-            f" {column.type}{'?' if column.nullable else ''} | {meaning[column.name]} |"
+            f"| `{column.name}` | {column.type}{'?' if column.nullable else ''}"
+            f" | {meaning[column.name]} |"
             for column in record.columns()
         ]
         rows.append("")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.memory_group import oom_kills
+from harness.host.memory_limits import oom_kills
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.spec.cell import Cell
-from harness.worker.answer import RankAnswer
+from harness.worker.rank_answer import RankAnswer
 
 CELL = Cell(strategy="ddp", devices=2)
 

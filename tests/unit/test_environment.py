@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.host.environment import environment, git_commit
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 
 
 def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,6 @@ def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **mor
         rows.append(
             row
             | {
-                "schema_version": 8,
                 "trial": trial,
                 "window_step_seconds": [step * x for x in windows],
                 "window_control_seconds": [control * x for x in windows],

@@ -15,20 +15,20 @@ import torch
 
 from bench.cli.profile import find_cell, name_ranks
 from harness.launch.outcome import Outcome
-from harness.measure.breakdown import Event, breakdown, own_seconds, stacks, straggler
-from harness.measure.collectives import Call, algorithm_bytes, counting, logical_bytes
-from harness.measure.peak_breakdown import peak_split
+from harness.measure.memory_kinds import peak_split
+from harness.measure.rank_traffic import Call, algorithm_bytes, counting, logical_bytes
+from harness.measure.step_breakdown import Event, breakdown, own_seconds, stacks, straggler
 from harness.record.plan import Plan
-from harness.record.profile import COMPONENTS, SPLIT
-from harness.record.run import RunRecord
+from harness.record.profile_record import COMPONENTS, SPLIT
+from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 from harness.run.profile import Theory, profile_record
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import TrainState
-from harness.worker.answer import ProfiledAnswer, RankAnswer
-from harness.worker.profile import events_of, replaced, training_thread
+from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
+from harness.worker.rank_profile import events_of, replaced, training_thread
 from tests.unit.stored_trials import one_cell_run
 
 

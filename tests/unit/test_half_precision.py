@@ -18,7 +18,7 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.precision import not_known_well, precision
 from harness.analysis.setting import by_setting, timed
 from harness.analysis.summary import cell_results
-from harness.parity.judging import allowed_deviation
+from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.allocation import (
@@ -94,9 +94,9 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
         half = Cell(strategy="ddp", options=options, precision="bf16", workload="llama-mini")
         rows += half_rows(half, [10.0, 10.1])
         twin = Cell(strategy="ddp", options=options, workload="llama-micro", micro_batches=2)
-        rows += trial_rows(twin, [10.0], **{"schema_version": 8, **changes})
+        rows += trial_rows(twin, [10.0], **changes)
         other = Cell(strategy="ddp", options=options, workload="resnet-micro")
-        rows += trial_rows(other, [10.0], schema_version=8, parity_verdict="within tolerance")
+        rows += trial_rows(other, [10.0], parity_verdict="within tolerance")
     group = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
     assert {cell.parity.fp32_twin: cell.parity.same_training for cell in group} == {
         "exact": True,
@@ -110,18 +110,16 @@ def test_the_nearest_twin_counts(tmp_path: Path) -> None:
     """Its micro-batches are the cell's; a further cell with others diverged."""
     half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
     rows = half_rows(half, [10.0, 10.1])
-    rows += trial_rows(half.model_copy(update={"precision": "fp32"}), [10.0], schema_version=8)
+    rows += trial_rows(half.model_copy(update={"precision": "fp32"}), [10.0])
     split = half.model_copy(update={"precision": "fp32", "micro_batches": 4})
-    rows += trial_rows(
-        split, [10.0], schema_version=8, status="diverged", parity_verdict="diverged"
-    )
+    rows += trial_rows(split, [10.0], status="diverged", parity_verdict="diverged")
     (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
     assert (cell.parity.fp32_twin, cell.parity.same_training) == ("exact", True)
 
 
 def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
     reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
-    rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], schema_version=8, **reason)
+    rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **reason)
     (cell,) = cell_results(stored(tmp_path, rows).trials)
     assert not cell.parity.same_training
 

@@ -13,13 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.store import RENDEZVOUS_SECONDS
-from harness.launch import hang
-from harness.launch.hang import Hang, Silence, ask_ranks, missing
+from harness.host.tcp_store import RENDEZVOUS_SECONDS
 from harness.launch.outcome import RankOutputs, classify_end
+from harness.launch.watch import (
+    COLD_GPU_SECONDS,
+    SECONDS,
+    VARIABLE,
+    Hang,
+    Silence,
+    ask_ranks,
+    missing,
+)
 from harness.spec.cell import Cell
-from harness.worker.answer import answer_file
-from harness.worker.heartbeat import MEETING, GroupState, Heartbeat, read_beat
+from harness.worker.rank_answer import answer_file
+from harness.worker.reporting import RENDEZVOUS, GroupState, Heartbeat, read_beat
 from harness.worker.spec import stacks_file
 
 BUSY = "while True: pass"
@@ -48,7 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("harness.worker.heartbeat.time.monotonic", made)
+    monkeypatch.setattr("harness.worker.reporting.time.monotonic", made)
     return made
 
 
@@ -95,9 +102,9 @@ def test_the_time_can_be_chosen(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Heartbeat(tmp_path, 0).beat("step 1", 1)
-    monkeypatch.setenv(hang.VARIABLE, "2")
+    monkeypatch.setenv(VARIABLE, "2")
     assert looks(silence(tmp_path), 3)
-    monkeypatch.setenv(hang.VARIABLE, "0")
+    monkeypatch.setenv(VARIABLE, "0")
     assert looks(silence(tmp_path), 300) is None
 
 
@@ -122,7 +129,7 @@ def test_a_rank_that_has_answered_or_has_not_begun_does_not_hang(
 def test_work_before_the_first_step_is_a_sign_of_life(
     tmp_path: Path, program: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(hang.VARIABLE, "1")
+    monkeypatch.setenv(VARIABLE, "1")
     Heartbeat(tmp_path, 0).beat("set-up")
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
@@ -151,7 +158,7 @@ def test_a_rank_that_waits_for_one_that_works_does_not_hang(
 
 
 def test_ranks_of_other_nodes_may_come_later(tmp_path: Path) -> None:
-    Heartbeat(tmp_path, 0).beat(MEETING)
+    Heartbeat(tmp_path, 0).beat(RENDEZVOUS)
     assert looks(Silence(str(tmp_path), range(1), dict), 16)
     watch = Silence(str(tmp_path), range(1), dict, other_nodes=True)
     assert looks(watch, RENDEZVOUS_SECONDS - 1) is None
@@ -162,14 +169,14 @@ def test_gpus_may_start_slowly_and_steps_on_them_may_not(tmp_path: Path) -> None
     """A driver that wakes eight GPUs keeps a rank in the kernel, without work of a core; the ranks
     beside it wait for the slowest."""
     cold, warm = (Heartbeat(tmp_path, rank) for rank in range(2))
-    cold.beat(MEETING)
+    cold.beat(RENDEZVOUS)
     warm.beat("step 1", 1)
     watch = Silence(str(tmp_path), range(2), dict, on_gpus=True)
-    assert looks(watch, hang.COLD_GPU_SECONDS - 1) is None
+    assert looks(watch, COLD_GPU_SECONDS - 1) is None
     assert looks(watch, 2)
     cold.beat("step 1", 1)
     watch = Silence(str(tmp_path), range(2), dict, on_gpus=True)
-    assert looks(watch, hang.SECONDS - 1) is None
+    assert looks(watch, SECONDS - 1) is None
     assert looks(watch, 2)
 
 

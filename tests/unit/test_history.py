@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from bench.cli.compare import compare, sparkline
 from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
 from harness.analysis.selection import measured
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -132,7 +132,8 @@ def test_a_series_is_of_equal_hardware_and_verified_runs(tmp_path: Path) -> None
         )
     )
     (series,) = histories(measured(store.load(steps=False)), "throughput")
-    assert [point.value.value for point in series.points] == [100.0] * 7 + [90.0] * 7
+    values = [point.value.value for point in series.points]
+    assert values == pytest.approx([100.0] * 7 + [90.0] * 7, rel=1e-5)
     assert (series.elsewhere, series.failed) == (2, 1)
     assert [point.change is None for point in series.points] == [True] * 7 + [False] + [True] * 6
     assert series.last_change is not None

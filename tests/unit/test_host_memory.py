@@ -11,7 +11,7 @@ import pytest
 
 from bench.host import Host
 from harness.host import environment
-from harness.host.memory import available_memory_bytes, memory_bytes
+from harness.host.memory_limits import available_memory_bytes, memory_bytes
 from harness.parity.reference import Reference
 from harness.record.store import TrialKey
 from harness.run import prepared

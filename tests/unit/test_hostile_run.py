@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.table import Record
 from harness.record.trial import TrialRecord

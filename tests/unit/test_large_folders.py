@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.expected import MOST_RUNS, expected_seconds

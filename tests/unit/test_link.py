@@ -15,8 +15,8 @@ from bench.host import Host
 from bench.matrix import Matrix, read_matrix
 from harness.links.emulated import shares
 from harness.links.switch import burst_bytes
-from harness.nodes.probe import _received
-from harness.record.nodes import shared_machine
+from harness.nodes.node import _received
+from harness.record.hardware_facts import shared_machine
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.spec.link import Link, link_text
@@ -96,7 +96,7 @@ def test_a_link_makes_another_measurement_of_the_same_training() -> None:
 def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("harness.links.emulated.lacking", lambda: "")
+    monkeypatch.setattr("harness.links.emulated.unsupported_reason", lambda: "")
     cells = [
         {
             "strategy": "ddp",
@@ -115,7 +115,8 @@ def test_a_cell_with_links_needs_nodes_but_no_agents_of_the_run(
 
 def test_a_host_without_namespaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "harness.links.emulated.lacking", lambda: "emulated links need tc: apt-get install iproute2"
+        "harness.links.emulated.unsupported_reason",
+        lambda: "emulated links need tc: apt-get install iproute2",
     )
     cells = [
         {"strategy": "ddp", "devices": 2, "nodes": 2, "workload": "llama-nano", "links": "1gbit"}

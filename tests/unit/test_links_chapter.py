@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.record.profile import ProfileRecord
+from harness.record.profile_record import ProfileRecord
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports import links_section

@@ -192,7 +192,7 @@ def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize("name", matrix_names())
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "harness.links.emulated.lacking", lambda: ""
+        "harness.links.emulated.unsupported_reason", lambda: ""
     )  # hosts that may make namespaces
     for host in (
         CPU,

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from harness.analysis.maxsize import Holding, MaxsizeResult, limits, maxsize_results, order_notes
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
-from harness.measure.memory import MemoryMeter
-from harness.measure.oom import phase, shortage
-from harness.record.plan import Plan, resumable
-from harness.record.search import base_cell, cell_at_size, steps_of
+from harness.measure.memory_kinds import phase, shortage
+from harness.measure.peak_memory import MemoryMeter
+from harness.record.plan import Plan, base_cell, cell_at_size, resumable, steps_of
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (

@@ -21,23 +21,23 @@ from harness.analysis.stats import (
 from harness.analysis.trials import disturbed
 from harness.analysis.utilization import mfu
 from harness.host.gpu_models import peak_flops_per_second
-from harness.measure.bubble import bubble_fraction, busy_fraction
-from harness.measure.clock import timed_step
-from harness.measure.energy import Energy, package_joules
-from harness.measure.load import (
+from harness.measure.clock import bubble_fraction, busy_fraction, timed_step
+from harness.measure.peak_memory import imbalance
+from harness.measure.resource_use import (
     FRESH_SECONDS,
     WINDOW_SECONDS,
+    Energy,
     Idle,
     Load,
     cpu_seconds,
     foreign_load,
     idle_share,
+    package_joules,
 )
-from harness.measure.memory import imbalance
 from harness.run.metrics import timed_seconds
 from harness.spec.cell import Cell
-from harness.worker.answer import CpuTime, RankStep
-from harness.worker.interleave import TimeSlices
+from harness.worker.rank_answer import CpuTime, RankStep
+from harness.worker.spec import TimeSlices
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 

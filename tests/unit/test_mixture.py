@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.routing import ExpertTokens, counted, imbalance_of_experts, routers_of
-from harness.parity.judging import allowed_deviation
+from harness.parity.verdict import allowed_deviation
 from harness.record.trial import TrialRecord
-from harness.run import figures
+from harness.run import metrics
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies import _distributed as mesh
@@ -62,11 +62,11 @@ def test_counts_of_ranks_are_added_up() -> None:
     empty: Any = TrialRecord.__new__(TrialRecord)
     for column in TrialRecord.columns():
         object.__setattr__(empty, column.name, None)
-    trial = figures._with_experts(empty, ranks)
+    trial = metrics._with_experts(empty, ranks)
     assert json.loads(trial.expert_tokens or "") == [[6, 2], [4, 4]]
     assert trial.expert_imbalance == imbalance_of_experts({0: (6, 2), 1: (4, 4)}) == 1.5
     no_experts: Any = [SimpleNamespace(expert_tokens=None)]
-    assert figures._with_experts(empty, no_experts) is empty
+    assert metrics._with_experts(empty, no_experts) is empty
 
 
 def test_half_precision_may_choose_other_experts() -> None:

@@ -15,16 +15,16 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
 from harness.host.cores import oversubscribed
+from harness.host.environment import numa_nodes
 from harness.launch.outcome import RankOutputs, classify_end
-from harness.nodes.facts import link_speed, numa_nodes
-from harness.nodes.node import Node
+from harness.nodes.multi_node_trial import Trial
+from harness.nodes.node import Node, link_speed
 from harness.nodes.protocol import NodeConnection
 from harness.nodes.rendezvous import Rendezvous, addresses_of, interface_of
-from harness.nodes.trial import Trial
-from harness.record.nodes import distinct_cores, shared_machine
+from harness.record.hardware_facts import distinct_cores, shared_machine
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from harness.worker.answer import FailureAnswer, RankAnswer
+from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -134,13 +134,13 @@ def test_interfaces_have_addresses() -> None:
 
 
 def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
-    file = tmp_path / "meeting"
+    file = tmp_path / "rendezvous"
     told = Rendezvous("m", ("10.0.0.1", "127.0.0.1"), 4711, "00ff")
     told.write(file)
     assert file.stat().st_mode & 0o777 == 0o600
     assert Rendezvous.read(file) == told
     assert "00ff" not in repr(told)
-    assert [p.name for p in tmp_path.iterdir()] == ["meeting"]
+    assert [p.name for p in tmp_path.iterdir()] == ["rendezvous"]
 
 
 def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:

@@ -6,10 +6,14 @@ import math
 
 import pytest
 
-from harness.parity.deviations import plain_name
-from harness.parity.judging import allowed_deviation
-from harness.parity.reference import Noise
-from harness.parity.verdict import loss_deviations, parity_verdict, widened, widest
+from harness.parity.reference import Noise, plain_name
+from harness.parity.verdict import (
+    allowed_deviation,
+    loss_deviations,
+    parity_verdict,
+    widened,
+    widest,
+)
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Tolerance
 from harness.strategy.registry import make_strategy

@@ -292,7 +292,7 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     # What wraps DDP and was not measured is predicted to be about as fast.
     assert answer["candidates"][0]["label"] in WRAPPERS_OF_DDP
     assert by_label["ddp"]["measured"]
-    assert by_label["ddp"]["samples_per_second"] == pytest.approx(340)
+    assert by_label["ddp"]["samples_per_second"] == pytest.approx(340, rel=1e-4)
     assert not all(row["measured"] for row in answer["candidates"])
     assert answer["setting"].startswith("gpt2-nano in fp32 on 2 ranks, 8 samples of 64 tokens")
     chosen = [cell.strategy for cell in cells_of(str(tmp_path / "open.yaml"), [])]

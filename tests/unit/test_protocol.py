@@ -17,12 +17,19 @@ import pytest
 
 from harness.launch.outcome import RankOutputs
 from harness.nodes.coordinator import Nodes
-from harness.nodes.messages import ProtocolError, decoded, encoded
-from harness.nodes.protocol import MOST_BYTES, NodeConnection, reach_coordinator, secure
+from harness.nodes.protocol import (
+    MOST_BYTES,
+    NodeConnection,
+    ProtocolError,
+    decoded,
+    encoded,
+    reach_coordinator,
+    secure,
+)
 from harness.nodes.rendezvous import Rendezvous, default_interface, new_key
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from harness.worker.answer import FailureAnswer, RankAnswer
+from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -61,7 +68,7 @@ def still_serves(nodes: Nodes) -> bool:
     line.send("hello", FACTS)
     there = nodes.ready(1, 5)
     with contextlib.closing(line):
-        return [node.facts for node in there] == [FACTS] and list(nodes.there) == [0]
+        return [node.facts for node in there] == [FACTS] and list(nodes.connected) == [0]
 
 
 def joined(secret: bytes = SECRET) -> tuple[NodeConnection, NodeConnection]:
@@ -134,7 +141,7 @@ def test_a_recorded_connection_cannot_be_played_again(nodes: Nodes) -> None:
     with stranger(nodes) as again:
         again.sendall(recorded)
         assert is_closed(again)
-    assert nodes.there == {}
+    assert nodes.connected == {}
     assert still_serves(nodes)
 
 
@@ -176,7 +183,7 @@ def test_a_crowd_of_silent_strangers_keeps_no_agent_out(
 ) -> None:
     """Agents try again; a thread is spent on so many strangers and no more."""
     monkeypatch.setattr("harness.nodes.protocol.HANDSHAKE_SECONDS", 1)
-    monkeypatch.setattr(Nodes, "most_strangers", 4)
+    monkeypatch.setattr(Nodes, "max_unauthenticated", 4)
     nodes = Nodes(1, tmp_path / "rendezvous", "lo")
     threads = threading.active_count()
     crowd = [stranger(nodes) for _ in range(40)]

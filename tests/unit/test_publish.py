@@ -16,8 +16,7 @@ import pytest
 
 from bench.cli.publish import publish
 from harness.analysis.summary import cells as summarise
-from harness.record.run import RunRecord
-from harness.record.step import StepRecord
+from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

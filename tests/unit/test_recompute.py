@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cli.maxsize import _changes
-from harness.measure.peak_breakdown import peak_split
+from harness.measure.memory_kinds import peak_split
 from harness.planner.rehearsal.rehearse import rehearse
 from harness.run.maxsize import formula
 from harness.spec.cell import Cell

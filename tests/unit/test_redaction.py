@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.launch.outcome import LOG_TAIL_BYTES, RankOutputs
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from bench.cli.report import report
-from harness.record.store import Results, Store
+from harness.record.store import Results
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -126,14 +126,6 @@ def test_no_strategy_is_named_in_the_code() -> None:
         ]
         words = {value for value in constants if isinstance(value, str)}
         assert not words & known, path
-
-
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_runs_of_older_versions_have_their_report(version: str, tmp_path: Path) -> None:
-    golden = Store(Path(__file__).parents[1] / "golden" / version)
-    page = page_of(golden.load(golden.run_ids()[:1]), tmp_path)
-    assert {"verdict", "cells", "environment"} <= set(page.headings)
-    assert ("states" in page.headings) == (version != "v1")
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_overview_of_systems(sharded_results: Results) -> None:
         "100 %",
         "",
     )
-    assert wrapped.best.value == "3,200 ± 185 tokens/s"
+    assert wrapped.best.value == "3,200 ± 96 tokens/s"
     assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (
         0,
         3,

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench.cli import terminal as show
-from harness.analysis.stats import median_error
 from harness.analysis.summary import cell_results
 from harness.analysis.summary import cells as summarise
 from harness.record.store import Results
@@ -47,15 +46,13 @@ def test_every_number_of_the_table_equals_the_frames(results: Results, page: Pag
 def test_throughput_has_its_interval(results: Results, page: Page) -> None:
     cell = Cell(strategy="fast", devices=2)
     shown = page.rows[f"cell-{cell.id}"]
-    assert float(shown["tokens_per_second"]) == pytest.approx(71 * 64)
-    assert float(shown["tokens_per_second_low"]) == pytest.approx(
-        (71 - 4.302652729749464 * median_error(3) / math.sqrt(3)) * 64
-    )
-    assert "tokens_per_second_low" not in page.rows[f"cell-{Cell(strategy='once', devices=2).id}"]
+    value = float(shown["tokens_per_second"])
+    assert value == pytest.approx((70 * 71 * 72) ** (1 / 3) * 64)
+    assert float(shown["tokens_per_second_low"]) < value < float(shown["tokens_per_second_high"])
     image = page.rows[
         f"cell-{Cell(strategy='fast', devices=2, data='images', workload='resnet-micro').id}"
     ]
-    assert float(image["samples_per_second"]) == pytest.approx(9.05)
+    assert float(image["samples_per_second"]) == pytest.approx((9.0 * 9.1) ** 0.5)
 
 
 def test_diverged_cells_have_no_place(page: Page) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.requirements import REQUIREMENTS, unmet
+from harness.host.packages import REQUIREMENTS, unmet
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ def test_they_are_the_dependencies_of_the_project() -> None:
 
 def test_asking_imports_none_of_them() -> None:
     code = (
-        "import sys; from harness.host.requirements import REQUIREMENTS, require; require();"
+        "import sys; from harness.host.packages import REQUIREMENTS, require; require();"
         " sys.exit(bool(REQUIREMENTS.keys() & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

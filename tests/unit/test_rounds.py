@@ -19,7 +19,7 @@ from harness.analysis.precision import precision, too_wide
 from harness.analysis.summary import cell_results
 from harness.parity.reference import Reference
 from harness.record.plan import LeftOut, Plan, resumable
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run import allocation
@@ -391,7 +391,7 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
         7,
         precision=0.02,
         time_budget_seconds=60.0,
-        by_turns=True,
+        interleaved=True,
     )
     store.write_run(RunRecord(**{**one_cell_run(), "plan": plan.to_json()}))
     assert resumable(store, None) == plan

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.scratch import PREFIX, remove_abandoned, scratch_folder
+from harness.host.folders import PREFIX, remove_abandoned, scratch_folder
 
 HOLDER = """
 import sys, time
-from harness.host.scratch import keep_multiprocessing_files, scratch_folder
+from harness.host.folders import keep_multiprocessing_files, scratch_folder
 keep_multiprocessing_files()
 with scratch_folder() as folder:
     (folder / "rank0.log").write_text("...")

@@ -18,7 +18,7 @@ from bench.select import (
     with_options,
 )
 from harness.record.plan import Plan
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, UsageError

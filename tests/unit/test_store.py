@@ -1,4 +1,4 @@
-"""Whole files or none, one dataset for every reader, and files of every earlier schema version."""
+"""Whole files or none, and one dataset for every reader."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.summary import cells
-from harness.record.check import check_folder
-from harness.record.conclusion import ConclusionRecord
-from harness.record.run import RunRecord
-from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
+from harness.record.integrity import check_folder
+from harness.record.run_record import ConclusionRecord, RunRecord
+from harness.record.schema import TABLES, VERSION, arrow_schema
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, NotRecorded, NotWritable, UsageError
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
 
 def filled(folder: Path) -> Store:
@@ -176,20 +174,8 @@ def test_mistakes(tmp_path: Path) -> None:
         Store(file / "results").require_writable()
 
 
-@pytest.mark.parametrize("version", range(1, VERSION + 1))
-def test_golden_files_of_every_version_are_read(version: int) -> None:
-    results = load(GOLDEN / f"v{version}")
-    assert len(results.trials) == 3
-    assert set(results.trials["status"]) == {"ok", "refused"}
-    assert len(results.explained) == (1 if version >= 3 else 0)
-    table = cells(results.trials)
-    speed = table.loc[table["strategy"] == "ddp", "samples_per_second"].iloc[0]
-    assert speed == pytest.approx(15.0)
-
-
-@pytest.mark.parametrize("version", range(1, VERSION + 1))
-def test_records_of_every_version_have_what_their_files_lack_as_default(version: int) -> None:
-    results = load(GOLDEN / f"v{version}")
+def test_records_have_the_types_and_defaults_of_their_columns() -> None:
+    results = load(REFERENCE)
     for name, table in TABLES.items():
         records = table.from_frame(getattr(results, name))
         rows = getattr(results, name).to_dict("records")
@@ -201,7 +187,6 @@ def test_records_of_every_version_have_what_their_files_lack_as_default(version:
                 assert (value is None) <= column.nullable
                 assert isinstance(value, tuple) == column.is_list
                 assert not column.is_integer or value is None or type(value) is int
-    assert len(TrialRecord.from_frame(results.trials)) == 3
 
 
 def test_what_is_null_in_a_frame_is_the_columns_default_in_a_record() -> None:
@@ -212,13 +197,3 @@ def test_what_is_null_in_a_frame_is_the_columns_default_in_a_record() -> None:
     assert (record.seed, type(record.seed)) == (3, int)
     with pytest.raises(ValueError, match="'strategy' is null or missing"):
         TrialRecord.from_row({**good, "strategy": None})
-
-
-def test_a_column_that_an_old_file_lacks_is_null(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    store = filled(tmp_path)
-    file = next((tmp_path / "trials").rglob("*.parquet"))
-    rows = pq.ParquetFile(file).read().drop_columns(["hardware_flops_per_step"])
-    pq.write_table(rows.replace_schema_metadata({VERSION_KEY: "8"}), file)
-    assert store.load().trials["hardware_flops_per_step"].isna().all()

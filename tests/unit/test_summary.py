@@ -11,7 +11,7 @@ import pytest
 from harness.analysis.ranking import tied_with_previous
 from harness.analysis.selection import measured
 from harness.analysis.summary import cell_results, cells
-from harness.record.run import RunRecord
+from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell

@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.measure.states import retained_by, state_bytes
-from harness.measure.traffic import MOST_LOOKS, Traffic, disk_bytes, folder_bytes, tcp_bytes_sent
+from harness.measure.memory_kinds import retained_by, state_bytes
+from harness.measure.rank_traffic import (
+    MOST_LOOKS,
+    Traffic,
+    disk_bytes,
+    folder_bytes,
+    tcp_bytes_sent,
+)
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategy.formulas import model_states, whole_model_states
-from harness.worker.answer import Offload
+from harness.worker.rank_answer import Offload
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 from tests.unit.test_measure import CELL, FACTS
@@ -183,7 +189,7 @@ def test_what_a_thread_still_sends_after_the_last_step_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     readings = iter([100, 110, 125, 125, 125])
-    monkeypatch.setattr("harness.measure.traffic.tcp_bytes_sent", lambda: next(readings))
+    monkeypatch.setattr("harness.measure.rank_traffic.tcp_bytes_sent", lambda: next(readings))
     traffic = Traffic(over_tcp=True)
     traffic.start()
     traffic.stop(1)
@@ -192,7 +198,7 @@ def test_what_a_thread_still_sends_after_the_last_step_counts(
 
 def test_who_never_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(100))
-    monkeypatch.setattr("harness.measure.traffic.tcp_bytes_sent", lambda: next(readings))
+    monkeypatch.setattr("harness.measure.rank_traffic.tcp_bytes_sent", lambda: next(readings))
     traffic = Traffic(over_tcp=True)
     traffic.start()
     traffic.stop(1)

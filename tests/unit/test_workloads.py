@@ -15,7 +15,7 @@ import torch
 from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
-from harness.host.hidden_packages import show
+from harness.host.packages import show
 from harness.run.prepared import needs_at_least_as_much_as
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError

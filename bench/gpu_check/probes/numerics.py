@@ -205,8 +205,8 @@ def collectives(device: str) -> Finding:
     import torch
     import torch.distributed as dist
 
-    from harness.host.hidden_packages import is_installed
-    from harness.worker.heartbeat import group_states
+    from harness.host.packages import is_installed
+    from harness.worker.reporting import group_states
 
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":

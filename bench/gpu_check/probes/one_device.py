@@ -105,7 +105,7 @@ def speed(device: str) -> Finding:
     """What are this device's peak rates for matrix products, copies and kernel launches?"""
     import torch
 
-    from harness.measure.device_speed import measure_device_speed
+    from harness.measure.hardware_benchmark import measure_device_speed
 
     speed = measure_device_speed(
         torch.device(device, 0) if device == "cuda" else torch.device(device)

@@ -49,7 +49,7 @@ def host(device: str) -> Finding:
     """Which versions, memory, cores and GPUs are here?"""
     from bench.checks import troubles
     from harness.host.environment import environment, unused_gpus
-    from harness.host.gpu_facts import gpu_topology
+    from harness.host.gpu_inventory import gpu_topology
     from harness.strategy.registry import required_packages
 
     shared = Path("/dev/shm")
@@ -102,7 +102,7 @@ def nvml(device: str) -> Finding:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it
     import torch
 
-    from harness.host.gpu import driver
+    from harness.host.gpu_inventory import driver
     from harness.parity.reference_runs import gpu_kind
 
     kind, installed = gpu_kind(), asdict(driver())  # initialises NVML in this process
@@ -119,7 +119,7 @@ def nvml(device: str) -> Finding:
 def _view() -> dict[str, object]:
     import torch
 
-    from harness.measure.gpu_use import RankGpus
+    from harness.measure.resource_use import RankGpus
 
     device = torch.device("cuda", 0)
     factor = torch.ones(4096, 4096, device=device)

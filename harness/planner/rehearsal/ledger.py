@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.measure.collectives import Call, collective_call
-from harness.measure.states import local_part, retained
+from harness.measure.memory_kinds import local_part, retained
+from harness.measure.rank_traffic import Call, collective_call
 from harness.workloads.operators import OperatorObserver
 
 if TYPE_CHECKING:

@@ -1,0 +1,103 @@
+"""Temporary folders that do not long outlive their process, and the cache folder.
+
+The process that creates a temporary folder holds a lock on it (flock), which the kernel releases
+when the process ends for any reason. An unlocked folder belonged to a killed process, and the next
+process removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "parallelism-bench-scratch-"
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Creates a private folder in `parent` or the temporary folder; removes it on exit.
+
+    Processes started by exec do not inherit the lock. Forked children leave the folder alone, even
+    if multiprocessing drops their parent's exit handlers.
+    """
+    owner = os.getpid()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = _locked(folder)
+        # Between creation and lock, another process may have removed it as abandoned.
+        if lock is not None and folder.exists():
+            break
+        if lock is not None:
+            os.close(lock)
+    try:
+        yield folder
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def keep_multiprocessing_files() -> None:
+    """Puts multiprocessing's sockets into a scratch folder for the life of this process.
+
+    Its own folder (`pymp-*`) stays behind if the process is killed.
+    """
+    process = multiprocessing.current_process()
+    config: dict[str, object] = process._config  # type: ignore[attr-defined]
+    if "tempdir" not in config:
+        stack = contextlib.ExitStack()
+        config["tempdir"] = str(stack.enter_context(scratch_folder()))
+        # multiprocessing's children skip atexit. The priority runs this after its other files.
+        multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
+
+
+def remove_abandoned(parent: Path | None = None) -> list[Path]:
+    """Removes and returns this user's unlocked scratch folders.
+
+    Searches `parent` or the temporary folder; skips other users' folders and non-folders.
+    """
+    removed = []
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = _locked(folder)
+            if lock is None:
+                continue
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+            finally:
+                os.close(lock)
+    return removed
+
+
+def _locked(folder: Path) -> int | None:
+    """Locks a folder; returns the file descriptor, or None if it is locked or gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def cache_folder() -> Path:
+    """Returns the folder of prepared data and reference runs; creates it if needed.
+
+    $PARALLELISM_BENCH_CACHE, or else `parallelism-bench` in the user's cache folder.
+    """
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,309 @@
+"""GPUs of this host: identity, settings, and the links between them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.host.nvml import Handle, Nvml, nvml
+
+_CORE_WORDS = 64
+"""Number of 64-bit words for a set of CPU cores in NVML: 4096 cores."""
+_NODE_WORDS = 1
+"""Number of 64-bit words for a set of NUMA nodes in NVML: 64 nodes."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as CUDA counts it: a GPU, or a MIG slice of one."""
+
+    index: int
+    """NVML's index of the physical GPU, in PCI bus order; -1 if unknown."""
+    uuid: str
+    """`GPU-...` for a GPU, `MIG-...` for a slice."""
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None
+    """CUDA compute capability."""
+    pci_bus_id: str
+    """Address on the PCI bus; empty if unknown."""
+    numa_node: int | None
+    cores: tuple[int, ...]
+    """Nearby CPU cores, by the kernel's numbers; empty if unknown."""
+    mig: bool
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA driver of this host; fields are None if unknown."""
+
+    version: str | None
+    cuda: tuple[int, int] | None
+    """Newest supported CUDA version: major, minor."""
+
+
+@functools.cache
+def driver() -> Driver:
+    with nvml() as library:
+        if library is None:
+            return Driver(None, None)
+        number = library.number("nvmlSystemGetCudaDriverVersion_v2")  # 1000 x major + 10 x minor
+        cuda = None if number is None else (number // 1000, number % 1000 // 10)
+        return Driver(library.text("nvmlSystemGetDriverVersion"), cuda)
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Returns the devices that CUDA would show this process, in CUDA's order; never raises.
+
+    CUDA_VISIBLE_DEVICES is parsed as in the CUDA C++ Programming Guide (appendix on environment
+    variables) and torch.cuda.device_count(): a list of indices, or of UUID prefixes. An entry that
+    is neither, or is out of range, ends the list; a device named twice empties it. CUDA shows a
+    process only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus. On
+    a host with different GPUs, CUDA does that only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def nearby_cores(position: int) -> tuple[int, ...]:
+    """Returns the CPU cores near a visible GPU, counted from 0; empty if unknown."""
+    devices = visible_gpus()
+    return devices[position].cores if 0 <= position < len(devices) else ()
+
+
+@functools.cache
+def _visible(variable: str | None) -> tuple[Gpu, ...]:
+    """Cached because, without persistence mode, each NVML start wakes every GPU for seconds."""
+    with nvml() as library:
+        if library is None:
+            return ()
+        physical = _physical(library)
+        slices = {number: _slices(library, gpu) for number, gpu in physical.items()}
+        if variable is not None and variable.startswith("MIG-"):
+            all_slices = [handle for of_gpu in slices.values() for handle in of_gpu]
+            chosen = _named_slice(library, variable.split(",")[0], all_slices)
+            return () if chosen is None else _identities(library, [chosen])
+        numbers = list(physical)
+        if variable is not None:
+            uuids = [_uuid(library, gpu) for gpu in physical.values()]
+            numbers = [numbers[place] for place in _places(variable, uuids)]
+        first_slice = next((slices[number][0] for number in numbers if slices[number]), None)
+        if first_slice is not None:
+            return _identities(library, [first_slice])
+        gpus = [physical[number] for number in numbers]
+        return _identities(library, [gpu for gpu in gpus if not library.is_divided(gpu)])
+
+
+def _physical(library: Nvml) -> dict[int, Handle]:
+    count = library.number("nvmlDeviceGetCount") or 0
+    gpus = {number: library.handle("nvmlDeviceGetHandleByIndex", number) for number in range(count)}
+    return {number: gpu for number, gpu in gpus.items() if gpu is not None}
+
+
+def _uuid(library: Nvml, handle: Handle) -> str:
+    return library.text("nvmlDeviceGetUUID", handle) or ""
+
+
+def _slices(library: Nvml, gpu: Handle) -> list[Handle]:
+    """Returns a GPU's MIG slices, whose indices may have gaps."""
+    if not library.is_divided(gpu):
+        return []
+    most = library.number("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0
+    ask = functools.partial(library.handle, "nvmlDeviceGetMigDeviceHandleByIndex", gpu)
+    return [handle for number in range(most) if (handle := ask(number)) is not None]
+
+
+def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle | None:
+    exact = library.handle("nvmlDeviceGetHandleByUUID", name)
+    if exact is not None:
+        return exact
+    matching = [handle for handle in slices if _uuid(library, handle).startswith(name)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _places(variable: str, uuids: Sequence[str]) -> list[int]:
+    """Returns the positions in `uuids` named by a list of indices or UUID prefixes."""
+    chosen: list[int] = []
+    by_uuid = variable.startswith("GPU-")
+    for word in variable.split(","):
+        place = _of_uuid(word, uuids) if by_uuid else _leading_number(word)
+        if place in chosen:
+            return []
+        if place < 0 or (by_uuid and not word.startswith("GPU-")):
+            break
+        chosen.append(place)
+    return chosen[: next((i for i, place in enumerate(chosen) if place >= len(uuids)), None)]
+
+
+def _of_uuid(word: str, uuids: Sequence[str]) -> int:
+    """Returns the position of the only UUID with this prefix; -1 if there is none or several."""
+    matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
+    return matching[0] if len(matching) == 1 else -1
+
+
+def _leading_number(word: str) -> int:
+    digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
+    return int(digits[0]) if digits else -1
+
+
+def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:
+    devices = [_identity(library, handle) for handle in handles]
+    return tuple(device for device in devices if device is not None)
+
+
+def _identity(library: Nvml, handle: Handle) -> Gpu | None:
+    """Returns a device's constant facts; None if it has fallen off the bus."""
+    physical, mig = library.whole_gpu(handle)
+    name, memory = library.text("nvmlDeviceGetName", handle), library.memory(handle)
+    if name is None or memory is None:
+        return None
+    index = library.number("nvmlDeviceGetIndex", physical)
+    scope = library.constant("NVML_AFFINITY_SCOPE_NODE")
+    nodes = library.members("nvmlDeviceGetMemoryAffinity", physical, _NODE_WORDS, scope)
+    return Gpu(
+        index=-1 if index is None else index,
+        uuid=_uuid(library, handle),
+        name=name,
+        memory_bytes=memory[0],
+        capability=library.pair("nvmlDeviceGetCudaComputeCapability", physical),
+        pci_bus_id=library.bus_id("nvmlDeviceGetPciInfo", physical) or "",
+        numa_node=nodes[0] if len(nodes) == 1 else None,
+        cores=library.members("nvmlDeviceGetCpuAffinity", physical, _CORE_WORDS),
+        mig=mig,
+    )
+
+
+_ANCESTORS = {
+    "INTERNAL": "one board",
+    "SINGLE": "single PCIe switch",
+    "MULTIPLE": "several PCIe switches",
+    "HOSTBRIDGE": "host bridge",
+    "NODE": "NUMA node",
+    "SYSTEM": "system",
+}
+"""Closest common level of two GPUs on the PCI bus, by NVML's NVML_TOPOLOGY_*."""
+_NVLINK_VERSIONS = dict(
+    enumerate(("1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0"), start=1)
+)
+"""NVLink versions by NVML_NVLINK_VERSION_*, some of which older pynvml releases lack."""
+
+
+@dataclass(frozen=True)
+class GpuFacts(Gpu):
+    """Identity and settings of a GPU; None if not reported."""
+
+    ecc: bool | None
+    """Whether error correction of memory is on."""
+    persistence: bool | None
+    """Whether the driver stays loaded while no process uses the GPU."""
+    power_limit_watts: float | None
+    """Enforced power limit."""
+    default_power_limit_watts: float | None
+
+
+def gpu_facts() -> list[GpuFacts]:
+    with nvml() as library:
+        if library is None:
+            return []
+        return [_facts(library, device) for device in visible_gpus()]
+
+
+def _physical_gpu(library: Nvml, device: Gpu) -> Handle | None:
+    """Returns the physical GPU, whose settings also apply to its slices."""
+    return library.handle("nvmlDeviceGetHandleByIndex", device.index)
+
+
+def _facts(library: Nvml, device: Gpu) -> GpuFacts:
+    gpu = _physical_gpu(library, device)
+    ecc = library.pair("nvmlDeviceGetEccMode", gpu)
+    persistence = library.number("nvmlDeviceGetPersistenceMode", gpu)
+    return GpuFacts(
+        **vars(device),
+        ecc=None if ecc is None else bool(ecc[0]),
+        persistence=None if persistence is None else bool(persistence),
+        power_limit_watts=library.thousandths("nvmlDeviceGetEnforcedPowerLimit", gpu),
+        default_power_limit_watts=library.thousandths(
+            "nvmlDeviceGetPowerManagementDefaultLimit", gpu
+        ),
+    )
+
+
+def gpu_topology() -> list[list[str]]:
+    """Describes the link between each pair of visible GPUs: NVLink, or the closest level shared on
+    the PCI bus."""
+    devices = visible_gpus()
+    if not devices:
+        return []
+    with nvml() as library:
+        if library is None:
+            return []
+        ends = [_end(library, device) for device in devices]
+        return [["self" if a is b else _between(library, a, b) for b in ends] for a in ends]
+
+
+@dataclass(frozen=True)
+class _End:
+    gpu: Handle | None
+    bus_id: str
+    version: str
+    """NVLink version, such as `4.0`."""
+    to_switch: int
+    """Number of links that end at an NVSwitch."""
+    to_gpus: Counter[str]
+    """Number of links by the other GPU's bus id."""
+
+
+def _end(library: Nvml, device: Gpu) -> _End:
+    gpu = _physical_gpu(library, device)
+    version, to_switch, to_gpus = "", 0, Counter[str]()
+    for link in range(library.constant("NVML_NVLINK_MAX_LINKS")):
+        state = library.number("nvmlDeviceGetNvLinkState", gpu, link)
+        if state != library.constant("NVML_FEATURE_ENABLED"):
+            continue
+        number = library.number("nvmlDeviceGetNvLinkVersion", gpu, link)
+        version = "" if number is None else _NVLINK_VERSIONS.get(number, "")
+        kind = library.number("nvmlDeviceGetNvLinkRemoteDeviceType", gpu, link)
+        if kind == library.constant("NVML_NVLINK_DEVICE_TYPE_SWITCH"):
+            to_switch += 1
+        elif other := library.bus_id("nvmlDeviceGetNvLinkRemotePciInfo", gpu, link):
+            to_gpus[other.upper()] += 1  # bus ids come in either case
+    return _End(gpu, device.pci_bus_id.upper(), version, to_switch, to_gpus)
+
+
+def _between(library: Nvml, a: _End, b: _End) -> str:
+    direct, switched = a.to_gpus[b.bus_id], min(a.to_switch, b.to_switch)
+    kind = f"NVLink {a.version}".strip()
+    if direct:
+        return f"{direct} x {kind}"
+    if switched:
+        return f"{switched} x {kind} through a switch"
+    level = library.number("nvmlDeviceGetTopologyCommonAncestor", a.gpu, b.gpu)
+    names = {library.constant(f"NVML_TOPOLOGY_{name}"): text for name, text in _ANCESTORS.items()}
+    return "unknown" if level is None else names.get(level, "unknown")
+
+
+_SYS = Path("/sys")
+
+
+def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
+    """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
+
+    Reads the topology of the kernel driver `amdkfd`, in which CPUs have no SIMD units. Version
+    90402 means gfx942: major, minor and stepping, the last two in hexadecimal.
+    """
+    found: Counter[str] = Counter()
+    for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        facts = dict(line.split()[:2] for line in lines if " " in line)
+        version = int(facts.get("gfx_target_version", 0))
+        if version and int(facts.get("simd_count", 0)):
+            major, minor, stepping = version // 10000, version // 100 % 100, version % 100
+            found[f"gfx{major}{minor:x}{stepping:x}"] += 1
+    return dict(found)

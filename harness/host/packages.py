@@ -1,0 +1,196 @@
+"""Python packages: required ones, hidden ones, and libraries that setup could not build.
+
+Imports only the standard library: it runs before anything that may be missing.
+
+python -m harness.host.packages LIBRARY
+    prints the path of the file that says why setup could not build it
+python -m harness.host.packages LIBRARY VERSION LOG FOLDER REMEDY
+    saves the reason there, and prints the log's first error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+REQUIREMENTS = {
+    "torch": "torch>=2.10,<2.14",
+    "transformers": "transformers>=5.17,<6",
+    "numpy": "numpy",
+    "pandas": "pandas",
+    "pyarrow": "pyarrow",
+    "matplotlib": "matplotlib",
+    "scipy": "scipy",
+    "jinja2": "jinja2",
+    "typer": "typer",
+    "rich": "rich",
+    "pydantic": "pydantic>=2",
+    "yaml": "pyyaml",
+    "psutil": "psutil",
+    "safetensors": "safetensors",
+    "pynvml": "nvidia-ml-py>=12.535",
+}
+"""Requirement by module name, as in pyproject.toml."""
+
+
+def require() -> None:
+    """Exits with code 2 if required packages are missing or too old.
+
+    Prints one line to stderr with the required versions and the command that installs them.
+    """
+    if lacking := unmet():
+        found = (f"{need} (here: {version})" if version else need for need, version in lacking)
+        command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
+        print(
+            f"bench: Python packages are missing or too old: {', '.join(found)}; install them with:"
+            f" {shlex.join(command)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def unmet() -> list[tuple[str, str]]:
+    """Returns unmet requirements with their installed versions (empty if none)."""
+    lacking = []
+    for module, need in REQUIREMENTS.items():
+        spec = find_spec(module)
+        name, _, bounds = need.partition(">=")
+        version = _version(spec, name) if spec and bounds else ""
+        too_old = version and _numbers(version) < _numbers(bounds.partition(",")[0])
+        if spec is None or too_old:
+            lacking.append((need, version))
+    return lacking
+
+
+def _version(spec: ModuleSpec, name: str) -> str:
+    """Returns the version in the metadata next to a module; empty if missing.
+
+    importlib.metadata would take longer than all other checks together.
+    """
+    folder = Path(spec.origin or "").parent
+    if spec.submodule_search_locations:
+        folder = folder.parent
+    stem = name.replace("-", "_")
+    names = [path.name for path in folder.glob(f"{stem}-*-info")]
+    versions = [
+        re.sub(r"(-py\d.*)?\.(dist|egg)-info$", "", name[len(stem) + 1 :]) for name in names
+    ]
+    return max(versions, key=_numbers, default="")
+
+
+def _numbers(version: str) -> list[int]:
+    """Returns the first two numbers of a version; pre-releases count as the release."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+_MODULES = cast("dict[str, ModuleType | None]", sys.modules)
+"""Loaded modules; those that are None cannot be imported."""
+
+
+def hide(package: str) -> None:
+    """Makes a package that is not yet imported look uninstalled, until `show`."""
+    _MODULES.setdefault(package, None)
+
+
+def show(package: str) -> None:
+    """Undoes `hide`."""
+    if _is_hidden(package):
+        del _MODULES[package]
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package can be imported, hidden or not; imports nothing."""
+    hidden = _is_hidden(package)
+    show(package)
+    installed = importlib.util.find_spec(package) is not None
+    if hidden:
+        hide(package)
+    return installed
+
+
+def _is_hidden(package: str) -> bool:
+    return package in _MODULES and _MODULES[package] is None
+
+
+# Log lines that explain a failed build, most specific first: compiler or linker, CMake, Python,
+# pip.
+_ERRORS = (
+    re.compile(
+        r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?:"
+        r" (?:fatal|error)|^\S*ld: cannot|^Fatal Python error"
+    ),
+    re.compile(r"^CMake Error"),
+    re.compile(r"^[\w.]*(?:Error|Exception)\b:? "),
+    re.compile(r"^(?:ERROR|error): (?!subprocess-exited)"),
+)
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    library: str
+    version: str
+    error: str
+    """First error in the log."""
+    remedy: str
+    """Suggested remedy, as a clause: `use another compiler`."""
+    log: str
+
+    @property
+    def reason(self) -> str:
+        failure = f"set-up could not build {self.library} {self.version}: {self.error}"
+        return f"{failure}; {self.remedy}, then `make setup` tries again; log: {self.log}"
+
+
+def reason_file(library: str) -> Path:
+    """Returns the reason file's path, in the environment that lacks the library."""
+    return Path(sys.prefix) / "share" / "parallelism-bench" / "unbuilt" / f"{library}.json"
+
+
+def unbuilt(library: str) -> Unbuilt | None:
+    """Returns why setup could not build a library; None if it did not fail or try."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Unbuilt(**json.loads(reason_file(library).read_text()))
+    return None
+
+
+def first_error(log: str, folder: str = "") -> str:
+    """Returns the log line that best explains a failure, with paths relative to `folder`."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for pattern in _ERRORS:
+        for index, line in enumerate(lines):
+            if pattern.search(line):
+                if line.startswith("CMake Error") and lines[index + 1 :]:
+                    line = f"{line} {lines[index + 1]}"
+                prefix = rf"{re.escape(folder)}/(?:[^/\s]+-[\d.]+/)?"
+                return re.sub(prefix, "", line) if folder else line
+    return lines[-1] if lines else "its log is empty"
+
+
+def keep(library: str, version: str, log: Path, folder: str, remedy: str) -> Unbuilt:
+    error = first_error(log.read_text(errors="replace"), folder)
+    failure = Unbuilt(library=library, version=version, error=error, remedy=remedy, log=str(log))
+    reason_file(library).parent.mkdir(parents=True, exist_ok=True)
+    reason_file(library).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+    return failure
+
+
+def main(library: str, *details: str) -> None:
+    if not details:
+        print(reason_file(library))
+        return
+    version, log, folder, remedy = details
+    print(keep(library, version, Path(log), folder, remedy).error)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""A torch.distributed store that listens on a single address.
+
+torch's own stores listen on all interfaces, where anyone who reaches the port may read and change
+the ranks' data.
+
+`python -m harness.host.tcp_store PROGRAM ARGUMENTS...` runs a Python launcher that calls torchrun,
+such as `accelerate launch`, with such a store.
+"""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+
+LOOPBACK = "127.0.0.1"
+RENDEZVOUS_SECONDS = 60
+"""Timeout for the rendezvous of a trial's nodes."""
+CLIENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Environment that makes every rank a client of an existing store, so that rank 0 opens none."""
+
+
+def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
+    """Opens a store that listens only on `address`; raises OSError if the port is in use.
+
+    If `port` is 0, uses a free port; the store's attribute `port` has the number.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.create_server((address, port)) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout or timedelta(seconds=RENDEZVOUS_SECONDS),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _bind_torchrun() -> None:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    def store(
+        address: str,
+        port: int,
+        world_size: int,
+        is_master: bool,
+        timeout: timedelta,
+        multi_tenant: bool = False,
+    ) -> TCPStore:
+        if is_master:
+            return open_store(address, port, timeout)
+        return TCPStore(address, port, world_size, False, timeout, multi_tenant=multi_tenant)
+
+    vars(static_tcp_rendezvous)["TCPStore"] = store
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    _bind_torchrun()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,434 @@
+"""Benchmarks of the hardware: messages between two ranks, matrix products, memory copies and kernel
+launches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.analysis.stats import slowest
+from harness.host.folders import scratch_folder
+from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement
+
+if TYPE_CHECKING:
+    import torch
+
+
+SIZES = tuple(4**k * 1024 for k in range(1, 9))
+"""Message sizes in bytes: 4 KiB to 64 MiB."""
+RANKS = 2
+WARMUP = 3
+MOST_MESSAGES, LEAST_MESSAGES, BYTES_PER_SIZE = 50, 7, 2**26
+METHOD = (
+    f"{RANKS} ranks on this host, each on a core of its own; a message is what one rank gives;"
+    f" median of 7 to 50 repetitions after {WARMUP} that do not count, a repetition being as long"
+    " as its slowest rank's; point-to-point is half of there and back; latency + bytes /"
+    " bandwidth, neither below 0, is fitted by least squares of the relative error"
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    latency_seconds: float
+    bandwidth_bytes_per_second: float | None
+    """Fitted bandwidth; None if the time did not grow with the size."""
+    largest_deviation: float
+    """Largest |fitted - measured| / measured."""
+
+    def seconds(self, size: float) -> float:
+        return self.latency_seconds + (
+            size / self.bandwidth_bytes_per_second if self.bandwidth_bytes_per_second else 0.0
+        )
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Fits latency and 1 / bandwidth, both at least 0, by least squares of the relative error.
+
+    Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
+    `seconds`: time of a message of each size. With the relative error, the noise of large messages
+    does not swamp the latency of small ones.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    x, t = np.asarray(sizes, float), np.asarray(seconds, float)
+    largest = x.max()  # relative sizes give both columns similar magnitudes
+    (latency, per_largest), _ = nnls(np.stack([1 / t, x / largest / t], axis=1), np.ones(len(t)))
+    bandwidth = float(largest / per_largest) if per_largest > 0 else None
+    line = Fit(float(latency), bandwidth, 0.0)
+    deviations = [
+        abs(line.seconds(size) - measured) / measured
+        for size, measured in zip(sizes, seconds, strict=True)
+    ]
+    return replace(line, largest_deviation=float(max(deviations)))
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    backend: str
+    operation: str
+    sizes: tuple[int, ...]
+    """Message sizes in bytes."""
+    seconds: tuple[float, ...]
+    """Median times by size."""
+    fit: Fit
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "backend": self.backend,
+            "operation": self.operation,
+            "ranks": RANKS,
+            "latency_seconds": self.fit.latency_seconds,
+            "bandwidth_bytes_per_second": self.fit.bandwidth_bytes_per_second,
+            "largest_deviation": self.fit.largest_deviation,
+            "messages": [
+                {"bytes": size, "seconds": seconds}
+                for size, seconds in zip(self.sizes, self.seconds, strict=True)
+            ],
+        }
+
+
+def repeats(size: int) -> int:
+    """Returns the repetitions for a message size in bytes; small messages vary more."""
+    return max(LEAST_MESSAGES, min(MOST_MESSAGES, BYTES_PER_SIZE // size))
+
+
+def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
+    """Returns the times of all operations between two ranks on this host.
+
+    `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: message sizes in bytes.
+    Raises RuntimeError with the reason of the first rank that fails. Leaves no process behind.
+    """
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+    with scratch_folder() as scratch:
+        try:
+            spawn(_rank, args=(backend, tuple(sizes), str(scratch)), nprocs=RANKS)
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+        by_rank = [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    fits = []
+    for operation in by_rank[0]:
+        medians = tuple(
+            statistics.median(slowest([rank[operation][i] for rank in by_rank]))
+            for i in range(len(sizes))
+        )
+        fits.append(LinkFit(backend, operation, tuple(sizes), medians, fit(sizes, medians)))
+    return fits
+
+
+def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
+    """Times every operation at every size and writes the times to `scratch`.
+
+    Ends by os._exit, like a trial's rank (harness/worker/worker.py).
+    """
+    import torch
+    import torch.distributed as dist
+
+    from harness.host.cores import allowed_cores
+    from harness.host.process import die_with_parent
+
+    die_with_parent()
+    cores = allowed_cores()
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{scratch}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    synchronize = (
+        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    )
+    times: dict[str, list[list[float]]] = {}
+    for size in sizes:
+        for name, (run, messages) in _operations(rank, size, device).items():
+            repetitions = timed(run, repeats(size), synchronize)
+            times.setdefault(name, []).append([seconds / messages for seconds in repetitions])
+    (Path(scratch) / f"{rank}.json").write_text(json.dumps(times))
+    dist.barrier()
+    os._exit(0)
+
+
+def timed(
+    run: Callable[[], object],
+    count: int,
+    synchronize: Callable[[], object],
+    now: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Returns the seconds of each of `count` repetitions, after WARMUP untimed ones."""
+    repetitions = []
+    for _ in range(WARMUP + count):
+        synchronize()
+        begin = now()
+        run()
+        synchronize()
+        repetitions.append(now() - begin)
+    return repetitions[WARMUP:]
+
+
+def _operations(
+    rank: int, size: int, device: torch.device
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Returns operations on messages of `size` bytes, and their number of sequential messages.
+
+    Checks each result once; raises RuntimeError if it is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    own = torch.full((size // 4,), float(rank + 1), device=device)
+    work, other = own.clone(), torch.empty_like(own)
+    gathered = [torch.empty_like(own) for _ in range(RANKS)]
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(own, 1)
+            dist.recv(other, 1)
+        else:
+            dist.recv(other, 0)
+            dist.send(own, 0)
+
+    dist.all_reduce(work)
+    dist.all_gather(gathered, own)
+    there_and_back()
+    is_right = (
+        (work == 3).all()
+        and all((part == place + 1).all() for place, part in enumerate(gathered))
+        and (other == 2 - rank).all()
+    )
+    if not is_right:
+        raise RuntimeError(
+            f"rank {rank} received other numbers than were sent, in messages of {size} bytes"
+        )
+    work.zero_()  # otherwise the repeated sums would overflow
+    return {
+        "all_reduce": (lambda: dist.all_reduce(work), 1),
+        "all_gather": (lambda: dist.all_gather(gathered, own), 1),
+        "point_to_point": (there_and_back, 2),
+    }
+
+
+MEMORY_SHARE = 1 / 8
+"""Largest share of the device's free memory that the measurement may use."""
+PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
+"""Rows and columns of the square matrices, ascending."""
+COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
+TRANSFER_BYTES = 2**27
+SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
+"""Time budget per size; larger sizes are skipped."""
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+LAUNCHES, LAUNCH_ROUNDS = 500, 9
+FLOAT8_CAPABILITY = (9, 0)
+FLOAT8_LARGEST = 448.0
+TIME_LIMIT_SECONDS = 90.0
+"""Limit for a separate process: mostly imports on a slow disk."""
+_APART = """
+import dataclasses, json, sys
+from harness.host.process import die_with_parent
+die_with_parent()
+import torch
+from harness.measure.hardware_benchmark import measure_device_speed
+print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1])))))
+"""
+
+
+def measure_device_speed(device: torch.device) -> DeviceSpeed:
+    """Measures one GPU in about 5 s, or this process's CPU threads in about 2 s.
+
+    Initialises CUDA for a GPU, so call it in a separate process. Raises RuntimeError if the device
+    cannot be used.
+    """
+    import torch
+
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32, cudnn.allow_tf32 = False, False
+    try:
+        with torch.inference_mode():
+            return _measure(device)
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
+    """Measures a device in a separate process, so that this one leaves CUDA alone.
+
+    Never raises: the result has the reason for a failure. `limit`: seconds.
+    """
+    command = [sys.executable, "-c", _APART, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return SpeedMeasurement(None, f"not over after {limit:.0f} s")
+    except OSError as error:
+        return SpeedMeasurement(None, str(error))
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return SpeedMeasurement(None, last[:300])
+    return SpeedMeasurement(DeviceSpeed(**json.loads(done.stdout.splitlines()[-1])))
+
+
+def _measure(device: torch.device) -> DeviceSpeed:
+    import torch
+
+    most_bytes = int(_free_bytes(device) * MEMORY_SHARE)
+    products = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+        products["fp8"] = torch.float8_e4m3fn
+    rates = {name: _matmul_rate(device, dtype, most_bytes) for name, dtype in products.items()}
+    source = torch.ones(min(COPY_BYTES[device.type], most_bytes // 2), dtype=torch.uint8).to(device)
+    target = torch.empty_like(source)
+    copy_seconds = median_seconds(lambda: target.copy_(source), device, SECONDS_PER_SIZE["cuda"])
+    transfers: dict[str, tuple[float, float]] = {}
+    if device.type == "cuda":
+        del target
+        transfers = _transfers(device, source[:TRANSFER_BYTES])
+    return DeviceSpeed(
+        matmul_flops_per_second={name: rate for name, rate in rates.items() if rate},
+        copy_bytes_per_second=2 * source.numel() / copy_seconds,
+        host_to_device_bytes_per_second={name: rates[0] for name, rates in transfers.items()},
+        device_to_host_bytes_per_second={name: rates[1] for name, rates in transfers.items()},
+        launch_seconds=_launch_seconds(device),
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> float | None:
+    """Returns the FLOP/s of the fastest size; None if the device does not support the precision."""
+    best: float | None = None
+    budget = SECONDS_PER_SIZE[device.type]
+    for size in PRODUCT_SIZES[device.type]:
+        flops = 2 * size**3
+        too_large = 3 * size**2 * 4 > most_bytes  # the factors are drawn in fp32
+        if best and (too_large or flops / best * (LEAST_REPEATS + 1) > budget):
+            break
+        try:
+            best = max(
+                best or 0.0, flops / median_seconds(_product(size, dtype, device), device, budget)
+            )
+        except (RuntimeError, NotImplementedError):
+            break  # no kernel for this precision, or not enough memory
+    return best
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Returns a square product of random numbers: zeros would draw less power and run faster."""
+    import torch
+
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if dtype is not torch.float8_e4m3fn:
+        a, b = a.to(dtype), b.to(dtype)
+        return lambda: a @ b
+    scales = [x.abs().amax(1, keepdim=True) / FLOAT8_LARGEST for x in (a, b)]
+    a, b = ((x / scale).to(torch.float8_e4m3fn) for x, scale in zip((a, b), scales, strict=True))
+    return lambda: torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=scales[0],
+        scale_b=scales[1].t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Returns the median time of one call of `run` on the device, in seconds.
+
+    Makes as many calls as fit into `budget` seconds, at least LEAST_REPEATS, after a warm-up.
+    """
+    import torch
+
+    run()
+    _synchronize(device)
+    begin = time.perf_counter()
+    run()
+    _synchronize(device)
+    once = max(time.perf_counter() - begin, 1e-7)
+    count = max(LEAST_REPEATS, min(MOST_REPEATS, int(budget / once)))
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    with torch.cuda.device(device):
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+    _synchronize(device)
+    # Back to back, so that the clocks settle as they do in training.
+    between = itertools.pairwise(events)
+    return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in between)
+
+
+def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """Returns bytes per second to and from the device, by kind of host memory."""
+    import torch
+
+    pageable = torch.ones(on_device.numel(), dtype=torch.uint8)
+    rates = {}
+    for name, host in (("pinned", pageable.pin_memory()), ("pageable", pageable)):
+        to, back = (
+            statistics.median(timed(run, LEAST_REPEATS, lambda: _synchronize(device)))
+            for run in (
+                lambda host=host: on_device.copy_(host, non_blocking=True),
+                lambda host=host: host.copy_(on_device, non_blocking=True),
+            )
+        )
+        rates[name] = (on_device.numel() / to, on_device.numel() / back)
+    return rates
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Returns the median over rounds too short for the host to wait for the launch queue."""
+    import torch
+
+    tiny = torch.zeros(1, device=device)
+
+    def enqueue() -> float:
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            tiny.add_(1)
+        seconds = (time.perf_counter() - begin) / LAUNCHES
+        _synchronize(device)
+        return seconds
+
+    return statistics.median(enqueue() for _ in range(LAUNCH_ROUNDS))
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,226 @@
+"""Peak memory of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+CPU_METHOD = "anonymous resident memory: high water above the baseline after imports"
+CUDA_METHOD = "torch.cuda.max_memory_allocated; reserved by max_memory_reserved"
+
+
+def _status() -> dict[str, int]:
+    """Returns the bytes by field of /proc/self/status, for fields given in kB."""
+    fields: dict[str, int] = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            fields[name] = int(value.split()[0]) * 1024
+    return fields
+
+
+def _stacks() -> int:
+    """Returns the bytes mapped as thread stacks, including those glibc caches for later threads.
+
+    These are anonymous writable mappings with the size of a new thread's stack.
+    """
+    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if size == resource.RLIM_INFINITY:
+        size = 2 * 2**20
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, device, *_ = line.split()
+        first, _, last = place.partition("-")
+        if rights == "rw-p" and device == "00:00" and int(last, 16) - int(first, 16) == size:
+            total += size
+    return total
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory of one rank in bytes; None if unknown."""
+
+    allocated: int | None
+    """Peak allocated bytes, on the device with the most."""
+    reserved: int | None
+    """Peak held by the CUDA caching allocator, on the device with the most."""
+    method: str
+    host: int | None = None
+    """Host peak of a GPU rank: resident memory without file pages, above the baseline after
+    imports. Pinned pages count if the kernel counts them as resident."""
+
+
+class MemoryMeter:
+    """Peak memory of this process above its baseline.
+
+    CPU: the kernel's peak resident memory (VmHWM) includes file pages, which only grow. So VmHWM
+    minus the file and shared pages at the end is the peak anonymous memory, or slightly less. The
+    anonymous memory at construction, after imports, is subtracted. Steps are not slowed down. CUDA:
+    the caching allocator's counters for each device, and host memory, to which states may be
+    offloaded.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit: int | None,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        """`limit`: bytes; on GPUs, per device. `devices`: all devices of this process, if
+        several."""
+        self.device = device
+        self.devices = tuple(devices or (device,))
+        self.limit = limit
+        self.method = CUDA_METHOD if device.type == "cuda" else CPU_METHOD
+        self.fractions: dict[torch.device, float] = {}
+        self.before: tuple[int, int] | None = None
+        self.reserve: bytearray | None = None
+        self.stacks_before = 0
+        if device.type == "cuda":
+            import torch
+
+            if limit is not None:
+                for gpu in self.devices:
+                    total = torch.cuda.get_device_properties(gpu).total_memory
+                    self.fractions[gpu] = min(1.0, limit / total)
+                    torch.cuda.set_per_process_memory_fraction(self.fractions[gpu], gpu)
+            gc.collect()
+            self._trim()
+            self.host_baseline = _without_files(_status())
+            self.usable = self._reset_host()
+            return
+        gc.collect()
+        self._trim()
+        self.reserve = None if limit is None else bytearray(4 * 2**20)
+        status = _status()
+        self.baseline, self.mapped = status["RssAnon"], status["VmData"]
+        if limit is not None:
+            self._give_pages_back()
+            self.stacks_before = _stacks()
+            self.before = resource.getrlimit(resource.RLIMIT_DATA)
+            self.ceiling = (self.mapped + limit, self.before[1])
+            resource.setrlimit(resource.RLIMIT_DATA, self.ceiling)
+        self.usable = self.reset()
+
+    @staticmethod
+    def _give_pages_back() -> None:
+        """Makes glibc map tensors of 128 KiB or more separately, so freeing one returns its pages.
+
+        By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks in its
+        heap. The limit would then measure heap fragmentation: an FSDP2 rank needs 902 MB instead of
+        592 MB.
+        """
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
+
+    def lift(self) -> None:
+        """Removes a CPU memory limit, so that a rank that hit it has memory to report it.
+
+        `reserve` frees enough memory to get here.
+        """
+        self.reserve = None
+        if self.before is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lifts the limit within the context, for the harness's own work."""
+        if self.fractions:
+            import torch
+
+            for gpu in self.fractions:
+                torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+            yield
+            torch.cuda.empty_cache()
+            for gpu, fraction in self.fractions.items():
+                torch.cuda.set_per_process_memory_fraction(fraction, gpu)
+        elif self.before is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+            yield
+            gc.collect()
+            self._trim()
+            resource.setrlimit(resource.RLIMIT_DATA, self.ceiling)
+        else:
+            yield
+
+    def in_use(self) -> int:
+        """Returns the bytes counted against the limit now, on the fullest device.
+
+        CPU: bytes mapped since the imports, resident or not.
+        """
+        if self.device.type == "cuda":
+            import torch
+
+            return max(torch.cuda.memory_allocated(gpu) for gpu in self.devices)
+        return _status()["VmData"] - self.mapped
+
+    def stacks(self) -> int:
+        """Returns the bytes of in_use in stacks of later threads: mapped, mostly not resident."""
+        if self.device.type == "cuda":
+            return 0
+        return _stacks() - self.stacks_before
+
+    @staticmethod
+    def _trim() -> None:
+        """Returns freed heap memory to the kernel; otherwise setup would count as steps."""
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+
+    def reset(self) -> bool:
+        """Forgets the peak; returns False if the kernel does not allow it."""
+        if self.device.type == "cuda":
+            import torch
+
+            for gpu in self.devices:
+                torch.cuda.reset_peak_memory_stats(gpu)
+        return self._reset_host()
+
+    def _reset_host(self) -> bool:
+        gc.collect()
+        self._trim()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
+    def _host_peak(self) -> int | None:
+        if not self.usable:
+            return None
+        status = _status()
+        return max(0, status["VmHWM"] - status["RssFile"] - self.host_baseline)
+
+    def peak(self) -> Peak:
+        if self.device.type == "cuda":
+            import torch
+
+            allocated = max(torch.cuda.max_memory_allocated(gpu) for gpu in self.devices)
+            reserved = max(torch.cuda.max_memory_reserved(gpu) for gpu in self.devices)
+            return Peak(allocated, reserved, self.method, self._host_peak())
+        if not self.usable:
+            return Peak(None, None, "unknown: the kernel does not reset VmHWM")
+        status = _status()
+        anonymous = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+        return Peak(max(0, anonymous - self.baseline), None, self.method)
+
+
+def _without_files(status: dict[str, int]) -> int:
+    return status["RssAnon"] + status["RssShmem"]
+
+
+def imbalance(peaks: list[int]) -> float | None:
+    """Returns the ranks' largest peak over their mean; None if empty or all 0."""
+    mean = sum(peaks) / len(peaks) if peaks else 0
+    return max(peaks) / mean if mean else None

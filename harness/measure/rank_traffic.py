@@ -1,0 +1,290 @@
+"""Bytes that a rank moves in a step: by its collectives in theory, and over network and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from harness.workloads.operators import OperatorObserver
+
+
+@dataclass(frozen=True, order=True)
+class Call:
+    operation: str
+    tensor_bytes: int
+    """Bytes of the whole tensor (after a gather, before a scatter), or of all tensors of a list."""
+    group_size: int
+
+
+def _once(n: int) -> float:
+    """Each byte is sent once by all but one of n ranks."""
+    return (n - 1) / n
+
+
+def _twice(n: int) -> float:
+    """Each byte is sent twice by all but one of n ranks."""
+    return 2 * (n - 1) / n
+
+
+THEORY: dict[str, Callable[[int], float]] = {
+    "all_reduce": _twice,
+    "reduce_scatter": _once,
+    "all_gather": _once,
+    "all_to_all": _once,
+    "broadcast": _once,
+    "reduce": _once,
+    "gather": _once,
+    "scatter": _once,
+    "send": lambda n: 1.0,
+    "receive": lambda n: 0.0,
+}
+"""Bytes that a rank must send, averaged over the ranks, per byte of the tensor, by group size.
+
+An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054,
+section 7.1, which neglects the factor (n-1)/n).
+"""
+GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
+"""Factors of torch's gloo backend.
+
+It scatters after a full all-reduce, and reduces by a reduce-scatter and a gather to the root.
+"""
+RING = THEORY
+"""Factors of a ring, which NCCL, MPI (for large messages) and Horovod's Gloo use."""
+
+
+def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
+    """Returns the least bytes a rank sends per step, given calls with their count per step."""
+    return sum(
+        count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
+    )
+
+
+def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
+    """Returns the bytes a rank sends per step by the backend's algorithm, without headers."""
+    factors = GLOO if backend == "gloo" else RING
+    return sum(
+        count * call.tensor_bytes * factors[call.operation](call.group_size)
+        for call, count in calls
+    )
+
+
+# Operators of torch's namespaces c10d and _c10d_functional -> operation, and position of the
+# argument with the whole tensor.
+_OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "broadcast": ("broadcast", 0),
+}
+
+
+def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
+    """Returns a mode that counts collectives in `calls` and operators in `operators[0]`.
+
+    Collectives called from C++ count too.
+    """
+    import torch
+
+    from harness.workloads.operators import OperatorObserver
+
+    class Counting(OperatorObserver):
+        def observe(
+            self,
+            func: OpOverload,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            result: object,
+        ) -> None:
+            operators[0] += 1
+            plain = not isinstance(func, torch._ops.HigherOrderOperator)
+            if (
+                plain
+                and func.namespace in ("c10d", "_c10d_functional")
+                and (call := collective_call(func._opname, args))
+            ):
+                calls[call] += 1
+
+    return Counting()
+
+
+def collective_call(name: str, args: Sequence[object]) -> Call | None:
+    if name not in _OPERATORS:
+        return None
+    operation, place = _OPERATORS[name]
+    size = _group_size(args)
+    functional = isinstance(args[-1], str)
+    is_part = operation in ("gather", "scatter") or (functional and operation == "all_gather")
+    return Call(operation, tensor_bytes(args[place]) * (size if is_part else 1), size)
+
+
+def _group_size(args: Sequence[object]) -> int:
+    """Returns the group's size; functional operators give its name, others an object."""
+    import torch.distributed as dist
+    from torch._C import ScriptObject
+
+    for argument in reversed(args):
+        if isinstance(argument, dist.ProcessGroup):
+            return argument.size()
+        if isinstance(argument, ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument).size()
+        if isinstance(argument, str):
+            resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
+            return int(resolve(argument).size())
+    return dist.get_world_size()
+
+
+def tensor_bytes(tensors: object) -> int:
+    import torch
+
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    assert isinstance(tensors, Iterable)
+    return sum(tensor_bytes(part) for part in tensors)
+
+
+_NOT_SENT, _BYTES_SENT = 144, 200
+"""Byte offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and newer).
+
+The first is the 32-bit tcpi_notsent_bytes; the second the 64-bit tcpi_bytes_sent, followed by
+tcpi_bytes_retrans.
+"""
+
+STILL_SECONDS = 0.002
+"""Time within which a library's thread sends the data of its step."""
+MOST_LOOKS = 5
+"""Bound on waiting, as some libraries never stop sending small messages (Horovod's cycles)."""
+
+
+def tcp_bytes_sent() -> int | None:
+    """Returns the payload bytes given to this process's open TCP connections; None on older
+    kernels.
+
+    Bytes that the kernel still holds count as sent; otherwise, with a slow reader, a step's last
+    message would count in the next step. Retransmissions do not count: they depend on how busy the
+    machine is, not on the strategy.
+    """
+    total = 0
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(entry.path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                if (
+                    copy.family not in (socket.AF_INET, socket.AF_INET6)
+                    or copy.type != socket.SOCK_STREAM
+                ):
+                    continue
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(info) < _BYTES_SENT + 16:
+                return None
+            sent, repeated = struct.unpack_from("QQ", info, _BYTES_SENT)
+            (held,) = struct.unpack_from("I", info, _NOT_SENT)
+            total += sent - repeated + held
+    return total
+
+
+def wait_until_sent() -> None:
+    """Waits until a library's threads stop sending.
+
+    A step may end before its last messages have reached the kernel.
+    """
+    before = tcp_bytes_sent()
+    for _ in range(MOST_LOOKS):
+        time.sleep(STILL_SECONDS)
+        now = tcp_bytes_sent()
+        if now == before:
+            return
+        before = now
+
+
+def disk_bytes() -> tuple[int, int] | None:
+    """Returns the bytes this process read from and wrote to block devices; None if unknown.
+
+    Reads served by the page cache do not count.
+    """
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return None
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@dataclass
+class Traffic:
+    """Bytes over stretches of steps, read between steps; None if unknown."""
+
+    over_tcp: bool
+    """Whether the ranks communicate over TCP (gloo, MPI); NCCL's traffic is not visible here."""
+    sent: int | None = 0
+    """Bytes sent over TCP."""
+    disk_read: int | None = 0
+    disk_written: int | None = 0
+    steps: int = 0
+    _start: tuple[int | None, tuple[int, int] | None] | None = None
+
+    def _read(self) -> tuple[int | None, tuple[int, int] | None]:
+        return tcp_bytes_sent() if self.over_tcp else None, disk_bytes()
+
+    def start(self) -> None:
+        self._start = self._read()
+
+    def stop(self, steps: int) -> None:
+        """Ends a stretch of this many steps.
+
+        If a counter fell, because a connection was closed, the total becomes unknown.
+        """
+        if self._start is None:
+            return
+        if self.over_tcp:
+            wait_until_sent()
+        (sent, disk), (sent_now, disk_now) = self._start, self._read()
+        self.sent = _more(self.sent, sent, sent_now)
+        self.disk_read = _more(self.disk_read, disk and disk[0], disk_now and disk_now[0])
+        self.disk_written = _more(self.disk_written, disk and disk[1], disk_now and disk_now[1])
+        self.steps += steps
+        self._start = None
+
+
+def _more(total: int | None, before: int | None, now: int | None) -> int | None:
+    if total is None or before is None or now is None or now < before:
+        return None
+    return total + now - before

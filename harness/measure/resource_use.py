@@ -1,0 +1,308 @@
+"""CPU load, GPU use and energy over stretches of steps, read between steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.host.gpu_state import GpuState, GpuUse, state_of
+from harness.host.nvml import Handle, Nvml
+
+if TYPE_CHECKING:
+    import torch
+
+
+WINDOW_SECONDS = 0.03
+"""Three ticks of the kernel's clock per core: enough to see a busy core, with little delay."""
+
+
+FRESH_SECONDS = 0.2
+"""Time for which a trial's closing share serves as the next one's opening share; longer than
+writing a record takes."""
+
+
+def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
+    """Returns the busy and idle seconds of all cores together since boot; None if unknown.
+
+    Time that the hypervisor gave to others counts as busy.
+    """
+    try:
+        user, nice, system, idle, iowait, irq, softirq, steal = (
+            int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / tick, (idle + iowait) / tick
+
+
+def idle_share(
+    sleep: Callable[[float], None] = time.sleep,
+    read: Callable[[], tuple[float, float] | None] = cpu_seconds,
+) -> float | None:
+    """Returns the cores' idle share during the next WINDOW_SECONDS; None if unknown."""
+    before = read()
+    sleep(WINDOW_SECONDS)
+    after = read()
+    if before is None or after is None:
+        return None
+    busy, idle = after[0] - before[0], after[1] - before[1]
+    return idle / (busy + idle) if busy + idle > 0 else None
+
+
+@dataclass
+class Idle:
+    """Idle shares before and after each trial, reused if the next one begins at once."""
+
+    look: Callable[[], float | None] = idle_share
+    now: Callable[[], float] = time.monotonic
+    _last: tuple[float, float | None] | None = None
+
+    def before(self) -> float | None:
+        if self._last is None or self.now() - self._last[0] > FRESH_SECONDS:
+            return self.after()
+        return self._last[1]
+
+    def after(self) -> float | None:
+        share = self.look()
+        self._last = self.now(), share
+        return share
+
+
+@dataclass
+class Load:
+    """CPU time of this rank and the machine over stretches of steps; read between steps."""
+
+    seconds: float = 0.0
+    """Total length of the stretches."""
+    own: float = 0.0
+    """CPU seconds of this rank."""
+    busy: float | None = 0.0
+    """CPU seconds of all processes; None if unknown."""
+    _start: tuple[float, float, float | None] | None = None
+
+    def _read(self) -> tuple[float, float, float | None]:
+        all_cores = cpu_seconds()
+        return time.perf_counter(), time.process_time(), all_cores and all_cores[0]
+
+    def start(self) -> None:
+        self._start = self._read()
+
+    def stop(self) -> None:
+        if self._start is None:
+            return
+        (began, own, busy), (ended, own_now, busy_now) = self._start, self._read()
+        self.seconds += ended - began
+        self.own += own_now - own
+        self.busy = (
+            None
+            if self.busy is None or busy is None or busy_now is None
+            else self.busy + busy_now - busy
+        )
+        self._start = None
+
+
+def foreign_load(ranks: Sequence[Load]) -> float | None:
+    """Returns the mean number of cores that other processes kept busy during the timed steps.
+
+    None if unknown. `ranks`: all ranks of one machine.
+    """
+    if not ranks or ranks[0].busy is None or not ranks[0].seconds:
+        return None
+    return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)
+
+
+_LIMITERS = {
+    "power": "NVML_PERF_POLICY_POWER",
+    "temperature": "NVML_PERF_POLICY_THERMAL",
+    "sync boost": "NVML_PERF_POLICY_SYNC_BOOST",
+    "board limit": "NVML_PERF_POLICY_BOARD_LIMIT",
+    "reliability": "NVML_PERF_POLICY_RELIABILITY",
+}
+"""Causes of throttling, and the nvmlDeviceGetViolationStatus counter of each.
+
+NVML's newer counters are unsafe: their numbers changed between releases of its header, so a number
+may select another counter.
+"""
+
+
+class RankGpus:
+    """The GPUs that a rank drives, as NVML sees them; none for a CPU rank.
+
+    NVML is not shut down: a rank's process ends soon.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(device for device in devices if device.type == "cuda")
+        self.library: Nvml | None = None
+        self.handles: list[Handle] = []
+        self.uuids: list[str] = []
+        self._seconds = 0.0
+        self._held: list[dict[str, float]] = []
+        self._begun: tuple[float, list[dict[str, float]]] | None = None
+        self._states: tuple[GpuState, ...] = ()
+        if self.devices:
+            self._start()
+
+    def _start(self) -> None:
+        import torch
+
+        self.library = Nvml.start()
+        if self.library is None:
+            return
+        for device in self.devices:
+            uuid = torch.cuda.get_device_properties(device).uuid
+            for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
+                handle = self.library.handle("nvmlDeviceGetHandleByUUID", name)
+                if handle is not None:
+                    self.handles.append(handle)
+                    self.uuids.append(name)
+                    break
+        self._held = [{} for _ in self.handles]
+
+    @property
+    def complete(self) -> bool:
+        return self.library is not None and len(self.handles) == len(self.devices)
+
+    def joules(self) -> dict[str, tuple[float, float]] | None:
+        """Returns each GPU's joules since its driver was loaded, by UUID; None if any is unknown.
+
+        A slice has no counter of its own, and its GPU's counter includes the other slices. The
+        second number is where the counter wraps around: 0, as these never do.
+        """
+        if self.library is None or not self.complete:
+            return None
+        counters = {}
+        for uuid, handle in zip(self.uuids, self.handles, strict=True):
+            joules = self.library.thousandths("nvmlDeviceGetTotalEnergyConsumption", handle)
+            if joules is None or self.library.is_divided(handle):
+                return None
+            counters[uuid] = (joules, 0.0)
+        return counters
+
+    def start(self) -> None:
+        if self.handles:
+            self._begun = time.perf_counter(), [self._throttled(handle) for handle in self.handles]
+
+    def stop(self) -> None:
+        if self._begun is None:
+            return
+        (began, before), self._begun = self._begun, None
+        self._seconds += time.perf_counter() - began
+        for held, was, handle in zip(self._held, before, self.handles, strict=True):
+            for limiter, seconds in self._throttled(handle).items():
+                if limiter in was:
+                    held[limiter] = held.get(limiter, 0.0) + seconds - was[limiter]
+        named = zip(self.handles, self.uuids, strict=True)
+        self._states = tuple(self._state(handle, uuid) for handle, uuid in named)
+
+    def _state(self, handle: Handle, uuid: str) -> GpuState:
+        assert self.library is not None
+        index = self.library.number("nvmlDeviceGetIndex", handle)
+        return state_of(self.library, handle, -1 if index is None else index, uuid)
+
+    def _throttled(self, handle: Handle) -> dict[str, float]:
+        assert self.library is not None
+        counted = {
+            limiter: self.library.violation_seconds(handle, policy)
+            for limiter, policy in _LIMITERS.items()
+        }
+        return {limiter: seconds for limiter, seconds in counted.items() if seconds is not None}
+
+    def use(self) -> GpuUse | None:
+        """Returns GPU use up to the last stretch's end; None on the CPU."""
+        if not self.devices:
+            return None
+        throttled: dict[str, float] = {}
+        for held in self._held:
+            for limiter, seconds in held.items():
+                throttled[limiter] = max(seconds, throttled.get(limiter, 0.0))
+        sizes = self._own_bytes()
+        return GpuUse(
+            tuple(self.uuids),
+            self._seconds,
+            throttled or None,
+            self._states,
+            None if sizes is None else max(size for size, _ in sizes),
+            None if sizes is None else max(size - reserved for size, reserved in sizes),
+            nvml_answers=self.complete,
+        )
+
+    def _own_bytes(self) -> list[tuple[int, int]] | None:
+        """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes.
+
+        None if NVML does not list this process: inside a container it has another process id.
+        """
+        import torch
+
+        if self.library is None or not self.complete:
+            return None
+        sizes = []
+        for device, handle in zip(self.devices, self.handles, strict=True):
+            processes = self.library.processes(handle) or ()
+            size = next((p.memory_bytes for p in processes if p.pid == os.getpid()), None)
+            if size is None:
+                return None
+            sizes.append((size, torch.cuda.memory_reserved(device)))
+        return sizes
+
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
+    """Returns the RAPL counter in joules and its wrap-around value, by CPU package (Intel and AMD).
+
+    None if the host has no counters.
+    """
+    counters = {}
+    try:
+        for package in sorted(folder.glob("intel-rapl:?")):
+            microjoules = [
+                int((package / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
+            ]
+            counters[package.name] = (microjoules[0] / 1e6, microjoules[1] / 1e6)
+    except (OSError, ValueError):
+        return None
+    return counters or None
+
+
+@dataclass
+class Energy:
+    """Joules over stretches of steps, of a rank's GPUs or of the host's CPU packages.
+
+    Rank 0 counts the packages for all ranks.
+    """
+
+    read: Callable[[], dict[str, tuple[float, float]] | None]
+    """Counters by device in joules, with their wrap-around values."""
+    joules: float | None = 0.0
+    """Total; None if unknown."""
+    _start: dict[str, tuple[float, float]] | None = None
+
+    @classmethod
+    def of(cls, gpus: RankGpus, rank: int) -> Energy:
+        if gpus.devices:
+            return cls(gpus.joules)
+        return cls(package_joules if rank == 0 else dict)
+
+    def start(self) -> None:
+        self._start = self.read()
+        if self._start is None:
+            self.joules = None
+
+    def stop(self) -> None:
+        if self._start is None:
+            return
+        begun, now, self._start = self._start, self.read(), None
+        if now is None or self.joules is None:
+            self.joules = None
+            return
+        self.joules += sum(
+            now[name][0] - before + (limit if now[name][0] < before else 0.0)
+            for name, (before, limit) in begun.items()
+        )

@@ -1,0 +1,85 @@
+"""Recorded facts of the hardware: measured rates of a device, and the nodes of a cell."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Best measured rates of one otherwise idle device."""
+
+    matmul_flops_per_second: dict[str, float]
+    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale per
+    row."""
+    copy_bytes_per_second: float
+    """Bytes read plus bytes written per second by a copy within the device's memory."""
+    host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
+    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
+    device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
+    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
+    launch_seconds: float = 0.0
+    """Time to enqueue one tiny kernel; on a CPU, to run one tiny operator."""
+
+
+@dataclass(frozen=True)
+class SpeedMeasurement:
+    speed: DeviceSpeed | None
+    """None if the measurement failed."""
+    reason: str = ""
+
+    @property
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str | None) -> SpeedMeasurement | None:
+        """Reads a run's column; returns None if it is null or another program wrote it."""
+        try:
+            return _adapter().validate_json(text) if text else None
+        except ValueError:
+            return None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[SpeedMeasurement]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(SpeedMeasurement)
+
+
+def matmul_rate(column: str | None, precision: str) -> float | None:
+    """Returns the measured FLOP/s of matrix products in this precision; None if unknown."""
+    measured = SpeedMeasurement.read(column)
+    if measured is None or measured.speed is None:
+        return None
+    return measured.speed.matmul_flops_per_second.get(precision)
+
+
+def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the cores of all nodes; nodes on one machine count shared cores once."""
+    return len({(node["machine"], core) for node in nodes for core in node["cores"]})
+
+
+def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = None) -> str | None:
+    """Returns a note on nodes that share a machine; None if none do.
+
+    `emulation`: how the links between them are emulated.
+    """
+    machines = {node["machine"] for node in nodes}
+    if len(machines) == len(nodes):
+        return None
+    between = (
+        f"emulated links between them ({emulation})" if emulation else "no network between them"
+    )
+    return (
+        f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}:"
+        f" {between}"
+    )

@@ -1,0 +1,196 @@
+"""A rank's answer when it is done: a JSON file in the trial's folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.host.gpu_state import GpuUse
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True)
+class RankStep:
+    data_seconds: float
+    """Time to prepare the batch and move it to the device."""
+    step_seconds: float
+    """Step time including data, between two synchronisations of the device."""
+    step: int
+    """Step index, from 0."""
+    phase: str
+    """Phase: warmup, settling or timed, as in table `steps`."""
+    loss: float | None
+    """Mean loss of this rank's samples; None without samples."""
+    control_seconds: float | None = None
+    """Seconds of the control after the step; None if there was none."""
+    left_over_seconds: float | None = None
+    """CPU seconds of this rank's threads in the pause after the step, for its leftover work;
+    included in `step_seconds`."""
+    training_step: int | None = None
+    """Index of the training step, from 0: less than `step` after a rewind."""
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU seconds over all stretches of timed steps."""
+
+    seconds: float
+    """Total length of the stretches."""
+    own: float
+    """Seconds of this rank's process."""
+    busy: float | None
+    """Seconds of the whole machine; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A rank's bytes read and written per timed step, and bytes in the offload folder."""
+
+    read: float | None
+    written: float | None
+    kept: int
+
+
+@dataclass(frozen=True)
+class RankStates:
+    parameter_dtypes: tuple[str, ...]
+    gradient_dtypes: tuple[str, ...]
+    optimizer_state_dtypes: tuple[str, ...]
+    held_parameters: int
+    """Number of elements."""
+    state_bytes: dict[str, int]
+    """Bytes of distinct storages: parameters, gradients, optimizer, library, host."""
+    library_buffers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TrainedAnswer:
+    setup_seconds: float
+    setup_peak_memory_bytes: int | None
+    restarts: int
+    cores: str
+    """Cores that the rank was pinned to, such as 0-7,16."""
+    steps: tuple[RankStep, ...]
+    time_slices: tuple[tuple[int, float], ...]
+    """First step of each slice, and its start in seconds after the epoch."""
+    peak_memory_bytes: int | None
+    reserved_memory_bytes: int | None
+    host_peak_bytes: int | None
+    memory_method: str
+    gpu_use: GpuUse | None
+    """GPU use; None if the rank drives no GPU."""
+    update_deviations: dict[str, float] | None
+    """Deviations from the reference run by tensor; None if not compared."""
+    replayed_deviations: tuple[dict[str, float], ...]
+    """Deviations by tensor after each replay."""
+    busy_fraction: float | None
+    """Share of time that its pipeline stage computes; None if not measured."""
+    offload: Offload | None
+    """Disk offload; None if nothing is on disk."""
+    sent_bytes_per_step: float | None
+    cpu_time: CpuTime
+    joules_per_step: float | None
+    states: RankStates
+    compile_seconds: float | None = None
+    """Seconds of torch.compile before the timed steps; None without compilation."""
+    expert_tokens: dict[int, tuple[int, ...]] | None = None
+    """Tokens of this rank's samples per expert in the last warm-up step, by block number; None
+    without experts. Empty if another rank counts the same samples."""
+
+
+@dataclass(frozen=True)
+class ProfiledAnswer:
+    plain_seconds: tuple[float, ...]
+    """Seconds of each step without a profiler."""
+    profiled: tuple[dict[str, float | None], ...]
+    """For each profiled step, the seconds of its components, `overlapped`, `operators`, and `step`
+    by the clock."""
+    calls: tuple[tuple[str, int, int, int], ...] | None
+    """Collectives of a step: operation, bytes, group size, count; None if they are not visible."""
+    sent_bytes_per_step: float | None
+    wire: str
+    """How the backend moves a collective's bytes (see harness/measure/rank_traffic.py)."""
+    memory: dict[str, int] | None
+    """Bytes by kind at the peak, and their sum `peak`; None: see `memory_reason`."""
+    unseen_buffers: dict[str, int] | None
+    """Bytes of C++ buffers by name."""
+    memory_reason: str
+    """Why the peak was not split; empty if it was."""
+    private_bytes: int | None
+    """Peak memory in that step, measured as in trials."""
+
+
+@dataclass(frozen=True)
+class FailureAnswer:
+    status: str
+    """Status: failed or out_of_memory."""
+    reason: str
+    failed_at: float
+    """Time of the failure, in seconds after the epoch."""
+    consequence: bool
+    """Whether it only lost another rank, which failed first."""
+    failed_in: str | None = None
+    """Phase in which a rank ran out of memory."""
+    holding: Mapping[str, object] | None = None
+    """Bytes held then (see harness/measure/memory_kinds.py)."""
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """Result of a rank; at most one of the three parts is set. None: it ended silently."""
+
+    rank: int
+    pid: int | None = None
+    entered_at: float | None = None
+    """Time of its first instruction, in seconds after the epoch."""
+    trained: TrainedAnswer | None = None
+    profiled: ProfiledAnswer | None = None
+    failure: FailureAnswer | None = None
+    machine: str | None = None
+    """Machine of a rank on another node."""
+    node: int | None = None
+    """Node index of a rank on another node."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.trained is not None or self.profiled is not None
+
+    @property
+    def silent(self) -> bool:
+        return not self.succeeded and self.failure is None
+
+    def on_node(self, node: int, machine: str, shift: float) -> RankAnswer:
+        """Returns the answer as from another node, with times shifted in seconds."""
+        entered_at = None if self.entered_at is None else self.entered_at + shift
+        failure = self.failure and replace(self.failure, failed_at=self.failure.failed_at + shift)
+        return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
+
+    def write(self, scratch: str | Path) -> None:
+        """Writes the answer atomically."""
+        file = answer_file(scratch, self.rank)
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(file)
+
+    @classmethod
+    def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:
+        file = answer_file(scratch, rank)
+        return _adapter().validate_python(json.loads(file.read_text())) if file.exists() else None
+
+
+def answer_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.json"
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[RankAnswer]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(RankAnswer)

@@ -1,0 +1,359 @@
+"""Profile of a cell's time, bytes and memory, in a separate trial of a few steps.
+
+This is the rank's side; harness/run/profile.py launches it and builds the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from harness.measure.clock import Method, replaced
+from harness.measure.memory_kinds import STEPS as TRACKED_STEPS
+from harness.measure.memory_kinds import peak_split
+from harness.measure.rank_traffic import Call, counting, tensor_bytes
+from harness.measure.step_breakdown import Event, Kind, breakdown, gpu_parts, kernel_kind
+from harness.record.profile_record import COMPONENTS
+from harness.spec.cell import Cell
+from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
+
+if TYPE_CHECKING:
+    from harness.strategy.job import TrainState
+    from harness.worker.loop import Loop
+
+
+PLAIN_STEPS = 5
+"""Steps without a profiler, for comparison."""
+PROFILED_STEPS = 6
+"""Profiled steps; the first is dropped, as ranks start their profilers at different times."""
+_MARK = "bench:"
+_MARKS: dict[str, Kind] = {
+    "wait": "wait",
+    "communication": "wait",
+    "optimizer": "optimizer",
+    "data": "data",
+    "bubble": "bubble",
+    "offload": "offload",
+}
+_NOT_COMPUTING = ("autograd::", "torch::autograd::", "profiler::")
+_FUNCTION = 0
+"""Scope of an operator; annotations have another."""
+_HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_NODE = "autograd::engine::evaluate_function"
+_TRANSFERS = ("gloo:send", "gloo:recv")
+
+
+class RawEvent(Protocol):
+    def name(self) -> str: ...
+    def device_type(self) -> Enum: ...
+    def start_ns(self) -> int: ...
+    def end_ns(self) -> int: ...
+    def start_thread_id(self) -> int: ...
+    def scope(self) -> int: ...
+    def activity_type(self) -> str: ...
+    def is_user_annotation(self) -> bool: ...
+
+
+def profiled_cell(cell: Cell) -> Cell:
+    """Returns the cell with the steps to profile after warm-up: plain, profiled, counted,
+    tracked."""
+    return cell.model_copy(
+        update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
+    )
+
+
+def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
+    """Profiles this rank. `answer`: its answer so far.
+
+    `traces`: folder for its trace rankN.json.gz.
+    """
+    cell, train_state = loop.job.cell, loop.job.train_state
+    assert train_state is not None
+    indices = iter(range(cell.total_steps))
+    for _ in range(cell.warmup_steps + PLAIN_STEPS):
+        loop.run_step(next(indices))
+    loop.stop_counting()
+    profiled = _profiled(loop, train_state, indices, traces)
+    calls, sees_operators = _counted(loop, train_state, next(indices))
+    seen = ProfiledAnswer(
+        plain_seconds=tuple(step.step_seconds for step in loop.steps if step.phase == "timed"),
+        profiled=tuple(profiled),
+        calls=calls,
+        sent_bytes_per_step=loop.per_step(loop.traffic.sent),
+        # NCCL's algorithms send as much as a ring.
+        wire="ring" if loop.job.device.type == "cuda" else train_state.wire,
+        memory=None,
+        unseen_buffers=None,
+        memory_reason=(
+            "torch's memory tracker sees the thread that calls the step only, and the library"
+            " trains in one of its own"
+        ),
+        private_bytes=None,
+    )
+    if not sees_operators:
+        return seen
+
+    def write(reason: str) -> None:
+        known = replace(seen, memory_reason=f"torch's memory tracker{reason}")
+        replace(answer, profiled=known).write(loop.spec.scratch)
+
+    write(" failed on another rank")
+    loop.meter.reset()
+    try:
+        split = peak_split(
+            train_state, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
+        )
+    except Exception as error:
+        # Other ranks wait for this one in mid-step. Its exit frees them, and every rank's answer
+        # already has what is known so far.
+        write(f": {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        os._exit(1)
+    return replace(
+        seen,
+        memory={kind: size for kind, size in split.items() if isinstance(size, int)},
+        unseen_buffers=split["unseen"],
+        memory_reason="",
+        private_bytes=loop.meter.peak().allocated,
+    )
+
+
+def _counted(
+    loop: Loop, train_state: TrainState, index: int
+) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
+    """Returns a step's collectives, and whether any operator was visible.
+
+    Collectives are (operation, bytes, group size, count); None if they are not visible.
+    """
+    import torch.distributed as dist
+
+    calls: Counter[Call] = Counter()
+    batch, processes, seen = loop.fetch(index), loop.job.layout.processes, [0]
+    with _sends(train_state, processes, calls), counting(calls, seen):
+        loop.step(batch)
+    other_means = processes > 1 and not (dist.is_initialized() or train_state.collectives)
+    known = bool(seen[0]) and not other_means
+    counts = tuple(
+        (call.operation, call.tensor_bytes, call.group_size, count)
+        for call, count in sorted(calls.items())
+    )
+    return counts if known else None, bool(seen[0])
+
+
+def _profiled(
+    loop: Loop, train_state: TrainState, indices: Iterator[int], traces: str | None
+) -> list[dict[str, float | None]]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (loop.job.device.type == "cuda")
+    # Strategies and libraries also compute in threads other than the profiler's.
+    everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    took: list[float] = []
+    with (
+        _named(train_state),
+        _waits(),
+        profile(
+            activities=activities, record_shapes=True, experimental_config=everyone
+        ) as profiler,
+    ):
+        for _ in range(PROFILED_STEPS):
+            index = next(indices)
+            loop.synchronize()
+            begin = time.perf_counter()
+            with record_function(f"{_MARK}step"):
+                with record_function(f"{_MARK}data"):
+                    batch = loop.fetch(index)
+                loop.step(batch)
+                loop.synchronize()
+            took.append(time.perf_counter() - begin)
+    if traces:
+        profiler.export_chrome_trace(str(Path(traces) / f"rank{loop.job.rank}.json.gz"))
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    raw = profiler.profiler.kineto_results.events()
+    if loop.job.device.type == "cuda":
+        require_device_events(raw)
+    steps = sorted(
+        (e.start_ns(), e.end_ns(), e.start_thread_id())
+        for e in raw
+        if e.name() == f"{_MARK}step" and _on_host(e)
+    )
+    zero = steps[0][0]  # seconds since the epoch would lose nanoseconds in a double
+    events = events_of(raw, zero)
+    thread = training_thread(events, steps[0][2])
+    layout = loop.job.layout
+    rows = []
+    for seconds, (begin_ns, end_ns, _) in list(zip(took, steps, strict=True))[1:]:
+        begin, end = (begin_ns - zero) / 1e9, (end_ns - zero) / 1e9
+        parts = breakdown(
+            events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
+        )
+        parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
+        # What a library's own threads send, and thus overlap, is not visible.
+        rows.append(
+            {
+                "step": seconds,
+                **parts,
+                **gpu_parts(events, begin, end, seconds),
+                "overlapped": None if train_state.collectives else parts["overlapped"],
+            }
+        )
+    return rows
+
+
+def require_device_events(raw: Sequence[RawEvent]) -> None:
+    """Raises RuntimeError if the profiler recorded no GPU events.
+
+    Host events alone would show 0 % for the device.
+    """
+    if all(_on_host(event) for event in raw):
+        raise RuntimeError(
+            "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
+            " machines and containers; the driver's option NVreg_RestrictProfilingToAdminUsers=0,"
+            " or running as root, allows it"
+        )
+
+
+def _on_host(event: RawEvent) -> bool:
+    return event.device_type().name == "CPU"
+
+
+def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
+    """Converts the profiler's events that show where time goes, in seconds after `zero`
+    nanoseconds."""
+    events = [
+        Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
+        for e in raw
+        if (kind := _kind(e))
+    ]
+    nodes: dict[int, list[float]] = {}
+    for e in raw:
+        if e.name().startswith(_NODE):
+            nodes.setdefault(e.start_thread_id(), []).append((e.end_ns() - zero) / 1e9)
+    for e in raw:
+        if e.name() == f"{_MARK}backward":
+            begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
+            inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
+            # The rest after all gradients are there: wrappers wait for their collectives.
+            if inside:
+                events.append(Event("hook", e.start_thread_id(), max(inside), end))
+    return events
+
+
+def training_thread(events: list[Event], calling: int) -> int:
+    """Returns the thread that trains.
+
+    That is the one calling the step, unless it hardly computes and another does (a library's own
+    loop). Then the calling thread's data events are copied to that thread.
+    """
+    computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
+    for event in events:
+        if event.kind == "operator":
+            computed[event.thread] += event.end - event.begin
+    most = max(computed, key=lambda thread: computed[thread])
+    if most == calling or computed[calling] > 0.05 * computed[most]:
+        return calling
+    events += [Event("data", most, e.begin, e.end) for e in events if e.kind == "data"]
+    return most
+
+
+def _kind(event: RawEvent) -> Kind | None:
+    name = event.name()
+    if not _on_host(event):
+        kind = _device_kind(event, name)
+        return kernel_kind(name) if kind == "device compute" else kind
+    if name.startswith(_MARK):
+        return _MARKS.get(name.removeprefix(_MARK))
+    if name.startswith(("gloo:", "nccl:")):
+        if name.endswith("barrier"):
+            return "wait"
+        return "transfer" if name.startswith(_TRANSFERS) else "flight"
+    if name == "_c10d_functional::wait_tensor":
+        return "wait"
+    if name.startswith(("c10d::", "_c10d_functional::", "c10d_functional::")):
+        return "launch"
+    if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
+        return "optimizer"
+    if name.startswith(_HOOKS):
+        return "hook"
+    return (
+        "operator"
+        if "::" in name and event.scope() == _FUNCTION and not name.startswith(_NOT_COMPUTING)
+        else None
+    )
+
+
+def _device_kind(event: RawEvent, name: str) -> Kind | None:
+    if event.is_user_annotation():
+        return "device optimizer" if name.startswith("Optimizer.step#") else None
+    if "nccl" in name.lower():
+        return "device transfer" if "SendRecv" in name else "device communication"
+    # Before torch 2.12 events have no type; names identify copies and fills.
+    named = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
+    activity = event.activity_type() if hasattr(event, "activity_type") else named
+    if activity == "gpu_memcpy":
+        return "device compute" if "DtoD" in name else "device copy"
+    return "device compute" if activity in ("kernel", "gpu_memset") else None
+
+
+def _marked(component: str, method: Method) -> Method:
+    import torch
+
+    @functools.wraps(method)
+    def call(*args: object, **kwargs: object) -> object:
+        with torch.profiler.record_function(_MARK + component):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _named(train_state: TrainState) -> Iterator[None]:
+    """Marks the methods that the strategy names with their component."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, component in train_state.waits:
+            stack.enter_context(replaced(owner, name, functools.partial(_marked, component)))
+        yield
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[None]:
+    """Marks waits for collectives from Python, and backward."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as stack:
+        if dist.is_available():
+            stack.enter_context(replaced(dist.Work, "wait", functools.partial(_marked, "wait")))
+        stack.enter_context(
+            replaced(torch.futures.Future, "wait", functools.partial(_marked, "wait"))
+        )
+        stack.enter_context(
+            replaced(torch.autograd, "_engine_run_backward", functools.partial(_marked, "backward"))
+        )
+        yield
+
+
+@contextlib.contextmanager
+def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
+    """Counts collectives outside torch.distributed, in functions named by the strategy."""
+
+    def counted(operation: str, method: Method) -> Method:
+        def call(tensor: object, *args: object, **kwargs: object) -> object:
+            calls[Call(operation, tensor_bytes(tensor), processes)] += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, operation in train_state.collectives:
+            stack.enter_context(replaced(owner, name, functools.partial(counted, operation)))
+        yield

@@ -1,0 +1,158 @@
+"""What a running rank reports to its launcher: heartbeats, progress, and its last collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_BEAT = struct.Struct("<qdd64s")
+RENDEZVOUS = "process group"
+"""Phase in which a trial's ranks wait for their rendezvous."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    steps: int
+    """Number of finished steps."""
+    at: float
+    """Seconds of time.monotonic, shared by a machine's processes."""
+    longest: float
+    """Seconds of the longest phase or step."""
+    doing: str
+    """Phase or step begun then."""
+
+
+class Heartbeat:
+    """Writer to a memory-mapped file: a beat costs a microsecond and no system call."""
+
+    def __init__(self, scratch: str | Path, rank: int) -> None:
+        with open(beat_file(scratch, rank), "w+b") as file:
+            file.truncate(_BEAT.size)
+            self._memory = mmap.mmap(file.fileno(), _BEAT.size)
+        self._steps, self._longest, self._last = 0, 0.0, time.monotonic()
+        self.beat("imports")
+
+    def beat(self, doing: str, steps: int | None = None) -> None:
+        """Records that a phase or step has ended and `doing` begins. `steps`: finished steps."""
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last)
+        self._steps = self._steps if steps is None else steps
+        self._last = now
+        _BEAT.pack_into(self._memory, 0, self._steps, now, self._longest, doing.encode()[:64])
+
+    def forget(self) -> None:
+        """Excludes the time since the last beat, spent waiting, from all phases."""
+        self._last = time.monotonic()
+
+
+def beat_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.beat"
+
+
+def read_beat(scratch: str | Path, rank: int) -> Beat | None:
+    """Returns a rank's last heartbeat; None before the first."""
+    try:
+        content = beat_file(scratch, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(content) < _BEAT.size:
+        return None
+    steps, at, longest, doing = _BEAT.unpack(content)
+    return Beat(steps, at, longest, doing.rstrip(b"\0").decode("utf-8", "replace")) if at else None
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """Progress of a rank in one process group's collectives."""
+
+    group: str
+    ranks: tuple[int, ...]
+    entered: int
+    """Number of the last entered collective, from 1; 0 if none."""
+    operation: str
+    """Name of that collective, such as `gloo:all_reduce`."""
+
+
+def question_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.ask"
+
+
+def groups_file(scratch: str | Path, rank: int) -> Path:
+    return Path(scratch) / f"rank{rank}.groups"
+
+
+def answer_questions(scratch: str | Path, rank: int) -> None:
+    """Answers each datagram to the rank's socket with a file of GroupStates, from a thread.
+
+    It works while a collective hangs, as torch waits without the GIL.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    question_file(scratch, rank).unlink(missing_ok=True)  # from before a restart
+    try:
+        listener.bind(str(question_file(scratch, rank)))
+    except OSError:  # the path is too long for a socket: nobody can ask
+        listener.close()
+        return
+
+    def serve() -> None:
+        while listener.recv(16):
+            file = groups_file(scratch, rank)
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(json.dumps([asdict(state) for state in group_states()]))
+            temporary.replace(file)
+
+    threading.Thread(target=serve, daemon=True, name="groups").start()
+
+
+def group_states() -> list[GroupState]:
+    """Returns the state of each of this process's groups, by torch's flight recorder.
+
+    Empty without torch.distributed, or if the recorder is off.
+    """
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    of_nccl = dist.get_backend() == "nccl" and hasattr(_distributed_c10d, "_dump_nccl_trace_json")
+    dump = getattr(_distributed_c10d, f"_dump_{'nccl' if of_nccl else 'fr'}_trace_json")
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    last: dict[str, tuple[int, str]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            number, name = entry["collective_seq_id"], entry["process_group"][0]
+            last[name] = max(last.get(name, (0, "")), (number, entry["profiling_name"]))
+    world = distributed_c10d._world
+    return [
+        GroupState(name, tuple(world.pg_group_ranks[group]), *last.get(name, (0, "")))
+        for group, name in world.pg_names.items()
+    ]
+
+
+class Progress:
+    """Reports finished steps to the parent at most twice a second, without blocking."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
+        if self.socket:
+            self.socket.setblocking(False)
+        self.last = 0.0
+
+    def tell(self, step: int, seconds: float) -> None:
+        now = time.monotonic()
+        if self.socket is None or self.address is None or now - self.last < 0.5:
+            return
+        self.last = now
+        with contextlib.suppress(OSError):
+            self.socket.sendto(
+                json.dumps({"step": step, "seconds": seconds}).encode(), self.address
+            )
