@@ -87,9 +87,9 @@ def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -
     # Its schema has a column more than this process knows.
     files_of_trials = (copy / "results" / "trials").rglob("*.parquet")
     trials = pd.concat(pd.read_parquet(file) for file in files_of_trials)
-    assert list(trials["status"]) == ["ok", "ok"], trials["log_tail"].tolist()
-    assert list(trials["parity_verdict"]) == ["exact", "exact"]
-    assert sorted(trials["denormals"]) == ["flushed", "kept"]
+    assert list(trials["status"]) == ["ok"] * 3, trials["log_tail"].tolist()
+    assert list(trials["parity_verdict"]) == ["exact"] * 3
+    assert sorted(trials["denormals"]) == ["flushed", "flushed", "kept"]
 
 
 def test_a_strategy_needs_no_more_than_its_file(tmp_path: Path) -> None:
