@@ -62,7 +62,7 @@ def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
 
 
 def trials(cell: MeasuredCell | None) -> str:
-    return "" if cell is None else plural(cell.result.recorded_trials, "trial")
+    return "" if cell is None else f" ({plural(cell.result.recorded_trials, 'trial')})"
 
 
 def _table(lines: Sequence[ComparedCell]) -> ui.Table:
@@ -81,8 +81,8 @@ def _row(line: ComparedCell) -> ui.Row:
     return ui.Row(
         data(name),
         [
-            ui.Td([first, " ", small(trials(line.first))]),
-            ui.Td([second, " ", small(trials(line.second))]),
+            ui.Td([first, small(trials(line.first))]),
+            ui.Td([second, small(trials(line.second))]),
             ui.Td(ui.Span(ratio, field="ratio", value=value)),
             ui.Td(interval),
             verdict_td(line),

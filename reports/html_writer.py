@@ -247,7 +247,7 @@ class _HtmlWriter:
     def _column(column: ui.ColumnHead) -> str:
         unit = f" <small>{escape(column.unit)}</small>" if column.unit else ""
         attributes = _attributes({"class": column.kind, "title": column.tip})
-        return f'<th scope="col"{attributes}>{_breakable(column.title)}{unit}</th>'
+        return f'<th scope="col"{attributes}>{escape(column.title)}{unit}</th>'
 
     def _row(self, row: ui.Row) -> str:
         cells = "".join(map(self._td, row.cells))

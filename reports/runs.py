@@ -317,7 +317,7 @@ def _ratio(line: ComparedCell | None, run: Run) -> ui.Td:
     ratio = line.throughput
     words: list[ui.Inline] = [_number("ratio", ratio.ratio)]
     if ratio.low is not None and ratio.high is not None:
-        words.append(small(f" {number(ratio.low)} to {number(ratio.high)}"))
+        words.append(small(f" ({number(ratio.low)} to {number(ratio.high)})"))
     kind = " bad" if line.regression else " good" if line.kind == "faster" else ""
     words += [BREAK, small(line.verdict)]
     return ui.Td(words, f"number{kind}", attributes={"data-run": run.run_id})

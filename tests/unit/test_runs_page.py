@@ -187,7 +187,7 @@ def test_markdown_of_several_runs(view: runs.Runs) -> None:
     ]
     assert "1 regression: newly failing 1" in text
     assert "▼ 10.0 % slower since 2026-01-08" in text
-    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 0\.9", text)
+    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
     few = runs_text(view, ["verdict"]).text
     assert few.count("\n## ") == 1
 
