@@ -68,7 +68,7 @@ class Bars:
         figure, axes = canvas(count * _LINE + 46, 8, 112, 42, 4)
         low, high = self._range()
         axes.set_ylim(count - 0.5, -0.5)
-        axes.set_yticks([])
+        axes.yaxis.set_visible(False)
         axes.grid(axis="x")
         axes.set_xlabel(self.axis, loc="left")
         axes.spines["left"].set_visible(low == 0 and not self.logarithmic)
