@@ -36,6 +36,22 @@ MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")
 """Shapes of the models in the Ultra-Scale Playbook's table."""
 MEMORY_UNIT = 2.0**30
 """Unit of the column gpu_mem_gb: nanotron divides by 1024**3 (its `create_table_log`)."""
+LAPSE = 0.03
+"""Share of runs that fail, or succeed, for reasons unrelated to memory."""
+SHARPEST = 0.04
+"""Smallest standard deviation of a limit's logarithm: the median error of predicted memory."""
+NEAR_LIMIT = 0.8
+"""Share of the device's memory above which a run may be slow."""
+SLOW = (float(np.log(5.0)), 0.5)
+"""Mean and standard deviation of the logarithmic slowdown near the limit, if fewer than FEW_SLOW
+runs were slow. Assumed."""
+FEW_SLOW = 5
+FEWEST = 20
+"""Smallest number of rows for a calibration."""
+FEWEST_RANKED = 20
+"""Fewest consistent rows for a rank correlation."""
+NEAR = 0.5
+"""Speed, as a share of the group's best, from which a layout is worth considering."""
 
 
 @dataclass(frozen=True)
@@ -155,20 +171,6 @@ def read_runs(
         seconds=tokens / table.tok_s.to_numpy(float),
         memory_bytes=table.gpu_mem_gb.to_numpy(float) * MEMORY_UNIT,
     )
-
-
-LAPSE = 0.03
-"""Share of runs that fail, or succeed, for reasons unrelated to memory."""
-SHARPEST = 0.04
-"""Smallest standard deviation of a limit's logarithm: the median error of predicted memory."""
-NEAR_LIMIT = 0.8
-"""Share of the device's memory above which a run may be slow."""
-SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the logarithmic slowdown near the limit, if fewer than FEW_SLOW
-runs were slow. Assumed."""
-FEW_SLOW = 5
-FEWEST = 20
-"""Smallest number of rows for a calibration."""
 
 
 @dataclass(frozen=True)
@@ -314,12 +316,6 @@ def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
     return MemoryLimit(float(share), float(max(spread, SHARPEST)))
 
 
-FEW = 20
-"""Fewest consistent rows for a rank correlation."""
-NEAR = 0.5
-"""Speed, as a share of the group's best, from which a layout is worth considering."""
-
-
 @dataclass(frozen=True)
 class HeldOutRuns:
     """Predictions of rows that the calibration has not seen (arrays of shape [rows])."""
@@ -445,13 +441,9 @@ def _predicted(
         inside, places = runs.take(part), np.flatnonzero(part)
         for group, result in predicted(inside, cluster, calibration):
             rows = places[group.rows]
-            columns["seconds"][rows] = result.seconds
-            columns["half_width"][rows] = result.half_width
-            columns["upper"][rows] = result.upper
+            for name in columns.keys() - {"memory_bytes"}:
+                columns[name][rows] = getattr(result, name)
             columns["memory_bytes"][rows] = result.memory.reserved
-            columns["memory_half_width"][rows] = result.memory_half_width
-            columns["fits"][rows] = result.fits
-            columns["runs"][rows] = result.runs
     return HeldOutRuns(**columns)
 
 
@@ -479,7 +471,7 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
             continue
         best = np.min(runs.seconds[rows & ran])
         near |= kept & (best / np.where(ran, runs.seconds, np.inf) >= NEAR)
-        if kept.sum() >= FEW:
+        if kept.sum() >= FEWEST_RANKED:
             correlations.append(spearmanr(held.seconds[kept], runs.seconds[kept]).statistic)
         losses = _losses(runs, held, np.flatnonzero(rows))
         picks.append(losses[0])

@@ -57,6 +57,8 @@ PART_WORDS = {
     "offload": "moving offloaded tensors",
     "update": "the optimizer's update",
 }
+RISKIER = 0.95
+"""Share of the best layout's probability to fit below which the next one's is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -416,10 +418,6 @@ def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: st
         best.reserved_low,
         best.reserved_high,
     )
-
-
-RISKIER = 0.95
-"""Share of the best layout's probability to fit below which the next one's is mentioned."""
 
 
 def explanation(plan: ClusterPlan) -> list[str]:

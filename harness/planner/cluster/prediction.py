@@ -31,6 +31,15 @@ PENDING_DONE = 0.5
 REFUSED_BELOW = 1 / 3
 """Probability to run below which layouts are refused. Not even odds, because false alarms are
 worse. No value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
+TIE = 0.01
+"""Difference in the logarithm of speed below which layouts are tied; less memory then wins."""
+TRIED = 3
+"""Number of first ranks to be tried together."""
+CONSIDERED = 512
+"""Number of layouts considered for these ranks: the fastest, and the best by speed times
+probability to fit."""
+STEPS, DEVIATIONS = 96, 5.0
+"""Points of the integral over speed, and standard deviations that it spans on each side."""
 
 
 @dataclass(frozen=True)
@@ -161,23 +170,6 @@ def predict(
         stored=stored,
         beyond=beyond,
     )
-
-
-TIE = 0.01
-"""Difference in the logarithm of speed below which layouts are tied; less memory then wins."""
-
-
-TRIED = 3
-"""Number of first ranks to be tried together."""
-
-
-CONSIDERED = 512
-"""Number of layouts considered for these ranks: the fastest, and the best by speed times
-probability to fit."""
-
-
-STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations that it spans on each side."""
 
 
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:

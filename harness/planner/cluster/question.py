@@ -18,6 +18,13 @@ RECOMPUTE = ("none", "selective", "full")
 """What backward recomputes: nothing, attention scores, or whole layers."""
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
 """What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
+MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
+"""Upper limits of a question, against mistakes and overflow of 64 bits."""
+MOST_TENSOR_NODES = 4
+"""Most nodes that the tensor axis may span."""
+LEAST_TOKENS = 1024
+"""Fewest tokens of a sequence per device of the context axis."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -128,16 +135,6 @@ def joined(parts: Iterable[PlannedLayouts]) -> PlannedLayouts:
             for f in dataclasses.fields(PlannedLayouts)
         }
     )
-
-
-MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Upper limits of a question, against mistakes and overflow of 64 bits."""
-
-MOST_TENSOR_NODES = 4
-"""Most nodes that the tensor axis may span."""
-LEAST_TOKENS = 1024
-"""Fewest tokens of a sequence per device of the context axis."""
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)

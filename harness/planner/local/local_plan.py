@@ -30,6 +30,9 @@ PART_WORDS = {
     "link": "exposed transfers over the link",
 }
 MOST_NAMED = 5
+OUTSIDE = 0.05
+"""Growth of a logarithmic interval's half-width with each doubling of the devices beyond the
+measured ones. Assumed: nothing measures beyond its own range."""
 
 
 @dataclass(frozen=True)
@@ -240,11 +243,6 @@ def _faster(plan: LocalPlan) -> str:
     return (
         f"Faster, but a different training: {other.label}, {other.seconds * 1e3:.0f} ms per step."
     )
-
-
-OUTSIDE = 0.05
-"""Growth of a logarithmic interval's half-width with each doubling of the devices beyond the
-measured ones. Assumed: nothing measures beyond its own range."""
 
 
 @dataclass(frozen=True)

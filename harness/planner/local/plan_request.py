@@ -42,6 +42,9 @@ from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
 DEFAULT_RANKS = 2
+MAX_CURVES = 6
+NORMAL_95 = 1.645
+"""95th percentile of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,6 @@ def sweep_settings(
                 answer = str(error)
             answers.setdefault(workload, {})[devices] = answer
     return answers
-
-
-MAX_CURVES = 6
-NORMAL_95 = 1.645
-"""95th percentile of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
