@@ -105,9 +105,14 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, equal for equal measurements on every host: a hash of all fields that
-        affect them, including defaults of options."""
-        identity = self.model_dump(mode="json", exclude={"defaults", *_NOT_IDENTITY})
+        """Twelve hex digits, equal for equal measurements on every host: a hash of the fields that
+        are not at their defaults, and of all options.
+
+        A new field therefore keeps the ids of existing cells, if its default is what they did.
+        """
+        identity = self.model_dump(
+            mode="json", exclude={"defaults", *_NOT_IDENTITY}, exclude_defaults=True
+        )
         identity["options"] = {**self.defaults, **self.options}
         text = json.dumps(identity, sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
