@@ -19,7 +19,7 @@ LONG, TOO_LONG = 30, 40
 MOST_WORDS = 25_000
 """Words in all documents outside docs/studies/, tables and code included."""
 
-MESSAGE_FOLDERS = ("bench", "scripts")
+MESSAGE_FOLDERS = ("bench", "harness", "reports", "scripts")
 """Folders whose docstrings and messages are checked."""
 LEAST_WORDS = 4
 """Words that make a string literal a message."""
@@ -152,6 +152,24 @@ def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
             yield Sentence(file, node.lineno, text, fragment=True)
 
 
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Returns the name and syntax tree of each module with docstrings and messages to check."""
+    for folder in MESSAGE_FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if file != Path(__file__):
+                yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+
+
+def all_messages() -> str:
+    """Returns every message of the tree, by module: help, errors, and what reports say."""
+    lines: list[str] = []
+    for name, tree in sources():
+        ordered = sorted(messages(tree, name), key=lambda message: message.line)
+        texts = [" ".join(message.text.split()) for message in ordered]
+        lines += [f"# {name}", *dict.fromkeys(texts), ""] if texts else []
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Prints all findings; 1 if one of them is fatal."""
     found: list[Finding] = []
@@ -160,12 +178,9 @@ def main() -> int:
         name, text = str(file.relative_to(ROOT)), file.read_text()
         total += len(re.findall(r"\S*\w\S*", text))
         found += findings(markdown_sentences(text, name))
-    for folder in MESSAGE_FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            if file != Path(__file__):
-                name, tree = str(file.relative_to(ROOT)), ast.parse(file.read_text())
-                found += findings(docstring_sentences(tree, name))
-                found += findings(messages(tree, name))
+    for name, tree in sources():
+        found += findings(docstring_sentences(tree, name))
+        found += findings(messages(tree, name))
     for finding in found:
         print(finding)
     if total > MOST_WORDS:

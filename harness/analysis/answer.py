@@ -142,7 +142,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
         f"{len(open_cells)} cells may still be the fastest or are compared with these: about"
-        f" {more} more launches of each, {minutes}, would tell differences of {percent} apart"
+        f" {more} more launches of each, {minutes}, would resolve differences of {percent}"
     )
 
 
@@ -212,7 +212,7 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     if equal:
         parts.append(f"equal to it within {EQUAL * 100:.0f} %: {named(equal)}")
     if rest:
-        parts.append(f"not told apart from it: {named(rest)}")
+        parts.append(f"tied with it: {named(rest)}")
     return "; ".join(parts)
 
 

@@ -20,8 +20,8 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     """Returns the baseline of a setting; None if there is none.
 
     It is the first ranked cell that `chosen` accepts; by default DDP by torchrun without options,
-    else the single process. Of several (weak scaling on one device is the same training) it has the
-    most trials, since the plan runs baselines more often.
+    else the single process. If there are several (weak scaling on one device is the same training),
+    it is the one with the most trials, since the plan runs baselines more often.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:

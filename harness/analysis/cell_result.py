@@ -90,7 +90,7 @@ class Speed:
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Samples per second by trial number, adjusted by any control."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Start and throughput of each time slice, by number of interleaved trial."""
+    """Start and throughput of each turn, by number of interleaved trial."""
     trend: float | None = None
     """Largest absolute value over trials."""
 

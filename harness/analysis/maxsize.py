@@ -159,7 +159,7 @@ def limits(row: MaxsizeResult) -> str:
         beyond = ", ".join(f"{name} {mebibytes(size)}" for name, size in row.responsible)
         sentences.append(
             f"{row.too_large} run out of memory in {row.failed_in};"
-            f" beside ZeRO's model states: {beyond}"
+            f" in addition to ZeRO's model states: {beyond}"
         )
     elif row.failure:
         sentences.append(f"{row.too_large} fail under the limit only: {row.failure}")

@@ -45,11 +45,11 @@ ESTIMATES_COMPARED = (
     f" run; {_DECISION}, and at most one run in 20 is to have any"
 )
 TURNS_METHOD = (
-    "of launches that trained by turns, the ratio within a round is the median over all turns of a"
-    " turn's figure over the geometric mean of the other launch's before and after it"
+    "for interleaved launches, the ratio within a round is the median over all turns of a turn's"
+    " figure over the geometric mean of the other launch's turns before and after it"
 )
 SliceRates = Sequence[tuple[float, float]]
-"""Start in seconds, ascending, and throughput of each time slice of a trial."""
+"""Start in seconds, ascending, and throughput of each turn of an interleaved trial."""
 SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 
@@ -188,7 +188,7 @@ def compare_rounds(
 ) -> Comparison | None:
     """Compares throughputs in common rounds, where machine drift cancels; None without any.
 
-    `turns`: time slices of both, for interleaved rounds. `confidence`: of the interval; verdicts
+    `turns`: turns of both, for interleaved rounds. `confidence`: of the interval; verdicts
     need the default.
     """
     logs = []

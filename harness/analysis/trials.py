@@ -25,8 +25,8 @@ Cause = Literal["busy", "shared", "throttled"]
 
 
 CAUSES: dict[Cause, str] = {
-    "busy": "something else used the machine beside",
-    "shared": "another process was on its GPUs beside",
+    "busy": "something else used the machine during",
+    "shared": "another process used its GPUs during",
     "throttled": "heat, hardware or a lowered power limit held its GPUs back in",
 }
 """Description of each cause, to be followed by a number of trials."""
@@ -77,7 +77,7 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
 
 
 def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    """Returns start and throughput of each time slice, by number of interleaved trial."""
+    """Returns start and throughput of each turn, by number of interleaved trial."""
     return {
         trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
         for trial in trials

@@ -1,4 +1,4 @@
-"""Where a coordinator listens, how agents find it, and a node's addresses."""
+"""Rendezvous of agents with the coordinator, and a node's addresses."""
 
 from __future__ import annotations
 

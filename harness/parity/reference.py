@@ -37,7 +37,7 @@ class Noise:
 class Reference:
     """Reference run on disk: losses of the segment, trained tensors after it, update norms.
 
-    Of untrained tensors it keeps digests: they must stay bit for bit the same.
+    It keeps digests of untrained tensors, which must stay bit for bit the same.
     """
 
     folder: str

@@ -164,8 +164,8 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Returns the rows as plain Python values; times are in UTC.
 
-    Avoids arrow's `to_pylist`, which imports pandas for times with a zone. That takes longer than
-    most commands that need single rows.
+    Avoids arrow's `to_pylist`, which imports pandas for times with a zone. The import takes longer
+    than most commands that need single rows.
     """
     import pyarrow as pa
 

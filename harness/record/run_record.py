@@ -105,7 +105,7 @@ class StepRecord(Record):
     step: Int32
     """number of the step, from 0"""
     phase: str
-    """warmup, settling (after the parity check, and at the start of a time slice), timed"""
+    """warmup, settling (after the parity check, and at the start of a turn), timed"""
     data_seconds: float
     """getting the batch and moving it to the device"""
     step_seconds: float

@@ -1,11 +1,11 @@
 """Reads and writes results: append-only parquet files, written atomically.
 
-results/runs/RUN.parquet                        one row, written before the first trial
-results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet one row; the commit record of a trial
-results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet  its steps, written before that
-results/explained/RUN/CELL-aATTEMPT.parquet     one row: a profile of a cell
-results/conclusions/RUN/N.parquet               one row: the N-th end of the run
-results/gathered/RUN/trials.parquet, steps.parquet   copies of a run's rows, for faster reading
+- results/runs/RUN.parquet: one row, written before the first trial
+- results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet: one row; the commit record of a trial
+- results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet: its steps, written before that
+- results/explained/RUN/CELL-aATTEMPT.parquet: one row: a profile of a cell
+- results/conclusions/RUN/N.parquet: one row: the N-th end of the run
+- results/gathered/RUN/trials.parquet, steps.parquet: copies of a run's rows, for faster reading
 """
 
 from __future__ import annotations

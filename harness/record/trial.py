@@ -204,9 +204,9 @@ class TrialRecord(Record):
     window_slowest_control_seconds: tuple[float, ...] = ()
     """time of the slowest rank's control per window, mean over its pauses"""
     turn_began: tuple[float, ...] = ()
-    """start of each time slice of an interleaved trial, in seconds since the epoch"""
+    """start of each turn of an interleaved trial, in seconds since the epoch"""
     turn_samples_per_second: tuple[float, ...] = ()
-    """throughput in each time slice"""
+    """throughput in each turn"""
 
     # Other load on the host, and the state of its GPUs.
 

@@ -55,9 +55,9 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
     divide among the ranks.
 
     Its AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
-    tenth of the budget, and the activations of `tokens` tokens fit: about 136 bytes per token,
-    block and hidden unit (Korthikanti et al., arXiv 2205.05198, section 4.1: 34 in half precision,
-    partly dropout).
+    tenth of the budget. The activations of `tokens` tokens fit: about 136 bytes per token, block
+    and hidden unit. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 in half precision,
+    partly for dropout.
     """
     most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
     return 64 * ranks * max(1, int(most) // (64 * ranks))

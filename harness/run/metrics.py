@@ -175,7 +175,7 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
 def _time_slices(
     begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
 ) -> list[tuple[float, float]]:
-    """Returns (start, typical step in seconds) of each time slice. `numbers`: of the timed
+    """Returns (start, typical step in seconds) of each turn. `numbers`: of the timed
     steps."""
     slices = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):

@@ -127,9 +127,9 @@ class ZeroOptions(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: OffloadTarget = "none"
-    """Where optimizer state and update live: device, host (stages 1 to 3), or folder (stage 3)."""
+    """Home of the optimizer state and update: device, host (stages 1 to 3), or folder (stage 3)."""
     offload_parameters: OffloadTarget = "none"
-    """Where partitioned parameters wait for their layer (stage 3)."""
+    """Home of partitioned parameters until their layer runs (stage 3)."""
     folder: str = ""
     """Folder for `nvme` on an allowed disk (see `require_disk`), whose `parallelism-bench-offload`
     is kept until the next trial; empty for the trial's own."""

@@ -123,7 +123,7 @@ BROADCAST = Tolerance(
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees all others.
 
-    OSS's `zero_grad` sets all to None, torch's default since 2.0. That detaches them from
+    OSS's `zero_grad` sets all to None, torch's default since 2.0. This detaches them from
     ShardedDataParallel's buckets, and from the second step ranks update with local gradients. The
     inner optimizer's clears only this rank's parameters, so other gradients accumulate.
     """

@@ -112,7 +112,7 @@ class Loop:
         self._counted_from: int | None = None
         self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
-        """First step and start of each time slice, in seconds after the epoch."""
+        """First step and start of each turn, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)

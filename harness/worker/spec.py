@@ -79,7 +79,7 @@ class TrialSpec:
     """Whether to profile instead of time the ranks (see harness/worker/rank_profile.py)."""
     traces: str | None = None
     turns: TimeSlices | None = None
-    """Time slices of an interleaved trial; None if it runs alone."""
+    """Turns of an interleaved trial; None if it runs alone."""
     samples_per_control: int = 0
     """Samples of a rank per control (see harness/worker/control_process.py); 0 for no control."""
     timed_seconds: float = 0.0

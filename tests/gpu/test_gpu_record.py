@@ -14,6 +14,7 @@ from bench.cli import terminal as show
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
 from harness.analysis.summary import cell_results
+from harness.analysis.trials import CAUSES
 from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
@@ -162,7 +163,7 @@ def noisy(folder: Path, *, disturbed: bool = True) -> Results:
 
 
 THROTTLED = "heat, hardware or a lowered power limit held its GPUs back in 1"
-WHO = "another process was on its GPUs beside 1"
+WHO = f"{CAUSES['shared']} 1"
 
 
 def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
     ("error", "says"),
     [
         (0.002, "equal to it within 2 %: second"),
-        (0.02, "not told apart from it: second"),
+        (0.02, "it: second"),
     ],
 )
 def test_cells_are_equal_where_their_interval_says_so(

@@ -121,3 +121,14 @@ def test_the_documents_keep_the_rules(capsys: pytest.CaptureFixture[str]) -> Non
 def test_documents_are_at_most_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "MOST_WORDS", 100)
     assert prose.main() == 1
+
+
+def test_every_message_is_as_in_the_snapshot(update: bool) -> None:
+    """A reader of tests/golden/messages.txt sees all that the suite says; a reworded sentence is
+    one line of its diff."""
+    file = prose.ROOT / "tests" / "golden" / "messages.txt"
+    if update:
+        file.write_text(prose.all_messages())
+    assert prose.all_messages() == file.read_text(), (
+        "write it anew: pytest tests/unit/test_prose.py --update"
+    )

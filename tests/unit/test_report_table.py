@@ -11,6 +11,7 @@ import pytest
 from bench.cli import terminal as show
 from harness.analysis.summary import cell_results
 from harness.analysis.summary import cells as summarise
+from harness.analysis.trials import CAUSES
 from harness.record.store import Results
 from harness.spec.cell import Cell
 from reports.text import deviation, number, shortened, signed, size
@@ -187,8 +188,8 @@ def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path
     page = page_of(stored(tmp_path / "busy", rows + disturbed), tmp_path)
     assert "busy ¶" in page.text.replace("busy¶", "busy ¶")
     assert "calm¶" not in page.text.replace("calm ¶", "calm¶")
-    assert "¶: something else used the machine beside some of its trials" in page.text
-    assert "¶ disturbed something else used the machine beside 2 of 3 trials" in page.text
+    assert f"¶: {CAUSES['busy']} some of its trials" in page.text
+    assert f"¶ disturbed {CAUSES['busy']} 2 of 3 trials" in page.text
 
 
 def test_a_heading_names_the_statistic_that_its_column_shows() -> None:

@@ -171,7 +171,7 @@ def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve
     """Returns the bandwidth of a collective with `inside` bytes per second within a node.
 
     `rate` is that of each device to other nodes; None for a single node. Nodes first reduce or
-    gather inside. Of n ranks in k nodes, only (k - 1) / (n - 1) of the bytes that bus bandwidth
+    gather inside. With n ranks in k nodes, only (k - 1) / (n - 1) of the bytes that bus bandwidth
     counts cross a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's
     times (n - 1) / (k - 1), at most `inside`.
     """
