@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, WARN, canvas
 from reports.text import plain, shortened
@@ -163,12 +163,18 @@ class _Lines:
         from matplotlib.collections import LineCollection, PolyCollection
 
         for (colour, hatched), corners in self._boxes.items():
-            look: dict[str, Any] = {"edgecolor": colour, "linewidth": 1.0 if hatched else 0.5}
-            look |= {"facecolor": PAPER, "hatch": "/////"} if hatched else {"facecolor": colour}
-            axes.add_collection(PolyCollection(corners, **look), autolim=False)
-        for (colour, width), lines in self._segments.items():
-            drawn = LineCollection(lines, colors=colour, linewidths=width, zorder=3)
+            drawn = PolyCollection(
+                corners,
+                edgecolor=colour,
+                facecolor=PAPER if hatched else colour,
+                hatch="/////" if hatched else None,
+                linewidth=1.0 if hatched else 0.5,
+            )
             axes.add_collection(drawn, autolim=False)
+        for (colour, width), lines in self._segments.items():
+            axes.add_collection(
+                LineCollection(lines, colors=colour, linewidths=width, zorder=3), autolim=False
+            )
         for (shape, colour, hollow), places in self._marks.items():
             axes.plot(
                 *zip(*places, strict=True),
@@ -183,9 +189,10 @@ class _Lines:
 
 def _words(axes: Axes, index: int, bar: Bar) -> None:
     """Writes the label above a line, and the number at its right."""
-    at: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
-    axes.text(0, index - 0.22, shortened(bar.label, LABEL), color=INK, **at)
-    axes.text(1.03, index + _MIDDLE, bar.text, color=WARN if bar.failed else INK, **at)
+    label, at = shortened(bar.label, LABEL), axes.get_yaxis_transform()
+    colour = WARN if bar.failed else INK
+    axes.text(0, index - 0.22, label, color=INK, transform=at, va="center")
+    axes.text(1.03, index + _MIDDLE, bar.text, color=colour, transform=at, va="center")
 
 
 def _decades(low: float, high: float) -> tuple[Sequence[float], Sequence[str]]:

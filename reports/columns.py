@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
@@ -27,6 +27,10 @@ class Column(Generic[AnyRow_contra]):
     tip: str = ""
 
 
+AnyColumn: TypeAlias = Column[Any]
+"""A column of any kind of row that has its value."""
+
+
 def words(text: str) -> ui.Td:
     """Returns a cell of recorded text; unknown if empty."""
     return ui.Td(ui.Span(text or DASH, "data"), kind="word")
@@ -43,7 +47,7 @@ def figure(
     text: Callable[[float | None], str] = number,
     unit: str = "",
     tip: str = "",
-) -> Column[Any]:
+) -> AnyColumn:
     """Returns a column of the number at a path, see `read`."""
     field = path.rpartition(".")[2]
 
@@ -59,11 +63,11 @@ def read(row: object, path: str) -> Any:
     return row.column(path) if isinstance(row, CellResult) else attrgetter(path)(row)
 
 
-def milliseconds(title: str, path: str, tip: str = "") -> Column[Any]:
+def milliseconds(title: str, path: str, tip: str = "") -> AnyColumn:
     return figure(title, path, lambda value: scaled(value, 1e3), "ms", tip)
 
 
-def mebibytes(title: str, path: str, tip: str = "", unit: str = "MiB") -> Column[Any]:
+def mebibytes(title: str, path: str, tip: str = "", unit: str = "MiB") -> AnyColumn:
     return figure(title, path, in_mebibytes, unit, tip)
 
 
@@ -74,7 +78,7 @@ def in_mebibytes(size: float | None) -> str:
     return scaled(size, 1 / MIB)
 
 
-def word(title: str, path: str) -> Column[Any]:
+def word(title: str, path: str) -> AnyColumn:
     return Column(title, lambda row: words(read(row, path) or ""))
 
 

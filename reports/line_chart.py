@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reports.bar_chart import around
 from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH, canvas
@@ -185,9 +185,9 @@ class Predicted:
         handles: list[Artist] = []
         for index, line in enumerate(lines):
             marker = _MARKERS[index % len(_MARKERS)]
-            look: dict[str, Any] = {"color": SERIES[index], "marker": marker}
-            band: dict[str, Any] = {"color": SERIES[index], "alpha": 0.15, "zorder": 1}
-            axes.fill_between(line.x, line.lows, line.highs, **band)  # type: ignore[arg-type]
+            colour = SERIES[index]
+            lows, highs = ([end or 0.0 for end in ends] for ends in (line.lows, line.highs))
+            axes.fill_between(line.x, lows, highs, color=colour, alpha=0.15, zorder=1)
             handles += axes.plot(
                 line.x,
                 line.values,
@@ -195,11 +195,12 @@ class Predicted:
                 linewidth=1.8,
                 markersize=5,
                 markerfacecolor=PAPER,
-                **look,
+                color=colour,
+                marker=marker,
             )
             if line.measured:
                 x, values = zip(*line.measured, strict=True)
-                axes.plot(x, values, linestyle="none", markersize=8, zorder=4, **look)
+                axes.plot(x, values, marker, color=colour, markersize=8, zorder=4)
         if not self.logarithmic:
             axes.set_ylim(0)
         if self.within:
@@ -232,8 +233,8 @@ class Losses:
         legend = _LEGEND_LINE * (2 + len(self.diverged[:3]))
         figure, axes = canvas(250 + legend, 50, _RIGHT, _BOTTOM + legend, 22)
         steps = range(len(self.reference))
-        look: dict[str, Any] = {"alpha": 0.6, "linewidth": 9, "solid_capstyle": "round"}
-        axes.plot(steps, self.reference, color=REST, label="reference", **look)
+        (band,) = axes.plot(steps, self.reference, color=REST, label="reference")
+        band.set(alpha=0.6, linewidth=9, solid_capstyle="round")
         one = len(self.kept) == 1
         agree = f"{len(self.kept)} cells that agree with it" if not one else "the cell that agrees"
         for index, curve in enumerate(self.kept):

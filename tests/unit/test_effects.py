@@ -15,6 +15,7 @@ from harness.analysis.cell_result import CellResult, Memory, Placement, Speed
 from harness.analysis.effects import effects_of
 from harness.analysis.stats import LogEstimate
 from harness.spec.cell import Cell
+from reports.blocks import visible
 from reports.comparison_sections import COLUMNS, best_text, effects_blocks, rows_of
 
 
@@ -97,7 +98,7 @@ def test_without_combinations_there_is_no_section(chosen: slice) -> None:
 
 
 def test_a_run_without_them_has_no_text() -> None:
-    assert effects_blocks(combinations()[:1]) == []
+    assert visible(effects_blocks(combinations()[:1]), "page") == []
 
 
 def test_tune_leaves_out_what_does_not_fit() -> None:
