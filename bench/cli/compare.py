@@ -176,7 +176,6 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
 
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from bench.cli import terminal
     from reports.comparison import COLUMNS, disturbed, words
@@ -191,11 +190,7 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
         console.print(
             f"[yellow]different software[/yellow]: {escape(', '.join(comparison.differences))}"
         )
-    table = Table()
-    for column in COLUMNS:
-        table.add_column(
-            column, justify="left" if column in ("cell", "verdict") else "right", overflow="fold"
-        )
+    table = terminal.table(None, *COLUMNS, left=("cell", "verdict"))
     for line in comparison.lines:
         if line.throughput:
             table.add_row(
@@ -285,7 +280,8 @@ def _mark(series: Series, change: float) -> str:
 def _runs(out: Console, series: Series) -> None:
     """Prints one line per run; the bar spans the smallest to the largest value."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from bench.cli import terminal
 
     values = [point.value.value for point in series.points]
     low, high = min(values), max(values)
@@ -293,15 +289,7 @@ def _runs(out: Console, series: Series) -> None:
         f"{escape(series.cell_name)}: {series.figure} from {_value_text(series, low)} to"
         f" {_value_text(series, high)}"
     )
-    table = Table()
-    for column, justify in (
-        ("date", "left"),
-        ("run", "left"),
-        (series.figure, "right"),
-        ("95 %", "right"),
-        ("trials", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table = terminal.table(None, "date", "run", series.figure, "95 %", "trials", left=("run",))
     table.add_column("smallest to largest", no_wrap=True)
     table.add_column("change from here on")
     for point in series.points:
@@ -325,17 +313,11 @@ def _runs(out: Console, series: Series) -> None:
 
 def _cells(out: Console, all_series: list[Series]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table()
-    for column, justify in (
-        ("cell", "left"),
-        ("runs", "right"),
-        ("newest", "right"),
-        ("over the runs", "left"),
-        ("last change", "left"),
-    ):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    from bench.cli import terminal
+
+    texts = ("over the runs", "last change")
+    table = terminal.table(None, "cell", "runs", "newest", *texts, left=texts)
     for series in all_series:
         last = series.last_change
         since = ""

@@ -234,15 +234,13 @@ def _show_links(out: Console, measured: Sequence[LinkFit], failed: dict[str, str
 
 
 def _show_backend(out: Console, backend: str, links: Sequence[LinkFit]) -> None:
-    from rich.table import Table
-
+    from bench.cli import terminal
     from harness.measure.hardware_benchmark import METHOD
     from reports.text import size
 
-    table = Table(title=f"messages over {backend}, microseconds", title_justify="left")
-    table.add_column("bytes of a message")
-    for link in links:
-        table.add_column(link.operation.replace("_", " "), justify="right")
+    operations = [link.operation.replace("_", " ") for link in links]
+    title = f"messages over {backend}, microseconds"
+    table = terminal.table(title, "bytes of a message", *operations)
     for place, message in enumerate(links[0].sizes):
         table.add_row(size(message), *(f"{link.seconds[place] * 1e6:,.0f}" for link in links))
     table.add_section()

@@ -310,8 +310,8 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
     """Prints the table, the bytes responsible, and where the order departs from theory; returns
     these notes."""
     from rich.markup import escape
-    from rich.table import Table
 
+    from bench.cli import terminal
     from harness.analysis.maxsize import limits, mebibytes, order_notes
 
     assert plan.search is not None
@@ -320,12 +320,8 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
     title = f"{grown} within {mebibytes(plan.search['budget'])} per rank"
     if first and first.step:
         title += f"; a search step is {first.amount(first.step)}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    table.add_column("ranks", justify="right")
-    for column in ("reached", "formula", "ratio", "peak", "set-up peak", "between steps"):
-        table.add_column(column, justify="right")
-    table.add_column("parity")
+    columns = ("reached", "formula", "ratio", "peak", "set-up peak", "between steps", "parity")
+    table = terminal.table(title, "strategy", "ranks", *columns, left=("parity",))
     devices = {cell.label: str(cell.devices) for cell in plan.cells}
     for row in rows:
         peaks = [
@@ -358,15 +354,13 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
 def _filled(rows: list[MaxsizeResult]) -> Table:
     """Returns what filled each budget at the smallest size that does not train."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from bench.cli import terminal
 
     names = list(next((row.fill for row in rows if row.fill), {}))
-    table = Table(title="what fills the budget where memory runs out, MiB", title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    table.add_column("at", justify="right")
-    table.add_column("in")
-    for name in names:
-        table.add_column(name.removesuffix(" of threads"), justify="right")
+    title = "what fills the budget when memory runs out, MiB"
+    kinds = [name.removesuffix(" of threads") for name in names]
+    table = terminal.table(title, "strategy", "at", "in", *kinds, left=("in",))
     for row in rows:
         if row.fill:
             sizes = [f"{row.fill[name] / 2**20:.0f}" for name in names]

@@ -208,18 +208,17 @@ def tried_options() -> list[StrategyOptions]:
 
 def _table(answer: ClusterPlan) -> Table:
     from rich.markup import escape
-    from rich.table import Table
+
+    from bench.cli import terminal
 
     question = answer.question
-    table = Table(
-        title=f"{question.shape.name} on {question.devices} x {question.cluster.device},"
+    title = (
+        f"{question.shape.name} on {question.devices} x {question.cluster.device},"
         f" {question.global_batch} sequences of {question.sequence_length} tokens a step;"
-        " predictions with their 80 % intervals",
-        title_justify="left",
+        " predictions with their 80 % intervals"
     )
-    table.add_column("layout", overflow="fold", min_width=24)
-    for column in ("step (s)", "tokens/s", "memory (GB)", "fits"):
-        table.add_column(column, justify="right")
+    table = terminal.table(title, "layout", "step (s)", "tokens/s", "memory (GB)", "fits")
+    table.columns[0].min_width = 24
     priced = answer.candidates[0].price is not None
     if priced:
         table.add_column("price of 1e9 tokens", justify="right")

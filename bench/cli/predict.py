@@ -141,12 +141,12 @@ def _written(answer: LocalPlan, variants: Sequence[LocalVariant], files: Files) 
 def _table(plan: LocalPlan, top: int) -> Table:
     """Lists cells with identical training first, best first."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=f"{escape(plan.setting)}; 80 % intervals", title_justify="left")
-    table.add_column("strategy", overflow="fold", min_width=20)
-    for column in ("step (ms)", "samples/s", "fullest rank (MB)", "known by"):
-        table.add_column(column, justify="right")
+    from bench.cli import terminal
+
+    columns = ("strategy", "step (ms)", "samples/s", "fullest rank (MB)", "known by")
+    table = terminal.table(f"{escape(plan.setting)}; 80 % intervals", *columns)
+    table.columns[0].min_width = 20
     for row in plan.candidates[:top]:
         table.add_row(*map(escape, _row(row)))
     if plan.inexact:

@@ -171,18 +171,14 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
 def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
     """Returns one row per rehearsed rank: its peak memory, and what it holds then."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from bench.cli import terminal
 
     title = "memory of a rank's tensors at the peak of a step"
-    table = Table(title=title, title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    for column in ("rank", "peak", "parameters", "gradients", "optimizer", "activations"):
-        table.add_column(column, justify="right")
-    for column in ("buffers", "temporaries", "set-up peak", "between steps"):
-        table.add_column(column, justify="right")
-    if real:
-        table.add_column("measured", justify="right")
-        table.add_column("error", justify="right")
+    columns = ["rank", "peak", "parameters", "gradients", "optimizer", "activations", "buffers"]
+    columns += ["temporaries", "set-up peak", "between steps"]
+    columns += ["measured", "error"] if real else []
+    table = terminal.table(title, "strategy", *columns)
     for number, rehearsal in enumerate(rehearsals):
         for rank in rehearsal.ranks:
             split = rank.at_peak

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from bench.cli.terminal import duration
+from bench.cli.terminal import duration, table
 from bench.expand import expand
 from bench.host import host_of
 from bench.matrix import parse_changes, read_matrix
@@ -195,16 +194,8 @@ def show_plan(
     seconds = expected_seconds(
         store, planned.cells, host.cores, host.name, planned.timed_seconds_of
     )
-    table = Table(title=_title(planned), title_justify="left")
-    for column, justify in (
-        ("strategy", "left"),
-        ("workload", "left"),
-        ("devices", "right"),
-        ("precision", "left"),
-        ("batch", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_column("expected", justify="right")
+    columns = ("strategy", "workload", "devices", "precision", "batch", "expected")
+    rows = table(_title(planned), *columns, left=("workload", "precision"))
     for cell in planned.cells:
         crowded = oversubscribed(cell, host.cores and cell.nodes * host.cores)
         devices = f"{cell.devices}{' (more than cores)' if crowded else ''}"
@@ -212,10 +203,10 @@ def show_plan(
         devices += f" {over(cell.links)}" if cell.links else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
         each = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
-        table.add_row(
+        rows.add_row(
             escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each
         )
-    out.print(table)
+    out.print(rows)
     for absent in planned.left_out:
         out.print(
             f"[yellow]left out[/yellow] {escape(absent.cell.name)}: {absent.status}:"

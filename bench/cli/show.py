@@ -278,13 +278,10 @@ def _parity(out: Console, cell: CellResult) -> None:
 
 def _table(*columns: str) -> Table:
     """Returns a table that folds; the first column and charts are left-aligned."""
-    from rich.table import Table
+    from bench.cli import terminal
 
-    table = Table()
-    for place, column in enumerate(columns):
-        left = place == 0 or column == "" or column.startswith("steps")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
-    return table
+    charts = [column for column in columns if column == "" or column.startswith("steps")]
+    return terminal.table(None, *columns, left=charts)
 
 
 def bar(value: float | None, most: float) -> str:

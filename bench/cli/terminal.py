@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,6 +32,17 @@ def console(quiet: bool = False) -> Console:
         if chosen.is_terminal
         else Console(quiet=quiet, highlight=False, soft_wrap=True, width=160)
     )
+
+
+def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
+    """Returns an empty table. The first column and those in `left` are left-aligned and fold."""
+    made = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        if place == 0 or column in left:
+            made.add_column(column, overflow="fold")
+        else:
+            made.add_column(column, justify="right")
+    return made
 
 
 def say_unused_gpus(out: Console) -> str | None:
@@ -126,25 +137,13 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     from harness.analysis.ranking import tied_with_previous
     from harness.spec.link import over
 
-    table = Table(
-        title=f"{workload}: ranked by throughput (~ tied with the one above)",
-        title_justify="left",
-    )
     nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
-    for column in (
-        "",
-        "strategy",
-        "devices",
-        *nodes,
-        "precision",
-        "samples/s",
-        "95 %",
-        "peak MiB/rank",
-        "parity",
-        "loss deviation",
-    ):
-        is_text = column in ("strategy", "precision", "parity", "")
-        table.add_column(column, justify="left" if is_text else "right")
+    ranked = table(
+        f"{workload}: ranked by throughput (~ tied with the one above)",
+        *("", "strategy", "devices", *nodes, "precision", "samples/s", "95 %"),
+        *("peak MiB/rank", "parity", "loss deviation"),
+        left=("strategy", "precision", "parity"),
+    )
     for same, cell in zip(tied_with_previous(cells), cells, strict=True):
         marks = (
             ("†", cell.placement.stand_in is not None),
@@ -154,7 +153,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
         on = f" {over(cell.cell.links)}" if cell.cell.links else ""
         speed, high = cell.speed.samples_per_second or 0.0, cell.speed.samples_per_second_high
         peak, deviation = cell.memory.peak_memory_bytes, cell.parity.max_loss_deviation
-        table.add_row(
+        ranked.add_row(
             "~" if same else "",
             escape(cell.cell.label) + "".join(mark for mark, shown in marks if shown),
             f"{cell.cell.devices}{on}{' weak' if cell.cell.regime == 'weak' else ''}",
@@ -166,7 +165,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
             cell.parity.verdict,
             "-" if deviation is None else f"{deviation:.1e}",
         )
-    return table
+    return ranked
 
 
 def advice(out: Console, answer: Answer, where: str) -> None:

@@ -176,11 +176,9 @@ def _without_nan(value: object) -> object:
 
 
 def _scores(name: str, scores: ClusterScores) -> Table:
-    from rich.table import Table
+    from bench.cli import terminal
 
-    table = Table(title=f"{name}: {scores.rows} measured rows", title_justify="left")
-    table.add_column("score")
-    table.add_column("value", justify="right")
+    table = terminal.table(f"{name}: {scores.rows} measured rows", "score", "value")
     for field in dataclasses.fields(scores):
         value = getattr(scores, field.name)
         shown = f"{value:.2%}" if isinstance(value, float) else str(value)
@@ -191,12 +189,10 @@ def _scores(name: str, scores: ClusterScores) -> Table:
 
 
 def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
-    from rich.table import Table
+    from bench.cli import terminal
 
-    table = Table(title=f"{name}: median errors", title_justify="left")
-    table.add_column("part")
-    for column in ("rows", "time, consistent rows", "time, all rows", "memory"):
-        table.add_column(column, justify="right")
+    columns = ("part", "rows", "time, consistent rows", "time, all rows", "memory")
+    table = terminal.table(f"{name}: median errors", *columns)
     for part in parts:
         table.add_row(
             part.part,
@@ -264,12 +260,12 @@ def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Obs
 
 def _local_scores(name: str, scores: Sequence[CpuScores]) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=f"{name}: median errors", title_justify="left")
-    table.add_column("left out")
-    for column in ("cells", "step time", "memory", "measured elsewhere", "step time", "memory"):
-        table.add_column(column, justify="right")
+    from bench.cli import terminal
+
+    measures = ("step time", "memory")
+    columns = ("left out", "cells", *measures, "measured elsewhere", *measures)
+    table = terminal.table(f"{name}: median errors", *columns)
     for part in scores:
         table.add_row(
             escape(part.part),
@@ -289,11 +285,11 @@ def _percent(value: float | None) -> str:
 
 def _choices(choices: Sequence[FirstChoice]) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title="predicted first choices", title_justify="left")
-    for column in ("setting", "of", "predicted to be fastest", "measured fastest", "slower", ""):
-        table.add_column(column, overflow="fold")
+    from bench.cli import terminal
+
+    columns = ("setting", "of", "predicted to be fastest", "measured fastest", "slower", "")
+    table = terminal.table("predicted first choices", *columns, left=columns)
     for choice in choices:
         same = "" if choice.significant else "tied"
         table.add_row(

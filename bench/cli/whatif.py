@@ -126,11 +126,11 @@ def _title(workload: str, request: ScalingRequest, link: str) -> str:
 
 def _table(title: str, curve: ScalingCurve) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left")
-    for column in ("devices", "samples/s", "of ideal", "measured here", ""):
-        table.add_column(column, justify="right")
+    from bench.cli import terminal
+
+    columns = ("devices", "samples/s", "of ideal", "measured here", "")
+    table = terminal.table(escape(title), *columns)
     for point in curve.points:
         first = curve.points[0]
         ideal = first.predicted * point.devices / first.devices
