@@ -13,6 +13,10 @@ from harness.strategy import Cell, Export
 from harness.workloads import Workload, make_workload
 
 PROGRAM = Path(sys.executable).with_name("accelerate")
+_IN_FILE = {
+    "fsdp_version": "fsdp_version",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
 
 
 def mixed_precision(cell: Cell) -> str:
@@ -47,12 +51,6 @@ def block_classes(workload: Workload) -> list[str]:
     with torch.device("meta"):
         blocks = workload.build(0, saved_weights=False).get_submodule(workload.block_path)
     return sorted({type(block).__name__ for block in blocks.children()})
-
-
-_IN_FILE = {
-    "fsdp_version": "fsdp_version",
-    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-}
 
 
 def launch_config(

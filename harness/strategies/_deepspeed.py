@@ -20,6 +20,8 @@ from harness.spec.errors import Refused, Unavailable
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _CAP_IPC_LOCK = 14
 """Bit of this Linux capability (linux/capability.h)."""
+DISKS = "PARALLELISM_BENCH_DISKS"
+"""Environment variable of folders for offloaded states, separated by colons."""
 
 
 @functools.cache
@@ -57,10 +59,6 @@ def is_in_memory(folder: str) -> bool:
         (len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)
     ]
     return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
-
-
-DISKS = "PARALLELISM_BENCH_DISKS"
-"""Environment variable of folders for offloaded states, separated by colons."""
 
 
 def require_disk(folder: str) -> None:

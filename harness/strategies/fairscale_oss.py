@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from fairscale.optim import OSS
     from torch import nn
 
+REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
+BROADCAST = Tolerance(
+    1e-3,
+    0.6,
+    "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
+)
+
 
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
@@ -110,14 +117,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         """Counts a reduction per rank (per gradient if unbucketed) and a broadcast per rank."""
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced
-
-
-REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
-BROADCAST = Tolerance(
-    1e-3,
-    0.6,
-    "updated parameters travel in fp16 and stay rounded to it: no rank keeps them in fp32",
-)
 
 
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:

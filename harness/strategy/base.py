@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
+StrategyT_co = TypeVar("StrategyT_co", covariant=True)
+
 
 @dataclass(frozen=True)
 class Export:
@@ -143,9 +145,6 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def setup(self, job: Job) -> TrainStep:
         """Builds, wraps and places model and optimizer on each rank; returns the training step."""
-
-
-StrategyT_co = TypeVar("StrategyT_co", covariant=True)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimiz
 """Object or module, function name, and step component of its time."""
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
+LOSS_SCALE = 4096.0
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,6 @@ class Job:
         """Registers the trained module and optimizers with the harness (see `TrainState`); call
         once."""
         self.train_state = TrainState(model, optimizers, **options)
-
-
-LOSS_SCALE = 4096.0
 
 
 def standard_step(

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from harness.spec.training import Batch, Retained, TrainStep
     from harness.strategy.job import Job
 
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
 
 class Stage(nn.Module):
     """Stage `index` of `count`: its blocks, and the embedding if first, the head if last.
@@ -101,17 +111,6 @@ def split_tensors(
         {name: style for name in own for path, style in plan.items() if fnmatch(name, path)},
     )
     return restore
-
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "looped_bfs": ScheduleLoopedBFS,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 
 class Pipe:

@@ -36,6 +36,8 @@ _NF4_VALUES = 16
 """Values of a 4-bit weight."""
 _OUTLIERS = 6.0
 """Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
+FIRST_CAPABILITY = (9, 0)
+"""Lowest CUDA compute capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
 
 @contextlib.contextmanager
@@ -110,10 +112,6 @@ def scales(model: nn.Module) -> Iterator[Retained]:
         for holder in (weight, getattr(module, "state", None)):
             if (int8 := getattr(holder, "SCB", None)) is not None:
                 yield "library", "scales of int8 weights", int8
-
-
-FIRST_CAPABILITY = (9, 0)
-"""Lowest CUDA compute capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
 
 def has_float8(device: torch.device) -> bool:

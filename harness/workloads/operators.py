@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
     from harness.workloads import Workload
 
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
+"""Convolutions that each operator computes."""
+FEW, MORE = 2, 4
+"""Samples in the two counted passes; counts are linear in samples."""
+
 
 class OperatorObserver(TorchDispatchMode):
     """A dispatch mode that calls `observe` after each operator, including those called from C++.
@@ -58,10 +63,6 @@ class OperatorObserver(TorchDispatchMode):
 
     def watch(self, model: torch.nn.Module) -> None:
         """Called with the model before it runs."""
-
-
-CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Convolutions that each operator computes."""
 
 
 class OperatorCounter(OperatorObserver):
@@ -261,10 +262,6 @@ class Operators:
     """Number of convolutions; a backward for input and weight counts twice."""
     held_bytes: int
     """Peak bytes held, see `activation_bytes`."""
-
-
-FEW, MORE = 2, 4
-"""Samples in the two counted passes; counts are linear in samples."""
 
 
 @functools.cache

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Array: TypeAlias = NDArray[np.generic]
 
 Number = TypeVar("Number", bound=np.generic)
+Rows = tuple[list[str], list[int] | None]
+"""Texts, and their labels if the workload needs them."""
 
 
 @dataclass(frozen=True)
@@ -260,10 +262,6 @@ def _stdlib(num_labels: int) -> Iterator[bytes]:
     ]
     for package in sorted(largest):
         yield b"\n".join(p.read_bytes() for p in packages[package])
-
-
-Rows = tuple[list[str], list[int] | None]
-"""Texts, and their labels if the workload needs them."""
 
 
 def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:

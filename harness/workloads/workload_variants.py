@@ -96,6 +96,10 @@ _INT8_ON_GPU = Tolerance(
     1e-2, 0.5, "activations are rounded to int8 by the largest value in the rank's own samples"
 )
 _ON_GPU = {"int8": _INT8_ON_GPU, FLOAT8: _FLOAT8_ON_GPU}
+RANK = 8
+VIRTUAL_TOKENS = 16
+PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
+"""Adapters that prepend virtual tokens, which add positions to the logits."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -317,12 +321,6 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
         raise UsageError(
             f"workload {name!r}: IA3 is supported for gpt2 and llama models only; use +lora"
         )
-
-
-RANK = 8
-VIRTUAL_TOKENS = 16
-PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
-"""Adapters that prepend virtual tokens, which add positions to the logits."""
 
 
 def adapt(model: PreTrainedModel, adapter: str) -> nn.Module:
