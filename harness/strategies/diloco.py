@@ -19,7 +19,6 @@ from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
-    from torchft.checkpointing.transport import CheckpointTransport
     from torchft.coordination import ManagerServer
     from torchft.manager import Manager
 
@@ -200,7 +199,7 @@ def _address(interface: str | None) -> str:
     return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
 
 
-def _no_transport() -> CheckpointTransport[Any]:
+def _no_transport() -> object:
     from torchft.checkpointing.transport import CheckpointTransport
 
     class NoTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # untyped
