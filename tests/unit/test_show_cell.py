@@ -129,7 +129,7 @@ def test_a_run_can_be_named(store: Store) -> None:
 def test_words_and_charts(store: Store) -> None:
     told = ask(store, "ddp")
     for words in (
-        "100 samples/s, 6,400 tokens/s, 95 % interval",
+        "99.9 samples/s, 6,397 tokens/s, 95 % interval",
         "place 2 of 2: llama-mini · 2 devices · fp32 · batch 8",
         "slower",
         "16.0 (−11.1 %)",
@@ -175,13 +175,7 @@ def test_parts_of_a_profiled_step(store: Store) -> None:
     [
         (["dpp"], "'dpp' .*results'.*ddp"),
         (["tensor", "--run", NEW], f"'tensor' .* {NEW}"),
-        (
-            ["fsdp2"],
-            (
-                f"'fsdp2' .* 2 cells of run {NEW}; name one .*: {OTHER.id} \\({OTHER.name}\\),"
-                f" {TWO.id}"
-            ),
-        ),
+        (["fsdp2"], rf"'fsdp2' .* {NEW}.*{OTHER.id} \({OTHER.name}\)"),
         (["ddp", "--run", "nope"], "no run 'nope'"),
     ],
 )
