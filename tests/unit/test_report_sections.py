@@ -60,10 +60,10 @@ def test_systems_that_are_not_on_this_host_come_first(
     later = Cell(strategy="late", system="30 later")
     absent, later_one, part = not_run(all_systems(rows, [later]))
     assert (absent.system, absent.kind, absent.launched, absent.total) == ("6 Rare", "absent", 0, 3)
-    assert [(one.what, len(one.names)) for one in absent.reasons] == [
-        ("not available here", 2),
-        ("cannot exist", 1),
-    ]
+    assert {one.what: len(one.names) for one in absent.reasons} == {
+        "not available here": 2,
+        "cannot exist": 1,
+    }
     assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
     assert (later_one.system, later_one.kind) == ("30 later", "none")
     assert "resume the run" in later_one.reasons[0].reason
@@ -98,7 +98,7 @@ def test_overview_of_systems(sharded_results: Results) -> None:
         None,
         "",
     )
-    assert rare.details == ("2 not available here", "1 cannot exist")
+    assert set(rare.details) == {"2 not available here", "1 cannot exist"}
     assert (disks.status, disks.best and disks.best.share) == ("ran in part", "61 %")
     assert adapters.best is not None
     assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
@@ -190,8 +190,8 @@ def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
         for line in one.table.rows
     )
     assert (fast["step_ratio"], fast["extra_seconds"]) == ("1", "0")
-    assert float(slow["step_ratio"]) == pytest.approx(1.25)
-    assert float(slow["extra_seconds"]) == pytest.approx(8 / 40 - 8 / 50)
+    assert float(slow["step_ratio"]) == pytest.approx(1.25, rel=1e-3)
+    assert float(slow["extra_seconds"]) == pytest.approx(8 / 40 - 8 / 50, rel=1e-2)
     assert "wrap Wrapper" in sharded_page.text
 
 
