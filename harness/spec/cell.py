@@ -109,6 +109,7 @@ class Cell(BaseModel):
         are not at their defaults, and of all options.
 
         A new field therefore keeps the ids of existing cells, if its default is what they did.
+        Defaults never change.
         """
         identity = self.model_dump(
             mode="json", exclude={"defaults", *_NOT_IDENTITY}, exclude_defaults=True
