@@ -1,4 +1,4 @@
-"""Report generator: turns records into one self-contained HTML page."""
+"""Turns records into one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ __all__ = ["write_report", "write_whole"]
 def write_report(
     results: Results, path: Path, instead: str = "", baseline: Choice | None = None
 ) -> Path:
-    """Writes the report of one run atomically and returns its path.
+    """Writes one run's report atomically and returns its path.
 
     `instead`: see `write_whole`. `baseline`: the cell that others of its setting are compared with;
-    by default DDP, else the single process.
-
-    Raises UsageError if the file cannot be written, ValueError if `results` is not one run.
+    by default DDP, else the single process. Raises UsageError if the file cannot be written,
+    ValueError if `results` is not one run.
     """
     from reports.run_sections import render
 
@@ -28,8 +27,7 @@ def write_report(
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
-    """Writes a text file atomically; raises UsageError, with `instead` as the advice, if it
-    cannot."""
+    """Writes a text file atomically; raises UsageError with the advice `instead` on failure."""
     from harness.spec.errors import UsageError
 
     temporary = path.with_name(f".{path.name}.tmp")

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 60
 LABEL = 52
-"""Characters that fit the width of a chart."""
+"""Characters that fit a chart's width."""
 _LINE = 34
-"""Height of a line in pixels."""
+"""Line height in pixels."""
 _MIDDLE = 0.2
 _HALF = 0.15
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of a chart, in the chart's unit."""
+    """A line of the chart, in its unit."""
 
     label: str
     value: float | None
@@ -34,12 +34,12 @@ class Bar:
     high: float | None = None
     strong: bool = False
     marks: str = ""
-    """The bar is hatched if there are any."""
+    """Appended marks; if any, the bar is hatched."""
     target: float | None = None
-    """Theoretical value, or tolerance."""
+    """Theoretical value or tolerance."""
     failed: bool = False
     parts: tuple[float, ...] = ()
-    """Values in the order of `Bars.kinds`, if the bar is stacked."""
+    """Values of a stacked bar, in the order of `Bars.kinds`."""
     peak: float | None = None
     dots: tuple[float, ...] = ()
     """Values drawn instead of a bar."""
@@ -48,18 +48,16 @@ class Bar:
 @dataclass(frozen=True)
 class Bars:
     name: str
-    """HTML id, unique in the page."""
     title: str
     axis: str
     """Quantity with its unit."""
     bars: tuple[Bar, ...]
     summary: str
-    """Text for screen readers."""
     notes: tuple[str, ...] = ()
     logarithmic: bool = False
     """Whether values are dots on a logarithmic axis."""
     kinds: tuple[str, ...] = ()
-    """Names of the parts of stacked bars."""
+    """Parts of stacked bars."""
     limit: float | None = None
     """End of the axis; longer bars are cut."""
 
@@ -122,7 +120,7 @@ class Bars:
 
 
 class _Lines:
-    """Shapes of all lines, drawn as few collections: an artist each would take much longer."""
+    """Shapes of all lines in few collections; an artist each would take much longer."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
@@ -188,7 +186,6 @@ class _Lines:
 
 
 def _words(axes: Axes, index: int, bar: Bar) -> None:
-    """Writes the label above a line, and the number at its right."""
     label, at = shortened(bar.label, LABEL), axes.get_yaxis_transform()
     colour = WARN if bar.failed else INK
     axes.text(0, index - 0.22, label, color=INK, transform=at, va="center")
@@ -209,10 +206,9 @@ def around(values: Sequence[float]) -> tuple[float, float]:
 
 
 def first_few(bars: Sequence[Bar], most: int, unit: str = "") -> str:
-    """Describes the first bars, for a screen reader."""
     return "; ".join(f"{bar.label} {bar.text}{unit}" for bar in bars[:most])
 
 
 def omitted(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
-    """Returns a note if a chart shows only the first of many."""
+    """Returns a note if a chart shows only the first rows."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()

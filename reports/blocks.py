@@ -1,4 +1,4 @@
-"""Blocks that pages and texts are made of. `html_writer` and `markdown_writer` write them."""
+"""Blocks of pages and texts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Span:
     """Text in one style, or a number with its full precision.
 
-    `style`: words among `strong`, `em`, `code`, `small` and `data` (recorded text), or CSS classes.
-    `link`: an address; `#name` is dropped if the page has no such section or cell.
-    `field` and `value`: name and full precision of a recorded number.
+    `style`: `strong`, `em`, `code`, `small` or `data` (recorded text), or CSS classes. `link`: an
+    address; `#name` is dropped if the page has no such section or cell. `field` and `value`: name
+    and full precision of a recorded number.
     """
 
     text: str
@@ -49,12 +49,11 @@ def plain_text(words: Words) -> str:
 
 
 def phrase(*parts: Words) -> list[Inline]:
-    """Returns the parts as one text."""
     return [span for part in parts for span in spans(part)]
 
 
 def data(text: str, style: str = "") -> Span:
-    """Returns text as recorded, whose direction cannot change that of the page."""
+    """Marks recorded text, whose direction cannot change that of the page."""
     return Span(text, f"data {style}".strip())
 
 
@@ -67,12 +66,11 @@ def small(text: str) -> Span:
 
 
 def key(kind: str) -> Span:
-    """Returns a swatch of a chart's colour, for a legend."""
+    """Returns a swatch of a chart's colour for a legend."""
     return Span("", f"key {kind}")
 
 
 def joined(items: Sequence[Words], between: Words = ", ") -> list[Inline]:
-    """Returns the items as one text."""
     return phrase(*(part for item in items for part in (between, item)))[len(spans(between)) :]
 
 
@@ -83,7 +81,7 @@ _MARKUP = re.compile(
 
 
 def prose(name: str, **values: Words | int) -> list[Inline]:
-    """Returns a text of prose.md. Values, such as recorded names, are not read as markup."""
+    """Returns a text of prose.md. Inserted values, such as recorded names, are not markup."""
     template, result, end = _prose()[name], [], 0
     for match in _MARKUP.finditer(template):
         result += _filled(template[end : match.start()], "", values)
@@ -109,7 +107,7 @@ def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> lis
 
 
 def prose_under(name: str) -> list[tuple[str, Words]]:
-    """Returns the texts of prose.md whose names begin with a word, by the rest of their names."""
+    """Returns the texts of prose.md whose names begin with `name`, by the rest of their names."""
     names = [title for title in _prose() if title.startswith(f"{name} ")]
     return [(title.removeprefix(f"{name} "), prose(title)) for title in names]
 
@@ -123,7 +121,7 @@ def _prose() -> dict[str, str]:
 
 
 class ChartData(Protocol):
-    """Data of a chart, which can draw itself. It is drawn by charts.py."""
+    """Chart data that can draw itself."""
 
     @property
     def name(self) -> str:
@@ -163,14 +161,14 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names, each with what is said about it."""
+    """Names, each with its explanation."""
 
     rows: Sequence[tuple[str, Words]]
 
 
 @dataclass(frozen=True)
 class Td:
-    """A table cell. `kind`: number, word, prose, flags, good or bad."""
+    """`kind`: number, word, prose, flags, good or bad."""
 
     words: Words
     kind: str = "number"
@@ -187,7 +185,7 @@ class ColumnHead:
 
 
 def heads(*columns: str) -> list[ColumnHead]:
-    """Returns columns that are written as `title (unit): kind`, by default numbers."""
+    """Parses columns written as `title (unit): kind`; the default kind is number."""
     parts = [re.fullmatch(r"(.+?)(?: \((.+)\))?(?:: (\w+))?", column) for column in columns]
     return [ColumnHead(p[1], p[2] or "", "", p[3] or "number") for p in parts if p]
 
@@ -219,12 +217,12 @@ class Chart:
     title: str = ""
     """By default the data's."""
     numbered: tuple[str, ...] = ()
-    """Names of the chart's numbers, from 1."""
+    """Names of the chart's numbered points, from 1."""
 
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts next to each other, in pages only. `reading`: how to read them."""
+    """Charts next to each other, omitted from Markdown. `reading`: how to read them."""
 
     charts: Sequence[Chart]
     reading: Words = ""
@@ -232,7 +230,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Card:
-    """A key figure: what is best in one respect."""
+    """A key figure: the best in one respect."""
 
     title: str
     winner: Words
@@ -247,7 +245,7 @@ class Cards:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded until a reader opens them."""
+    """Blocks folded until a reader opens them."""
 
     summary: str
     blocks: Sequence[Block]
@@ -255,7 +253,7 @@ class Details:
 
 @dataclass(frozen=True)
 class Box:
-    """Blocks in a frame of their own. `kind`: its CSS classes."""
+    """Blocks in a frame. `kind`: its CSS classes."""
 
     kind: str
     blocks: Sequence[Block]
@@ -263,8 +261,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks with a heading and an introduction, either of which may be empty. A part without
-    blocks is left out."""
+    """Blocks with an optional heading and introduction; left out if it has no blocks."""
 
     title: Words
     blocks: Sequence[Block]
@@ -305,7 +302,7 @@ Blocks: TypeAlias = list[Block]
 
 
 def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
-    """Returns the blocks that a medium shows: without empty ones, and with parts written out."""
+    """Returns the blocks that a medium shows, with parts written out and empty blocks dropped."""
     shown: Blocks = []
     for block in blocks:
         match block:

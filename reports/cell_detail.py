@@ -1,4 +1,4 @@
-"""One cell of a run in detail: trials, steps, rank, memory against the formula, time, parity."""
+"""Everything recorded about one cell of a run."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ _MEMORY = (
 class TrialDetail:
     trial: TrialRecord
     slowest_rank_step_seconds: tuple[float, ...]
-    """Seconds by step."""
     phases: tuple[str, ...]
-    """Phase by step, see StepRecord."""
+    """Phase by step; see StepRecord."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: for_json(getattr(self.trial, name)) for name in _TRIAL} | {
@@ -65,16 +64,15 @@ class TrialDetail:
 
 @dataclass(frozen=True)
 class Place:
-    """Place among the cells that differ only in strategy."""
+    """Place among cells that differ only in strategy."""
 
     place: int
     of: int
     same_as_above: bool
     setting: str
     fastest: str
-    """Label of the fastest cell."""
     ratio: Comparison | None
-    """Throughput over the fastest cell's; None for the fastest itself."""
+    """Throughput over the fastest cell's; None for the fastest."""
 
     def as_json(self) -> dict[str, Any]:
         ratio = self.ratio
@@ -103,7 +101,7 @@ class KindOfState:
 
 @dataclass(frozen=True)
 class RankDetail:
-    """One rank: median of its timed steps over finished trials, and the largest peak memory."""
+    """A rank's median timed step over finished trials, and its largest peak memory."""
 
     rank: int
     step_seconds_p50: float | None
@@ -144,8 +142,7 @@ class CellDetail:
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
-    """Returns everything recorded about a cell. `results`: of its run; `steps`: its table
-    `steps`."""
+    """Returns everything recorded. `results`: the cell's run; `steps`: that table of it."""
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
     ranked = [
@@ -221,7 +218,7 @@ def _ranks(
 
 
 def _time(cell: StepProfile) -> dict[str, Any]:
-    """Returns the parts of a profiled step in seconds, mean of the ranks."""
+    """Returns the seconds of a profiled step's parts, mean of the ranks."""
     parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
     return {
         **{f"{name}_seconds": seconds for name, seconds in parts.items()},

@@ -1,4 +1,4 @@
-"""All cells with their numbers, their systems, and what failed or did not run."""
+"""All cells, their systems, and those that failed or did not run."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _any(cells: Sequence[CellResult], path: str) -> bool:
 
 
 def _gpu_columns() -> list[tuple[str, Column[CellResult]]]:
-    """Returns columns that are left out if no cell has the number."""
+    """Returns columns, each left out if no cell has the number."""
     peak = "the same over what this card reached in a matrix product, instead of its data sheet"
     compiling = "by torch.compile, before the timed steps; slowest rank"
     return [
@@ -153,7 +153,7 @@ def _hundredths(share: float | None) -> str:
 
 
 def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns throughput relative to the baseline; empty if no cell has one."""
+    """Returns throughput relative to the baseline; empty if no cell has it."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
@@ -205,20 +205,21 @@ class Missing:
     launched: int
     total: int
     kind: str
-    """`absent`: this host could run none of it; `none`: nothing ran for another reason; `part`."""
+    """`absent`: impossible on this host; `none`: nothing ran for another reason; `part`: some
+    ran."""
     reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest cell of a system, in the verdict's setting if possible."""
+    """A system's fastest cell, in the verdict's setting if possible."""
 
     row: RankedCell
     value: str
     setting: str
     """Empty if it is the verdict's."""
     share: str
-    """Relative to the fastest in the verdict's setting."""
+    """Throughput relative to the fastest in the verdict's setting."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,7 @@ class SystemOverview:
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
-    """Returns systems with cells left out, refused, unavailable or not reached; those that this
-    host cannot run first."""
+    """Returns systems with cells that were left out or not reached, `absent` ones first."""
     kinds = ("absent", "none", "part")
     missing = [row for system in systems_ if (row := _missing(system))]
     return sorted(missing, key=lambda system: kinds.index(system.kind))
@@ -259,7 +259,7 @@ def _missing(system: System) -> Missing | None:
 def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[SystemOverview]:
-    """Returns a line per system; empty if no cell belongs to any."""
+    """Returns nothing if no cell belongs to a system."""
     if all(not cell.cell.system for system in systems_ for cell in system.cells):
         return []
     return [_system_line(system, groups, leading) for system in systems_]
@@ -314,7 +314,7 @@ def _best_of(
 
 
 def systems_blocks(report: RunReport) -> ui.Blocks:
-    """Returns a table of systems; empty if no cell belongs to any."""
+    """Returns nothing if no cell belongs to a system."""
     lines = overview(report.systems, report.groups, report.leading)
     if not lines:
         return []
@@ -366,8 +366,7 @@ class Failure:
 
 
 def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    """Returns launched cells that failed, diverged or were interrupted; those that the matrix
-    expects come last."""
+    """Returns launched cells that failed, diverged or were interrupted; expected ones come last."""
     found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
     return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
 

@@ -1,7 +1,7 @@
-"""Draws charts with matplotlib, as inline SVG that follows the page's theme and content policy.
+"""Draws charts with matplotlib as inline SVG that follows the page's theme and content policy.
 
-Chart data are in bar_chart.py and line_chart.py. Matplotlib draws every chart: its SVG keeps text
-as text, which can be searched and read aloud, and takes its colours from the page's style sheet.
+Matplotlib's SVG keeps text as text, which can be searched and read aloud, and takes its colours
+from the page's style sheet. Chart data are in bar_chart.py and line_chart.py.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _THEME = {
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
 WIDTH = 360
-"""Width of every chart, in pixels of the page at 100 %."""
+"""Chart width in pixels of the page at 100 %."""
 FEW = 8
-"""Charts drawn in the time that another process takes to start."""
+"""Charts that take as long to draw as another process takes to start."""
 
 _SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
@@ -77,7 +77,7 @@ _PIXEL = 1 / 72
 def canvas(
     height: float, left: float, right: float, bottom: float, top: float
 ) -> tuple[Figure, Axes]:
-    """Returns a figure of WIDTH x height pixels with one axes between these margins."""
+    """Returns a figure of WIDTH x height pixels with one axes inside these margins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
@@ -97,11 +97,11 @@ class Drawn:
     svg: Mapping[str, str]
     """SVG by the chart's name."""
     styles: str
-    """CSS rules of the charts' classes: a strict policy forbids style attributes."""
+    """CSS rules of the charts' classes, because a strict policy forbids style attributes."""
 
 
 def draw(charts: Sequence[ChartData]) -> Drawn:
-    """Draws all charts of a page together, one process per core."""
+    """Draws all charts of a page, one process per core."""
     if not charts:
         return Drawn({}, "")
     import matplotlib.figure  # noqa: F401  # Imported here, before forking.
@@ -151,7 +151,6 @@ def _drawn(chart: ChartData) -> tuple[str, dict[str, str]]:
 
 
 def _class_for(declarations: str, styles: dict[str, str]) -> str:
-    """Returns the class for these declarations, shared by all pictures."""
     kept = [part.strip() for part in declarations.split(";") if part.strip()]
     themed = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
     name = f"f{hashlib.blake2s(themed.encode(), digest_size=4).hexdigest()}"

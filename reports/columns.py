@@ -1,4 +1,4 @@
-"""Columns of tables with a row per cell, with full-precision values for machines."""
+"""Table columns, with full-precision values for machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class Column(Generic[AnyRow_contra]):
-    """A column: its heading, and a function from a row to its table cell."""
+    """A heading, and a function from a row to its table cell."""
 
     title: str
     make: Callable[[AnyRow_contra], ui.Td]
@@ -28,16 +28,15 @@ class Column(Generic[AnyRow_contra]):
 
 
 AnyColumn: TypeAlias = Column[Any]
-"""A column of any kind of row that has its value."""
 
 
 def words(text: str) -> ui.Td:
-    """Returns a cell of recorded text; unknown if empty."""
+    """Returns recorded text, or unknown if empty."""
     return ui.Td(ui.Span(text or DASH, "data"), kind="word")
 
 
 def numeral(text: str, field: str, value: float | None) -> ui.Td:
-    """Returns a cell of one number: rounded for readers, and in full."""
+    """Rounds for readers, with the full value for machines."""
     return ui.Td(ui.Span(text, field=field, value=exact(value)))
 
 
@@ -48,7 +47,7 @@ def figure(
     unit: str = "",
     tip: str = "",
 ) -> AnyColumn:
-    """Returns a column of the number at a path, see `read`."""
+    """Returns a column of the number at a path; see `read`."""
     field = path.rpartition(".")[2]
 
     def make(row: object) -> ui.Td:
@@ -59,7 +58,7 @@ def figure(
 
 
 def read(row: object, path: str) -> Any:
-    """Returns a result's column, or the value at an attribute's path such as `gpu.step_seconds`."""
+    """Returns a result's column, or the value at an attribute path such as `gpu.step_seconds`."""
     return row.column(path) if isinstance(row, CellResult) else attrgetter(path)(row)
 
 
@@ -109,7 +108,7 @@ def interval(cell: CellResult, column: str, with_unit: bool = False) -> ui.Td:
 
 
 def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
-    """Returns a formatter of a fraction with its interval: `85 % (80 to 91)`."""
+    """Returns a formatter of fractions: `85 % (80 to 91)`."""
 
     def make(cell: CellResult) -> ui.Td:
         value, low, high = (cell.column(f"{field}{end}") for end in ("", "_low", "_high"))
@@ -122,7 +121,7 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns the column of devices, and of nodes if a cell has several."""
+    """Returns the devices column, and a nodes column if a cell has several nodes."""
     columns: list[Column[CellResult]] = [figure("Devices", "devices", plain)]
     if any(cell.cell.nodes > 1 for cell in cells):
         columns.append(figure("Nodes", "nodes", plain, tip="that the devices are on"))
@@ -130,7 +129,7 @@ def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
 
 
 def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
-    """Returns the throughput column; the unit is in the heading if all cells share it."""
+    """Returns the throughput column, with the unit in the heading if all cells share it."""
     kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return Column(
@@ -165,7 +164,7 @@ def cell_table(
     first: str = "Strategy",
     head: Callable[[CellResult], ui.Words] = cell_name,
 ) -> ui.Table:
-    """Returns a table with a row per cell, without columns that are all unknown."""
+    """Returns a table with a row per cell, without columns of unknown values only."""
     rows = [
         ui.Row(head(cell), [column.make(cell) for column in columns], {"data-cell": cell.cell_id})
         for cell in cells
@@ -176,7 +175,7 @@ def cell_table(
 def table_of(
     name: str, label: str, first: str, columns: Sequence[Column[AnyRow]], rows: Sequence[ui.Row]
 ) -> ui.Table:
-    """Returns a table without columns that are all unknown."""
+    """Omits columns of unknown values only."""
     known = [
         place
         for place in range(len(columns))

@@ -1,4 +1,4 @@
-"""Comparison of runs: text for tables, Markdown for a pull request, and a page."""
+"""Comparison of runs as text, Markdown for a pull request, and a page."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def words(line: ComparedCell) -> list[str]:
 
 
 def memory(line: ComparedCell) -> str:
-    """Returns `96.1 MiB to 98.0 MiB, x 1.02`; a dash if unknown or measured by different
-    methods."""
+    """Returns `96.1 MiB to 98.0 MiB, x 1.02`; a dash if unknown or if methods differ."""
     if line.first is None or line.second is None or line.memory is None:
         return DASH
     return f"{size(line.first.peak)} to {size(line.second.peak)}, x {line.memory.ratio:.2f}"
@@ -93,7 +92,7 @@ def _row(line: ComparedCell) -> ui.Row:
 
 
 def markdown(compared: RunComparison) -> str:
-    """Returns Markdown for a comment on a pull request: findings first, the rest folded."""
+    """Returns a comment for a pull request: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
     title = ui.Heading([compared.first, " → ", compared.second])
@@ -119,7 +118,6 @@ def _line_blocks(lines: Sequence[ComparedCell]) -> ui.Blocks:
 
 
 def page(compared: RunComparison) -> str:
-    """Returns one HTML page that loads nothing and runs only its own script."""
     first, second = compared.first, compared.second
     head = PageHead(
         f"{first} compared with {second}",

@@ -1,4 +1,4 @@
-"""What one change does: options turned on, launchers around DDP, and variants of a model."""
+"""Effects of one change: options, launchers around DDP, and variants of a model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def times(value: float | None) -> str:
 
 
 def rows_of(effects: Effects) -> list[tuple[str, ...]]:
-    """Returns the texts of each effect, see COLUMNS."""
+    """Describes each effect; see COLUMNS."""
     return [
         (
             ratio_text(effect.alone),
@@ -75,7 +75,7 @@ def rows_of(effects: Effects) -> list[tuple[str, ...]]:
 
 
 def best_text(effects: Effects) -> str:
-    """Describes the fastest and the most frugal combination, against the baseline."""
+    """Compares the fastest and the most frugal combination with the baseline."""
     base = effects.baseline
     return (
         f"Fastest: {_combination(effects.fastest)}, {_against(effects.fastest, base)}."
@@ -138,7 +138,7 @@ def _effect_bars(name: str, what: str, axis: str, bars: Sequence[Bar], effects: 
 
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns what each option does, alone and with the others; empty without combinations."""
+    """Returns each option's effect, alone and combined; empty without combinations."""
     found = effects_of(cells)[:MOST_EFFECTS]
     parts = [_effects_part(effects, place) for place, effects in enumerate(found)]
     return [ui.Part("", parts, prose("effects"))]
@@ -164,15 +164,12 @@ def _effects_part(effects: Effects, place: int) -> ui.Part:
 
 @dataclass(frozen=True)
 class Launchers:
-    """Cells that wrap DDP, in one setting."""
-
     title: str
     bars: Bars
     table: ui.Table
 
 
 def launchers(cells: Sequence[CellResult]) -> list[Launchers]:
-    """Returns a comparison for each setting in which several cells wrap DDP."""
     wrapping = [cell for cell in cells if cell.ranked and cell.placement.wraps_ddp is not None]
     groups = by_setting(wrapping, *TECHNIQUES, "regime")
     several = [ranking(group.rows) for group in groups if len(group.rows) > 1]
@@ -194,7 +191,7 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
 
 
 def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
-    """Returns the cost of each wrapper against the fastest, by throughput over trials."""
+    """Returns each wrapper's cost against the fastest, from throughput over trials."""
     best = _step_seconds(group.rows[0])
 
     def ratio(cell: CellResult) -> ui.Td:
@@ -230,7 +227,6 @@ def _step_seconds(cell: CellResult) -> float:
 
 
 def launchers_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns what each library's wrapper around DDP costs."""
     found = launchers(cells)[:MOST_CHARTS]
     charts = ui.Charts([ui.Chart(one.bars) for one in found], prose("wrappers"))
     return [charts, *(ui.Part(data(one.title), [one.table]) for one in found)]
@@ -244,8 +240,7 @@ class Variants:
 
 
 def variants(cells: Sequence[CellResult]) -> list[Variants]:
-    """Returns a comparison per strategy and setting with a variant (`base+suffix`), most variants
-    first."""
+    """Returns variants (`base+suffix`) by strategy and setting, most variants first."""
     by_model: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.status == "ok":
@@ -313,7 +308,7 @@ def _sent(cell: CellResult) -> ui.Td:
 
 
 def variants_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns models next to variants with fewer trained parameters or lower precision."""
+    """Compares models with variants that train fewer parameters or use lower precision."""
     found = variants(cells)[:MOST_CHARTS]
     charts = ui.Charts([ui.Chart(one.bars) for one in found if one.bars], prose("legend states"))
     tables = [ui.Part(data(one.title), [one.table]) for one in found]

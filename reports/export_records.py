@@ -1,4 +1,4 @@
-"""Exports runs as one record per cell: units in the names, unrounded numbers, unknown is null."""
+"""Exports one record per cell: units in the names, unrounded numbers, null for unknown."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ FIGURES = _names(
     " parity_update_tolerance fp32_loss_deviation"
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
-"""Columns that only JSON has."""
+"""JSON-only columns."""
 _FORMULA_STARTS = tuple("=+-@\t\r")
 
 
 def for_json(value: object) -> object:
-    """Converts for JSON: null if not finite, times as ISO 8601."""
+    """Converts non-finite numbers to null and times to ISO 8601."""
     if isinstance(value, Mapping):
         return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -66,14 +66,14 @@ def for_json(value: object) -> object:
 
 
 def records(report: RunReport) -> list[dict[str, Any]]:
-    """Returns a record per cell, ranked ones first in the order of their groups."""
+    """Returns a record per cell; ranked cells come first, by group."""
     ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
     rest = [cell for cell in report.cells if cell.cell_id not in ranked]
     return [record_of(cell) for cell in (*ranked.values(), *rest)]
 
 
 def record_of(cell: CellResult) -> dict[str, Any]:
-    """Returns a cell's record for JSON; its place is null if not ranked."""
+    """Returns a cell's JSON record; its place is null if not ranked."""
     fields = cell.columns() | {
         "disturbed_trials": cell.disturbance.trials,
         "samples_per_second_by_trial": cell.speed.by_round,
@@ -82,7 +82,7 @@ def record_of(cell: CellResult) -> dict[str, Any]:
 
 
 def as_json(reports: Sequence[RunReport], **more: object) -> str:
-    """Returns `{"runs": [...], "cells": [...], ...}`; every cell's record names its run."""
+    """Returns `{"runs": [...], "cells": [...], ...}`; each cell names its run."""
     runs = [{name: for_json(getattr(report.run, name)) for name in RUN} for report in reports]
     cells = [record for report in reports for record in records(report)]
     whole = {
@@ -94,7 +94,7 @@ def as_json(reports: Sequence[RunReport], **more: object) -> str:
 
 
 def as_csv(reports: Sequence[RunReport]) -> str:
-    """Returns a header and a line per run and cell, in full precision; unknown is empty."""
+    """Returns a header, then a full-precision line per run and cell; unknown is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*IDENTITY, *FIGURES])

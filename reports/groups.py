@@ -1,4 +1,4 @@
-"""Groups of comparable cells, and their order by throughput."""
+"""Groups of comparable cells, ordered by throughput."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ AnyCell = TypeVar("AnyCell", bound=CellResult)
 
 @dataclass(frozen=True)
 class RankedCell(CellResult):
-    """A cell with its place among comparable cells."""
-
     place: int = 1
     same_as_above: bool = False
-    """Whether it is tied with the one above it."""
+    """Whether it is tied with the cell above."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Group(Generic[AnyCell]):
         return "tokens_per_second" if tokens else "samples_per_second"
 
     def rate(self, cell: CellResult) -> Estimate:
-        """Returns a cell's throughput with its interval, in the group's unit."""
+        """Returns a cell's throughput in the group's unit."""
         rate = cell.throughput(self.throughput)
         assert rate is not None, "a ranked cell has a throughput"
         return rate
@@ -64,23 +62,21 @@ class Group(Generic[AnyCell]):
 
     @property
     def title(self) -> str:
-        """`2 devices · fp32 · batch 8`, with unusual settings."""
+        """`2 devices · fp32 · batch 8`, plus unusual settings."""
         cell, devices = self.rows[0].cell, device_words(self.rows[0])
         optimizer = "" if cell.optimizer == "adamw" else f" · {cell.optimizer}"
         return f"{devices} · {cell.precision} · batch {cell.global_batch}{optimizer}"
 
     @property
     def full_title(self) -> str:
-        """Workload and title."""
         return f"{self.workload} · {self.title}"
 
     def short_title(self, workload: str) -> str:
-        """Returns the title for a page about `workload`, without naming it again."""
+        """Returns the title for a page about `workload`, which it does not repeat."""
         return self.title if self.workload == workload else self.full_title
 
     @property
     def details(self) -> str:
-        """Title with tokens per sample and cores per device."""
         cell = self.rows[0]
         tokens = f" of {cell.cell.sequence_length} tokens" if self.unit == "tokens/s" else ""
         cores = f" · {plural(cell.cell.threads_per_device, 'core')} per device"
@@ -93,16 +89,15 @@ RankedGroup = Group[RankedCell]
 
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
-    """Returns the groups of ranked cells by workload (most cells first), number of devices, and
-    size (largest first)."""
+    """Groups ranked cells by workload (most cells first), devices, and size (largest first)."""
     sizes = Counter(cell.cell.workload for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Groups cells that differ only in strategy (and agree in the fields `more`), in their order;
-    the workload with most cells first."""
+    """Groups cells that differ only in strategy and agree in the fields `more`. Cells keep their
+    order; the workload with most cells comes first."""
     cells = list(cells)
     sizes = Counter(cell.cell.workload for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}
@@ -125,7 +120,7 @@ def ranking(cells: Sequence[CellResult]) -> RankedGroup:
 
 
 def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
-    """Returns the largest group of each workload, number of devices and emulated link."""
+    """Returns the largest group for each workload, number of devices and emulated link."""
     chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
     for group in groups:
         chosen.setdefault((group.workload, group.devices, group.rows[0].cell.links), group)
@@ -133,9 +128,9 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
 
 
 def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
-    """Returns the group that the verdict leads with, see `heading`.
+    """Returns the group that leads the verdict; see `heading`.
 
-    `once`: ids of the cells that ran once, for parity alone.
+    `once`: ids of cells that ran once, for parity only.
     """
     sizes = [
         GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
@@ -146,24 +141,23 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
-    """Returns the cells tied with the first, fastest one; empty with one trial."""
+    """Returns the cells tied with the first, the fastest; empty with one trial."""
     return [cell for cell in cells[1:] if cell.trials > 1 and is_tied(cell, cells[0])]
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells without stand-ins, or all if there are no others."""
+    """Returns the cells without stand-ins, or all if there are none."""
     return [cell for cell in group.rows if cell.placement.stand_in is None] or list(group.rows)
 
 
 def fairly_timed(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells without stand-ins and with a core per rank, fastest first; if none, the
-    next best."""
+    """Returns cells without stand-ins and with a core per rank, or the next best, fastest first."""
     genuine = of_real_things(group)
     return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
 
 
 def pareto(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells that no other beats in both throughput and peak memory, fastest first."""
+    """Returns cells not beaten in both throughput and peak memory, fastest first."""
     front: list[RankedCell] = []
     least: float | None = None
     for cell in group.rows:

@@ -20,7 +20,7 @@ TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 @dataclass(frozen=True)
 class PageSection:
-    """`short`: title in the list of sections. `folded`: closed until a reader opens it."""
+    """`short`: title in the list of sections. `folded`: closed until opened by the reader."""
 
     name: str
     title: str
@@ -32,7 +32,7 @@ class PageSection:
 @dataclass(frozen=True)
 class PageHead:
     title: str
-    """In the browser's tab."""
+    """Browser tab's title."""
     heading: str
     facts: Sequence[ui.Words]
     footer: ui.Words
@@ -41,9 +41,9 @@ class PageHead:
 
 
 def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
-    """Returns a page. The content policy allows style and script by their hashes.
+    """Returns a page whose content policy allows its style and script by hash.
 
-    `printed`: use the print layout on screens: light, all details open, no controls, no script.
+    `printed`: use the print layout on screen: light, details open, no controls, no script.
     """
     sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
     drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
@@ -119,7 +119,7 @@ def _as_printed(style: str) -> str:
 
 
 def _digest(content: str) -> str:
-    """Returns a source expression of the content security policy (W3C CSP 3, section 2.3.1)."""
+    """Returns a content security policy's source expression (W3C CSP 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
@@ -135,9 +135,8 @@ def _attributes(attributes: Mapping[str, str]) -> str:
 @dataclass(frozen=True)
 class _HtmlWriter:
     anchors: set[str]
-    """Links within the page that lead somewhere."""
+    """Targets of links within the page."""
     pictures: Mapping[str, str]
-    """SVG by the chart's name."""
     printed: bool
 
     def section(self, section: PageSection) -> str:
@@ -266,7 +265,7 @@ class _HtmlWriter:
 
 
 def _filters(filters: Sequence[tuple[str, str, Sequence[str]]]) -> str:
-    """Returns controls that the script shows: search, choices, and cells next to each other."""
+    """Returns controls that the script reveals: search, choices, and cells next to each other."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
         f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"

@@ -1,7 +1,4 @@
-"""Charts of curves and points: scaling, bandwidth, predictions, losses, history, Pareto fronts.
-
-Widths and heights are in pixels of the page at 100 %.
-"""
+"""Charts of curves and points. Widths and heights are in pixels of the page at 100 %."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURED = 6
-"""Curves of a scaling chart in a colour of their own."""
+"""Curves of a scaling chart with colours of their own."""
 _MARKERS = "osD^vP"
 _LABEL = 56
 _LEGEND_LINE = 17
@@ -29,7 +26,7 @@ _LEFT, _RIGHT, _BOTTOM = 58, 14, 44
 
 @dataclass(frozen=True)
 class Line:
-    """Values with intervals over devices, or over bits per second."""
+    """Values with intervals, over devices or bits per second."""
 
     label: str
     x: tuple[float, ...]
@@ -39,7 +36,7 @@ class Line:
     marked: bool = False
     """Whether it has a stand-in or more ranks than cores."""
     measured: tuple[tuple[float, float], ...] = ()
-    """Measurements that belong to a prediction: (x, value)."""
+    """Measurements matching a prediction: (x, value)."""
 
     @property
     def summary(self) -> str:
@@ -59,7 +56,7 @@ class Scaling:
     notes: tuple[str, ...]
 
     def draw(self) -> Figure:
-        """Draws the ideal dashed, the fastest coloured, and others grey."""
+        """Draws the ideal dashed, the fastest coloured and others grey."""
         coloured, more = self.lines[:COLOURED], len(self.lines) - COLOURED
         legend = _LEGEND_LINE * (len(coloured) + 1 + (more > 0))
         figure, axes = canvas(290 + legend, _LEFT, _RIGHT, _BOTTOM + legend, 22)
@@ -106,7 +103,7 @@ class Bandwidths:
     notes: tuple[str, ...]
 
     def draw(self) -> Figure:
-        """Draws throughput over measured bandwidth on log axes, requested links on top."""
+        """Draws throughput over measured bandwidth on log axes, with requested links on top."""
         from matplotlib.ticker import LogLocator
 
         legend = _LEGEND_LINE * len(self.lines)
@@ -161,7 +158,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions over devices, with at least one line."""
+    """Predictions over devices, at least one line."""
 
     name: str
     title: str
@@ -170,12 +167,12 @@ class Predicted:
     summary: str
     notes: tuple[str, ...] = ()
     within: int = 0
-    """Most devices measured; 0: none, or unknown."""
+    """Most devices measured; 0 if none or unknown."""
     logarithmic: bool = True
     """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
     def draw(self) -> Figure:
-        """Draws predictions as dashed lines with bands, measurements as dots."""
+        """Draws dashed predictions with bands, and measurements as dots."""
         lines = self.lines[: len(SERIES)]
         legend = _LEGEND_LINE * (len(lines) + 1)
         figure, axes = canvas(300 + legend, 62, _RIGHT, _BOTTOM + legend, 22)
@@ -218,7 +215,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Losses:
-    """Loss per step of the parity segment, of the reference and the cells compared with it."""
+    """Loss per step of the parity segment: the reference and cells compared with it."""
 
     name: str
     title: str
@@ -229,7 +226,7 @@ class Losses:
     notes: tuple[str, ...] = ()
 
     def draw(self) -> Figure:
-        """Draws the reference as a broad band, cells as thin lines, diverged ones dashed."""
+        """Draws the reference as a broad band and cells as thin lines, dashed if diverged."""
         legend = _LEGEND_LINE * (2 + len(self.diverged[:3]))
         figure, axes = canvas(250 + legend, 50, _RIGHT, _BOTTOM + legend, 22)
         steps = range(len(self.reference))
@@ -267,7 +264,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Trend:
-    """Values in `unit`, oldest run first; `levels`: (first, last, median) between changes."""
+    """Values in `unit`, oldest run first. `levels`: (first, last, median) between changes."""
 
     name: str
     title: str
@@ -277,13 +274,13 @@ class Trend:
     highs: tuple[float | None, ...]
     dates: tuple[str, ...]
     changes: tuple[tuple[int, str], ...]
-    """(run index at which a new level begins, description)."""
+    """(index of the first run at a new level, description)."""
     levels: tuple[tuple[int, int, float], ...]
     summary: str
     notes: tuple[str, ...] = ()
 
     def draw(self) -> Figure:
-        """Draws a dot with interval per run, each level, and a dashed line at each change."""
+        """Draws each run as a dot with its interval, each level, and changes as dashed lines."""
         figure, axes = canvas(170, _LEFT, _RIGHT, 34, 34)
         count = len(self.values)
         for begin, end, level in self.levels:
@@ -326,7 +323,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Point:
-    """Memory in MiB and throughput of one cell; `place` numbers the front from its fastest end."""
+    """A cell's memory in MiB and throughput; `place` counts along the front from the fastest."""
 
     label: str
     memory: float
@@ -407,7 +404,7 @@ def _intervals(axes: Axes, line: Line, colour: str) -> None:
 
 
 def _title(axes: Axes, words: str, left: float = _LEFT, pad: float = 5) -> None:
-    """Writes the quantity of the vertical axis above it, from the figure's left edge."""
+    """Writes the vertical axis's quantity above it, from the figure's left edge."""
     x = (8 - left) / (WIDTH - left - _RIGHT)
     axes.set_title(words, fontsize=11.5, color=SOFT, loc="left", x=x, pad=pad)
 

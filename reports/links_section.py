@@ -1,4 +1,4 @@
-"""Throughput over emulated links: each strategy against measured bandwidth, and crossovers."""
+"""Throughput over emulated links."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeasuredLink:
 
     @property
     def delayed(self) -> bool:
-        """Whether a latency was requested too."""
+        """Whether latency was requested too."""
         try:
             return Link.of(self.request).delay_seconds > 0
         except ValueError:
@@ -83,7 +83,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
-    """Sorts by bandwidth; delayed links and those of unknown bandwidth last."""
+    """Sorts by bandwidth; delayed links and unknown bandwidths last."""
 
     def order(link: MeasuredLink) -> tuple[bool, bool, float]:
         return link.delayed, link.bits_per_second is None, link.bits_per_second or 0.0
@@ -93,7 +93,7 @@ def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
 
 @dataclass(frozen=True)
 class LinkSeries:
-    """A strategy in one setting: its cell for each link."""
+    """A strategy's cells in one setting, by link."""
 
     label: str
     by_link: Mapping[str, CellResult]
@@ -102,7 +102,7 @@ class LinkSeries:
 
     @property
     def sent(self) -> float | None:
-        """Bytes per step of the rank that sends most; they do not depend on the link."""
+        """Bytes per step of the rank that sends most; independent of the link."""
         known = [size for size in self.wire_bytes.values() if size is not None]
         return statistics.median(known) if known else None
 
@@ -110,15 +110,15 @@ class LinkSeries:
 @dataclass(frozen=True)
 class Crossover:
     clearness: float
-    """Smaller absolute log ratio of their throughputs on the two sides."""
+    """Smaller absolute log ratio of throughputs on the two sides."""
     words: str
 
 
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
-    """Returns the crossovers, the clearest first.
+    """Returns the crossovers, clearest first.
 
-    One strategy must be faster within rounds at one link, and the other at the next link that
-    differs. The crossing point is interpolated between measured links, on logarithmic axes.
+    One strategy must be faster within rounds at one link, and the other at the next differing link.
+    The crossing point is interpolated between measured links on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -151,7 +151,7 @@ def _by_bandwidth(
 
 
 def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
-    """Yields strategies that change order when a link of the same rate has a longer delay."""
+    """Yields strategies whose order is reversed by delay at an equal rate."""
     by_rate = {Link.of(link.request).bits_per_second: link for link in links if not link.delayed}
     for far in links:
         near = by_rate.get(Link.of(far.request).bits_per_second) if far.delayed else None
@@ -183,8 +183,7 @@ def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
 
 
 def _zero(points: Sequence[tuple[float, float]]) -> float:
-    """Returns where the line through the points first crosses zero; its ends must differ in
-    sign."""
+    """Returns the first zero of the line through the points, whose ends must differ in sign."""
     (x, y), (after, then) = next(
         pair for pair in itertools.pairwise(points) if pair[0][1] * pair[1][1] <= 0
     )
@@ -231,21 +230,21 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
 class Chapter:
     title: str
     links: tuple[MeasuredLink, ...]
-    """Links by bandwidth, slowest first; delayed and unknown ones last."""
+    """See `slowest_first`."""
     chart: Bandwidths | None
     table: ui.Table
     unit: str
     crossovers: tuple[str, ...]
     more: int
-    """Number of omitted crossovers."""
+    """Omitted crossovers."""
     by_bytes: str
-    """Whether strategies rank by bytes sent, as text; empty if unknown."""
+    """See `order_by_bytes`."""
 
 
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    """Returns a chapter per setting on two or more emulated links, most strategies first."""
+    """Returns a chapter per setting with two or more emulated links, most strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked and cell.cell.links:
@@ -260,7 +259,7 @@ def chapters(
 
 
 def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
-    """Returns bytes per step of the rank that sends most, of profiled cells."""
+    """Returns bytes per step of each profiled cell's rank that sends most."""
     return {
         profile.cell_id: max(profile.sent_bytes)
         for profile in profiles
@@ -313,7 +312,7 @@ def _chapter(
 def _chart(
     name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> Bandwidths | None:
-    """Returns the chart; None below two links that differ only in bandwidth."""
+    """Returns None unless two links differ only in bandwidth."""
     drawn = [(link, rate) for link in links if not link.delayed and (rate := link.bits_per_second)]
     if len(drawn) < 2:
         return None
@@ -352,7 +351,7 @@ def _chart(
 def _link_table(
     name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> ui.Table:
-    """Returns strategies by link; a row's own cell is that of its first link."""
+    """Returns strategies by link; each row belongs to the cell on its first link."""
 
     def over(link: MeasuredLink) -> Callable[[LinkSeries], ui.Td]:
         def make(line: LinkSeries) -> ui.Td:
@@ -385,7 +384,7 @@ def _link_table(
 
 
 def links_blocks(report: RunReport) -> ui.Blocks:
-    """Returns a chapter per setting: chart, crossovers, throughput and measured links."""
+    """Returns each setting's chart, crossovers, throughput and measured links."""
     found = chapters(report.cells, report.trials, report.profiles)
     blocks = [block for chapter in found for block in _chapter_blocks(chapter)]
     return [ui.Part("", blocks, prose("links"))]

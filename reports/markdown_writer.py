@@ -1,4 +1,4 @@
-"""Writes blocks as Markdown, such as for a comment on a pull request. Charts are left out."""
+"""Writes blocks without charts as Markdown, such as for a pull request's comment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def markdown_text(blocks: Iterable[ui.Block]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escapes text, so that Markdown renders it literally and mentions nobody."""
+    """Escapes text so that Markdown renders it literally and mentions nobody."""
     plain = (
         re.sub(r"\s+", " ", printable(text))
         .replace("&", "&amp;")

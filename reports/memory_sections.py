@@ -42,7 +42,7 @@ KINDS = {
     "optimizer": "optimizer_bytes",
     "library": "library_bytes",
 }
-"""Kinds of states, and the result's field of each."""
+"""Result field of each kind of state."""
 WITHIN = 0.05
 """Distance from the formula that is not marked."""
 MOST_CHARTS = 12
@@ -50,12 +50,11 @@ MOST_UNEVEN = 16
 MOST_NAMED = 12
 MILLION = 1e6
 _SMALL = 1e-3
-"""Fraction of the states below which a buffer is not named."""
+"""Fraction of the states below which buffers are not named."""
 _NUMBERS = "All cells in numbers"
 
 
 def by_state_bytes(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Sorts cells by bytes kept between steps."""
     return sorted(cells, key=lambda cell: cell.states.state_bytes or 0.0)
 
 
@@ -129,7 +128,7 @@ def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blo
 
 
 def _states_table(cells: Sequence[CellResult]) -> ui.Table:
-    """Returns all cells, with the formula's share by kind and what is kept off the device."""
+    """Returns each cell's states, the formula's share by kind, and states kept off the device."""
     rows = [cell for group in by_setting(with_states(cells)) for cell in by_state_bytes(group.rows)]
     columns = [
         word("Workload", "workload"),
@@ -158,7 +157,7 @@ def _states_table(cells: Sequence[CellResult]) -> ui.Table:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Cells whose library keeps the same buffers."""
+    """Buffers of equal names, and the cells that keep them."""
 
     names: tuple[tuple[str, str], ...]
     """(name, size), largest first."""
@@ -166,7 +165,7 @@ class Buffers:
 
 
 def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
-    """Returns buffers by name, largest first; cells with the same ones together."""
+    """Groups cells with the same named buffers, largest first."""
     grouped: dict[tuple[tuple[str, str], ...], tuple[float, list[CellResult]]] = {}
     for cell in with_states(cells):
         sizes = _buffer_sizes(cell.states.library_buffers)
@@ -183,7 +182,7 @@ def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
 
 
 def _buffer_sizes(text: str | None) -> list[tuple[str, float]]:
-    """Returns (name, bytes) of each buffer, largest first; empty if the text is no JSON object."""
+    """Returns (name, bytes), largest first; empty if the text is no JSON object."""
     try:
         sizes = json.loads(text or "{}")
     except ValueError:
@@ -228,13 +227,13 @@ def _uneven(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def imbalance(cell: CellResult) -> float:
-    """Returns the largest peak over the ranks' mean, in the trial with the largest."""
+    """Returns the largest peak over the ranks' mean, from the trial with that peak."""
     peaks = cell.memory.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
 
 def rank_bars(cells: Sequence[CellResult]) -> Bars | None:
-    """Returns the peak memory of each rank in % of the cell's mean."""
+    """Returns ranks' peaks in % of the cell's mean."""
     rows = _uneven(cells)
     if not rows:
         return None
@@ -278,7 +277,7 @@ def _peaks(cell: CellResult) -> ui.Td:
 
 @dataclass(frozen=True)
 class LargestModel:
-    """Largest size (parameters or tokens) of a strategy, and its cell."""
+    """Largest size (parameters or tokens) and its cell."""
 
     result: MaxsizeResult
     cell_id: str
@@ -301,12 +300,12 @@ class Largest:
     bars: Bars
     table: ui.Table
     order: tuple[str, ...]
-    """A sentence per chain of strategies that theory orders."""
+    """One sentence for each chain that theory orders."""
     limits: tuple[tuple[str, str], ...]
-    """(strategy, what it ran out of memory with, or why it has no size)."""
+    """(strategy, what filled its memory, or why it has no size)."""
     probes: int
     tokens: bool = False
-    """Whether sizes are tokens of growing sequences, rather than parameters."""
+    """Whether sizes are tokens instead of parameters."""
 
     @property
     def unit(self) -> str:
@@ -318,7 +317,7 @@ class Largest:
 
 
 def largest_blocks(found: Largest | None) -> ui.Blocks:
-    """Returns what a search found; empty for other runs."""
+    """Returns a search's results; nothing for other runs."""
     if found is None:
         return []
     searched = "tokens of a sequence" if found.tokens else "blocks"
@@ -333,19 +332,17 @@ def largest_blocks(found: Largest | None) -> ui.Blocks:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run's trials are probes."""
+    """Whether trials are probes."""
     return run.matrix == MATRIX
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Returns whether a trial is more than a probe of fit; probes that failed otherwise count
-    too."""
+    """Whether a trial is more than a probe of fit; probes that failed otherwise count too."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns the section of a search; None for other runs, or if another version wrote the
-    plan."""
+    """Returns None if the run was no search, or another version wrote its plan."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -384,7 +381,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `As theory has it: a 10.0M < b 20.0M`; empty below two strategies with a size."""
+    """Returns `As theory has it: a 10.0M < b 20.0M`; empty below two sized strategies."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -404,7 +401,7 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
 
 
 def _largest_bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
-    """Returns millions of parameters, or tokens, most first, marking the formula's."""
+    """Returns millions of parameters, or tokens, most first, with formula values marked."""
     ordered = sorted(lines, key=lambda line: -(line.result.parameters or 0))
     best = ordered[0].result.parameters
     bars = [_largest_bar(line, best, tokens) for line in ordered]

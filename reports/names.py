@@ -1,4 +1,4 @@
-"""Names of cells and settings, with marks and cautions on what is unusual."""
+"""Names of cells and settings, with marks and cautions for unusual ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTES = {
 TIED = "≈ tied with the one above: no significant difference within rounds"
 _MOST_NAMED = 4
 _MOST_FINDINGS = 3
-"""Findings on a cell's GPUs shown in its row."""
+"""Most GPU findings in a cell's row."""
 STATUS = {
     "failed": "failed",
     "timeout": "passed its time limit",
@@ -40,7 +40,7 @@ STATUS = {
 
 
 def marks(cell: CellResult) -> str:
-    """Returns `†` for a stand-in, `‡` for more ranks than cores, appended to labels."""
+    """Returns `†` for stand-ins and `‡` for more ranks than cores, to append to labels."""
     crowded = cell.placement.oversubscribed and cell.speed.samples_per_second is not None
     return (STAND_IN if cell.placement.stand_in is not None else "") + (
         OVERSUBSCRIBED if crowded else ""
@@ -50,7 +50,7 @@ def marks(cell: CellResult) -> str:
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the chart label, with marks and unusual nodes, links and regime.
 
-    `place`: whether to include nodes and links, which a group's title states. `label`: replaces the
+    `place`: whether to include nodes and links, which group titles state. `label`: replaces the
     cell's.
     """
     words = [label or cell.cell.label]
@@ -64,7 +64,7 @@ def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
 
 
 def link_words(cell: CellResult) -> str:
-    """Returns `over 1gbit (emulated)`; empty on the nodes' own network."""
+    """Returns `over 1gbit (emulated)`; empty on the nodes' native network."""
     return over(cell.cell.links) if cell.cell.links else ""
 
 
@@ -82,8 +82,7 @@ def unit(throughput: str) -> str:
 
 
 def chart_name(cell: CellResult, workload: str) -> str:
-    """Names a cell in a chart of mixed settings: `label x2 bf16`, and its workload if not
-    `workload`."""
+    """Returns `label x2 bf16` for charts of mixed settings, plus the workload if not `workload`."""
     other = "" if cell.cell.workload == workload else f" {cell.cell.workload}"
     setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
@@ -99,18 +98,18 @@ def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
 
 
 def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
-    """Returns the name with a link to the cell's row, and a mark if it was disturbed."""
+    """Returns the name, linked to the cell's row, and a mark if disturbed."""
     return [ui.Span(named(cell, place=place), "data", f"#cell-{cell.cell_id}"), *_noise(cell)]
 
 
 def workload_name(cell: CellResult) -> list[ui.Inline]:
-    """Returns the workload with a link to the cell's row, and the cell's marks."""
+    """Returns the workload, linked to the cell's row, and the cell's marks."""
     link = ui.Span(cell.cell.workload, "data", f"#cell-{cell.cell_id}")
     return [link, marks(cell), *_noise(cell)]
 
 
 def winner_name(cell: CellResult) -> list[ui.Inline]:
-    """Returns the strategy in large type, and its options in small type."""
+    """Returns the strategy in large type and its options in small type."""
     name, bracket, options = cell.cell.label.partition("(")
     words: list[ui.Inline] = [
         ui.Span(name, "data", f"#cell-{cell.cell_id}"),
@@ -164,7 +163,7 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
 
 
 def disturbance(cell: CellResult) -> str:
-    """Describes what disturbed how many of the cell's trials; empty if nothing did."""
+    """Describes disturbances and how many trials they affected; empty without any."""
     return "; ".join(
         f"{CAUSES[cause]} {count}" for cause, count in cell.disturbance.by_cause.items()
     )
@@ -178,7 +177,7 @@ def gpu_findings(cell: CellResult) -> str:
 
 
 def disturbance_legend(cells: Iterable[CellResult]) -> str:
-    """Returns the legend of the disturbance mark; empty if no cell has it."""
+    """Explains the disturbance mark; empty if no cell has it."""
     seen = {cause for cell in cells for cause in cell.disturbance.by_cause}
     return "; or ".join(
         f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen

@@ -31,7 +31,7 @@ INDEX = "index.html"
 
 @dataclass(frozen=True)
 class Entry:
-    """One run. `link`: to its report, relative to the index; empty without one."""
+    """One run. `link`: its report, relative to the index; empty without one."""
 
     run: RunRecord
     link: str
@@ -42,7 +42,7 @@ class Entry:
     """Launched cells without a valid result, except expected divergences."""
     cells: int
     before: str
-    """Run that it is compared with; empty if no earlier run of the matrix shares a cell."""
+    """Compared run; empty if no earlier run of the matrix shares a cell."""
     change: str
     regressions: int
 
@@ -66,7 +66,7 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 def _against(
     earlier: Earlier, report: RunReport, now: RunSelection
 ) -> tuple[str, RunComparison | None]:
-    """Returns the newest earlier run of the same matrix on equal hardware, and its comparison."""
+    """Returns the newest earlier run of the matrix on equal hardware, and its comparison."""
     for run, was in reversed(earlier):
         comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
         if run.matrix == report.run.matrix and comparable:
@@ -95,7 +95,7 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """Returns the advised cell, or else the fastest, and details."""
+    """Returns the advised or else the fastest cell, and details."""
     if report.largest:
         best = report.largest.winner
         if best is None:
@@ -116,14 +116,14 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 
 
 def _advised(group: RankedGroup, advised: Answer) -> Pick:
-    """Returns the cell to use, and those that may be as fast."""
+    """Returns the cell to use, and those possibly as fast."""
     ids = {cell.cell_id for cell in advised.may_be_fastest}
     use, *ties = [row for row in group.rows if row.cell_id in ids]
     return fast(group, use, tuple(ties))
 
 
 def page(store: Store, folder: Path) -> str:
-    """Returns a page that links to each report; reports of runs that the store lacks come last."""
+    """Returns a page that links to each report, those missing from the store last."""
     shown = entries(store, folder)
     own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(

@@ -1,4 +1,4 @@
-"""Parity with the reference, the environment, how it was measured, and the glossary."""
+"""Parity with the reference, the environment, methods, and the glossary."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ CHARTS = {
 
 
 def losses(cells: Sequence[CellResult]) -> list[Losses]:
-    """Returns a figure per reference, the one with most cells first. Curves end at the first loss
-    that is not finite."""
+    """Returns a figure per reference, most cells first; curves end at the first non-finite loss."""
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.reference_losses:
@@ -70,8 +69,7 @@ def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """Yields the largest deviations of verified cells with tolerances on a log axis, those nearest
-    to their tolerance first."""
+    """Yields verified cells' largest deviations and tolerances on a log axis, the nearest first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
@@ -102,14 +100,13 @@ def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
 
 
 def _used(judged: Judged) -> tuple[bool, float]:
-    """Sorts diverged cells first, then by used fraction of the tolerance."""
+    """Sorts diverged cells first, then by fraction of the tolerance."""
     cell, value, tolerance = judged
     share = float("inf") if value is None else value / tolerance
     return cell.parity.verdict == "diverged", share
 
 
 def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns losses and deviations against the reference, each with its tolerance."""
     curves = [ui.Chart(one) for one in losses(cells)[:MOST_LOSSES]]
     bars = [ui.Chart(one) for one in deviation_bars(cells)]
     judged = [cell for cell in cells if cell.parity.loss_tolerance is not None]
@@ -138,8 +135,7 @@ class Tolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
-    """Returns the tolerances, the tightest first. Reasons are known for cells that used more than
-    the tightest."""
+    """Returns tolerances, tightest first, with the reasons of cells that needed theirs."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:
@@ -160,7 +156,6 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
 
 
 def control_in_words(adjustment: Adjustment) -> str:
-    """Describes what the control removed from a run's figures."""
     if not adjustment.helps:
         return "none, or it did not make launches of a cell more alike: figures are as measured"
     before, after = (f"{spread * 100:.1f} %" for spread in adjustment.spreads)
@@ -170,7 +165,7 @@ def control_in_words(adjustment: Adjustment) -> str:
 
 
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
-    """Returns how each figure was measured; those that no cell has are left out."""
+    """Omits figures that no cell has."""
     cells = report.cells
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
@@ -197,7 +192,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
 
 
 def method_blocks(report: RunReport) -> ui.Blocks:
-    """Returns how each figure was measured, and which tolerances hold for which cells."""
+    """Returns how each figure was measured, and the tolerances with their cells."""
     rows = methods(report)
     every = tolerances(report.cells)
     for place, tolerance in enumerate(every):

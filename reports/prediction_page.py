@@ -1,4 +1,4 @@
-"""Pages of predictions: a plan with the map of which strategy wins where, and scaling curves."""
+"""Pages of predictions: a plan, the winning strategies, and scaling curves."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_ROWS = 20
 
 
 Bounded = tuple[float, float, float]
-"""A predicted value with the bounds of its 80 % interval."""
+"""Predicted value and the bounds of its 80 % interval."""
 
 
 @dataclass(frozen=True)
 class WonSquare:
-    """The best choice for one model on one number of devices."""
+    """The best choice for a model on a number of devices."""
 
     devices: int
     winner: str
@@ -38,7 +38,7 @@ class WonSquare:
 
 
 WonMap = Mapping[str, Sequence[WonSquare]]
-"""The best choices by model, for each number of devices."""
+"""Best choices by model, for each number of devices."""
 
 
 def plan_page(
@@ -49,7 +49,7 @@ def plan_page(
     rows: Sequence[ui.Row],
     won: WonMap,
 ) -> str:
-    """Returns the page of a plan. `unit`: of throughput; `rows`: candidates, best first."""
+    """Returns a plan's page. `unit`: of throughput; `rows`: candidates, best first."""
     columns = [
         ui.ColumnHead("step"),
         ui.ColumnHead(unit),
@@ -110,7 +110,7 @@ def _winners(won: WonMap) -> ui.Table:
 
 
 def _charts(won: WonMap, quantity: str, title: str, unit: str, scale: float) -> Iterator[ui.Chart]:
-    """Yields a chart of the best throughput or memory over devices, if anything can run."""
+    """Yields charts of the best throughput or memory over devices, if anything can run."""
     lines = []
     for model, squares in won.items():
         if ran := [square for square in squares if square.winner]:
@@ -189,7 +189,7 @@ def _points(curves: Sequence[ScalingCurve]) -> ui.Table:
 def cluster_page(
     plan: ClusterPlan, sentences: Sequence[str], source: str, squares: list[SweepSquare]
 ) -> str:
-    """Returns the page of a plan for devices that are not rented yet."""
+    """Returns the page of a plan for devices not rented yet."""
     question, best = plan.question, plan.candidates[0]
     won: dict[str, list[WonSquare]] = {}
     for square in squares:
@@ -239,7 +239,7 @@ def local_page(
 ) -> str:
     """Returns the page of a plan for this machine.
 
-    `swept`: by workload and number of ranks, the plan or the reason why nothing can run.
+    `swept`: plan, or why nothing can run, by workload and number of ranks.
     """
     return plan_page(
         plan.setting,

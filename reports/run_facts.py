@@ -1,4 +1,4 @@
-"""Environment of a run, as text."""
+"""A run's environment as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ GIB = 2**30
 
 
 def plan_of(run: RunRecord) -> dict[str, Any]:
-    """Returns the plan; empty if it cannot be read."""
     plan = _json(run.plan)
     return plan if isinstance(plan, dict) else {}
 
@@ -41,7 +40,7 @@ def hardware(run: RunRecord) -> str:
 
 
 def _gpus(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns driver, settings and connections of the GPUs; empty without GPUs."""
+    """Returns the GPUs' driver, settings and connections; empty without GPUs."""
     versions = {
         "driver": run.driver_version,
         "which runs CUDA up to": run.driver_cuda_version,
@@ -65,7 +64,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _speed(column: str | None) -> str:
-    """Describes the rates of GPU 0 before the first trial, or why they are unknown."""
+    """Describes GPU 0's rates before the first trial, or why they are unknown."""
     measured = SpeedMeasurement.read(column)
     if measured is None:
         return ""
@@ -88,7 +87,7 @@ def _gigabytes(rate: float) -> str:
 
 
 def _setting(facts: Mapping[str, float | bool | None]) -> str:
-    """Returns a GPU's power limit, error correction, persistence and location."""
+    """Describes a GPU's power limit, error correction, persistence and location."""
     limit, default = facts.get("power_limit_watts"), facts.get("default_power_limit_watts")
     lowered = "" if default in (None, limit) else f" (default {number(default)} W)"
     switches = {"error correction": facts.get("ecc"), "persistence mode": facts.get("persistence")}
@@ -99,7 +98,7 @@ def _setting(facts: Mapping[str, float | bool | None]) -> str:
 
 
 def _connections(pairs: object) -> str:
-    """Counts the pairs of GPUs by kind of connection."""
+    """Counts GPU pairs by kind of connection."""
     if not isinstance(pairs, list):
         return ""
     kinds = Counter(row[other] for place, row in enumerate(pairs) for other in range(place))
@@ -107,7 +106,6 @@ def _connections(pairs: object) -> str:
 
 
 def environment(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns (name, value) of everything recorded about the environment."""
     libraries = _json(run.libraries)
     libraries = libraries if isinstance(libraries, dict) else {}
     plan = plan_of(run)

@@ -1,4 +1,4 @@
-"""One run as every format reads it: its row, trials, cells and groups."""
+"""One run as every format reads it: its record, trials, cells and groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_REACHED = "not reached"
 class RunReport:
     run: RunRecord
     trials: tuple[TrialRecord, ...]
-    """Trials without a search's probes."""
+    """Trials except a search's probes."""
     cells: tuple[CellResult, ...]
     groups: tuple[RankedGroup, ...]
     results: Results
@@ -49,7 +49,7 @@ class RunReport:
 
     @property
     def is_search(self) -> bool:
-        """Whether it searched for the largest model, whose models are not compared by speed."""
+        """Whether the run searched for the largest model; speed is then not compared."""
         return self.largest is not None
 
     @property
@@ -62,12 +62,12 @@ class RunReport:
 
     @functools.cached_property
     def largest(self) -> Largest | None:
-        """Outcome of a search; None for other runs."""
+        """A search's outcome; None for other runs."""
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property
     def leading(self) -> RankedGroup | None:
-        """Group of the verdict; models of a search are not compared by speed."""
+        """Group of the verdict; None for a search."""
         once = plan_of(self.run).get("once", ())
         return None if self.largest else headline(self.groups, once)
 
@@ -88,7 +88,7 @@ class RunReport:
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
-    """Builds the report from one run's tables; raises ValueError if they are not of one.
+    """Builds a report from one run's tables; raises ValueError for another number of runs.
 
     `baseline`: the cell that others of its setting are compared with; by default `baseline_of`.
     """
@@ -103,7 +103,7 @@ def ran(results: Results, baseline: Choice | None = None) -> RunReport:
 
 
 def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
-    """Returns a report for every run in these tables, in order; see `ran`."""
+    """Returns a report per run in these tables; see `ran`."""
     return [ran(only(results, [run_id]), baseline) for run_id in results.runs["run_id"]]
 
 
@@ -132,7 +132,7 @@ def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
 def all_systems(
     cells: Iterable[CellResult], unreached: Iterable[Cell], run_id: str = ""
 ) -> list[System]:
-    """Returns recorded cells, and planned ones without a record, by system."""
+    """Groups recorded cells and unrecorded planned ones."""
     reason = "the run ended before it; resume the run to launch it"
     planned = [planned_cell(cell, run_id, NOT_REACHED, reason) for cell in unreached]
     return systems([*cells, *planned])

@@ -1,4 +1,4 @@
-"""The report of a run: its sections in their order, as a page and as Markdown."""
+"""A run's report as a page and as Markdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _no_search(report: RunReport) -> bool:
-    """Whether cells can be compared by speed; models of a search differ in size."""
+    """Whether cells can be compared by speed; a search's models differ in size."""
     return not report.is_search
 
 
@@ -101,8 +101,8 @@ SECTIONS: tuple[Section[RunReport], ...] = (
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection during a call: a page's objects live until it is done, and
-    collection took an eighth of the time."""
+    """Disables garbage collection during a call: it took an eighth of the time, and a page's
+    objects live until it is done."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,13 +118,13 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def render(results: Results, baseline: Choice | None = None) -> str:
-    """Returns the page of one run; raises ValueError if there is not exactly one."""
+    """Raises ValueError if `results` is not one run."""
     return run_page(ran(results, baseline)).text
 
 
 @without_collection
 def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """Returns the page of a run, see `written_page`."""
+    """See `written_page`."""
     run = report.run
     head = PageHead(
         f"Parallelism strategies compared: matrix {run.matrix}, {run.run_id}",
@@ -143,7 +143,7 @@ def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = F
 
 
 def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
-    """Returns the report of a run as Markdown, see `written_page`."""
+    """See `written_text`."""
     run = report.run
     title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
     line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"

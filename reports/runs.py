@@ -1,4 +1,4 @@
-"""The report of several runs: the newest against each of the others, and every cell's history."""
+"""The report of several runs: the newest against the others, and each cell's history."""
 
 from __future__ import annotations
 
@@ -30,21 +30,19 @@ if TYPE_CHECKING:
 MOST_CHARTS = 60
 MOST_CHANGES = 5
 MOST_COLUMNS = 6
-"""Runs that the newest is compared with side by side; older ones are in the history."""
+"""Runs compared side by side with the newest; older ones are only in the history."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and its comparison with the newest."""
-
     row: RunRecord
     hardware: str
     verified: int
     cells: int
     against: RunComparison | None
-    """None for the newest run itself, or without a cell in common."""
+    """None for the newest itself, or without a shared cell."""
     why_not: str = ""
-    """Why nothing or not everything is compared."""
+    """Why the comparison is missing or incomplete."""
 
     @property
     def run_id(self) -> str:
@@ -52,7 +50,7 @@ class Run:
 
 
 ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
-"""A cell of the newest run, with its comparison for each run with a column."""
+"""A cell of the newest run, and its comparison with each run with a column."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Runs:
 
     runs: tuple[Run, ...]
     shown: tuple[Run, ...]
-    """Runs with a column, newest first, without the newest."""
+    """Runs with a column, newest first, without the newest run itself."""
     throughput: tuple[Series, ...]
     memory: tuple[Series, ...]
 
@@ -71,12 +69,12 @@ class Runs:
 
     @property
     def series(self) -> list[Series]:
-        """Series of throughput and memory, a cell's two next to each other."""
+        """Throughput and memory series, a cell's two next to each other."""
         return sorted((*self.throughput, *self.memory), key=lambda series: series.cell_name)
 
     @property
     def changed(self) -> list[Series]:
-        """Series whose level changed, latest change first."""
+        """Series with level changes, latest change first."""
         changes = [(s.last_change.started_at, s) for s in self.series if s.last_change]
         return [s for _, s in sorted(changes, key=lambda pair: pair[0], reverse=True)]
 
@@ -170,8 +168,7 @@ def _run(
 def _against(
     results: Results, record: RunRecord, newest: RunRecord, side: RunSelection
 ) -> tuple[RunComparison | None, str]:
-    """Returns the comparison of the newest run with another, and why it is missing or
-    incomplete."""
+    """Returns the newest run's comparison with another, and why it is incomplete."""
     try:
         other = select(record.run_id, only(results, [record.run_id]))
         comparison = compare_sides(other, side)
@@ -191,7 +188,7 @@ def as_json(runs: Runs) -> dict[str, object]:
 
 
 def figure_unit(series: Series) -> tuple[str, float]:
-    """Returns the displayed unit, and the divisor of recorded values."""
+    """Returns the displayed unit and the divisor of recorded values."""
     return ("samples/s", 1.0) if series.figure == "throughput" else ("MiB", float(MIB))
 
 
@@ -237,7 +234,7 @@ def trend(series: Series, name: str) -> Trend:
 
 
 def verdict_blocks(runs: Runs) -> ui.Blocks:
-    """Returns what changed against the run before and over all runs, and a row per run."""
+    """Returns changes against the previous run and over all runs, and a row per run."""
     blocks: ui.Blocks = []
     if runs.shown and (against := runs.shown[0].against):
         words = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
@@ -324,7 +321,6 @@ def _ratio(line: ComparedCell | None, run: Run) -> ui.Td:
 
 
 def others_blocks(runs: Runs) -> ui.Blocks:
-    """Returns the cells without a throughput comparison."""
     columns = ui.heads("Newest against: word", "What: word", "Why: prose")
     rows = [
         ui.Row(
@@ -346,7 +342,7 @@ def verdict_td(line: ComparedCell) -> ui.Td:
 
 
 def history_blocks(runs: Runs) -> ui.Blocks:
-    """Returns charts of every cell's throughput, changes first, and of memory if it changed."""
+    """Charts every cell's throughput, changed ones first, and memory if it changed."""
     several = [
         series
         for series in (*runs.throughput, *runs.memory)
@@ -364,7 +360,6 @@ def history_blocks(runs: Runs) -> ui.Blocks:
 
 
 def changes_blocks(runs: Runs) -> ui.Blocks:
-    """Returns each cell's newest figures and last change."""
     columns = ui.heads("Figure: word", "Runs", "Newest", "Last change: word", "Left out: word")
     rows = [
         ui.Row(
@@ -433,7 +428,7 @@ SECTIONS: tuple[Section[Runs], ...] = (
 
 
 def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """Returns the page of several runs, see `written_page`."""
+    """See `written_page`."""
     newest = runs.newest
     head = PageHead(
         f"{len(runs.runs)} runs compared, the newest {newest.run_id}",
@@ -450,7 +445,7 @@ def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) 
 
 
 def runs_text(runs: Runs, requested: Sequence[str] = ()) -> Written:
-    """Returns the report of several runs as Markdown, see `written_page`."""
+    """See `written_text`."""
     count = plural(len(runs.runs), "run")
     title = f"How do these runs compare? {count}, the newest {runs.newest.run_id}"
     return written_text(runs, [ui.Heading(title, 1)], SECTIONS, requested)

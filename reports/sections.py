@@ -16,7 +16,7 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True)
 class Section(Generic[Report]):
-    """A section of one kind of report. It is left out if it has no blocks."""
+    """A section of one kind of report, left out if it has no blocks."""
 
     name: str
     title: str
@@ -24,11 +24,11 @@ class Section(Generic[Report]):
     short: str = ""
     """Title in the list of sections; by default `title`."""
     in_text: bool = False
-    """Whether Markdown has this section too."""
+    """Whether Markdown has it too."""
     folded: bool = False
-    """Whether it is closed until a reader opens it."""
+    """Whether it starts closed."""
     runs: Callable[[Report], bool] = lambda report: True
-    """Reports that have this section, such as those of a search."""
+    """Whether a report, such as a search's, has this section."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def written_page(
     requested: Sequence[str] = (),
     printed: bool = False,
 ) -> Written:
-    """Returns a page of the requested sections (all by default) that have data.
+    """Returns a page of the requested sections (by default all) that have data.
 
     `printed`: use the print layout. Raises UsageError as `_with_data` does.
     """
@@ -66,7 +66,7 @@ def written_text(
     sections: Iterable[Section[Report]],
     requested: Sequence[str] = (),
 ) -> Written:
-    """Returns the sections as Markdown, see `written_page`."""
+    """Returns the sections as Markdown; see `written_page`."""
     in_text = [section for section in sections if section.in_text]
     filled, absent = _with_data(report, in_text, requested, "text")
     blocks = list(head)
@@ -80,7 +80,7 @@ def _with_data(
 ) -> tuple[list[Filled[Report]], list[str]]:
     """Returns the requested sections with their blocks, and the names of those without data.
 
-    Raises UsageError for an unknown section, or if none of the requested ones has data.
+    Raises UsageError for an unknown section, or if no requested one has data.
     """
     _require_known(requested, [section.name for section in sections])
     chosen = [section for section in sections if not requested or section.name in requested]

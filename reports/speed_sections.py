@@ -1,4 +1,4 @@
-"""Throughput, peak memory, their Pareto front, and scaling over devices."""
+"""Throughput, peak memory, their Pareto front, and scaling."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MOST_SCALING = 4
 
 
 def throughput_bars(group: RankedGroup, name: str, labels: Mapping[str, str] | None = None) -> Bars:
-    """Returns throughputs with 95 % intervals, fastest first; strong: tied with the fastest.
+    """Returns throughputs with 95 % intervals, fastest first; strong if tied with the fastest.
 
-    `labels`: replace the cells' own, by id.
+    `labels`: replacement labels by cell id.
     """
     fastest = group.rows[0]
     best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
@@ -59,7 +59,7 @@ def throughput_bars(group: RankedGroup, name: str, labels: Mapping[str, str] | N
 
 
 def memory_bars(group: RankedGroup, name: str) -> Bars | None:
-    """Returns peak memory in MiB with the range over trials, smallest first."""
+    """Returns peak memory in MiB with its range over trials, smallest first."""
     peaks = [
         (c.memory.peak_memory_bytes / MIB, c)
         for c in group.rows
@@ -87,7 +87,7 @@ def memory_bars(group: RankedGroup, name: str) -> Bars | None:
 
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
-    """Returns the cells with measured memory; None if fewer than three."""
+    """Returns cells with measured memory; None if fewer than three."""
     front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if len(cells) < 3:
@@ -120,7 +120,7 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
 
 
 def _comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
-    """Returns the groups with several cells, with their numbers and short titles."""
+    """Returns groups of several cells with their numbers and short titles."""
     several = [group for group in report.groups if len(group.rows) > 1][:MOST_CHARTS]
     main = report.groups[0].workload if several else ""
     return [(index, group, group.short_title(main)) for index, group in enumerate(several)]
@@ -199,8 +199,7 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    """Returns a figure per workload, precision and batch that ran on two or more numbers of
-    devices."""
+    """Returns a figure per workload, precision and batch with two or more numbers of devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
@@ -266,7 +265,6 @@ def _scaling_title(cell: CellResult, regime: str) -> str:
 
 
 def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns throughput over devices, and scaling efficiency."""
     charts = [
         ui.Chart(curves)
         for regime in ("strong", "weak")
@@ -277,7 +275,7 @@ def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns cells on several devices with a counterpart on one."""
+    """Returns multi-device cells with a single-device counterpart."""
     return [
         cell
         for cell in cells
@@ -289,7 +287,7 @@ def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def efficiency(cells: Sequence[CellResult]) -> ui.Table:
-    """Returns scaling efficiency of multi-device cells, best first."""
+    """Returns scaling efficiency, best first."""
 
     def order(cell: CellResult) -> tuple[str, int, float]:
         own = cell.relative.efficiency_own

@@ -10,13 +10,12 @@ MIB = 2**20
 
 
 def finite(value: float | None) -> float | None:
-    """Returns the value; None if unknown, not a number or infinite."""
+    """Replaces NaN and infinity by None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats `digits` significant digits at least: 12,345 and 0.0123; 1.2e-07 instead of many
-    zeros."""
+    """Formats at least `digits` significant digits: 12,345, 0.0123, and 1.2e-07 for many zeros."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -29,12 +28,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: float | None) -> str:
-    """Formats a count or an axis tick without extra digits: 8, 2,500 and 0.5."""
+    """Formats a count or axis tick without extra digits: 8, 2,500, 0.5."""
     return DASH if (known := finite(value)) is None else f"{float(known):,.10g}"
 
 
 def scaled(value: float | None, factor: float, digits: int = 3) -> str:
-    """Formats value x factor, for a unit other than the record's."""
+    """Formats value x factor, in a unit other than the record's."""
     return DASH if value is None else number(value * factor, digits)
 
 
@@ -61,7 +60,7 @@ def size(value: float | None) -> str:
 
 
 def deviation(value: float | None) -> str:
-    """Formats a relative deviation as `1.2e-07`; 0 if bitwise identical."""
+    """Formats a relative deviation as `1.2e-07`, or 0 if bitwise identical."""
     value = finite(value)
     if value is None:
         return DASH
@@ -89,7 +88,7 @@ def listed(words: list[str], most: int = 4) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shortens text for a chart: no control characters, an ellipsis in the middle beyond `most`."""
+    """Shortens text for a chart: no control characters, an ellipsis in the middle past `most`."""
     text = printable(text)
     if len(text) <= most:
         return text
@@ -108,7 +107,7 @@ def bits(value: float, digits: int = 3) -> str:
 
 
 def printable(text: str) -> str:
-    """Removes characters that XML cannot hold, or that change the text direction."""
+    """Removes characters that XML cannot hold or that change the text direction."""
     return re.sub(
         r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]",
         "",

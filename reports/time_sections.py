@@ -1,4 +1,4 @@
-"""Parts of a profiled step, GPU activity, communication, pipeline bubbles, and experts."""
+"""Profiled steps, GPU activity, communication, pipeline bubbles, and experts."""
 
 from __future__ import annotations
 
@@ -42,25 +42,23 @@ _NUMBERS = "All cells in numbers"
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A cell's profiled step."""
-
     result: CellResult
     parts: Mapping[str, float | None]
-    """Seconds by component of the step, and of overlaps: mean of the ranks."""
+    """Seconds by part of the step, overlaps included; mean of the ranks."""
     plain_step: float
     """Seconds of the slowest rank's step without the profiler."""
     profiled_step: float
     straggler: int | None
     logical_bytes: float | None
-    """Bytes that a rank must send per step for its collectives in theory: mean of the ranks."""
+    """Bytes per step that a rank's collectives must send in theory; mean of the ranks."""
     off_theory: float | None
     """Those bytes over the strategy's formula, minus 1."""
     off_algorithm: float | None
-    """Bytes on the sockets over those of the backend's algorithm, minus 1."""
+    """Socket bytes over those of the backend's algorithm, minus 1."""
     peak: Mapping[str, int | None]
-    """Bytes at the peak by kind, and in total (`tracked`), of the fullest rank in each."""
+    """Bytes at the peak by kind and in total (`tracked`), each of the rank with most."""
     private: int | None
-    """Peak bytes of the same step as trials measure it."""
+    """The step's peak bytes as trials measure it."""
     gpu: GpuTime | None
     """None without a GPU."""
 
@@ -101,7 +99,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
-    """Groups profiles whose cells differ only in strategy, shortest step first."""
+    """Groups profiles that differ only in strategy, shortest step first."""
     by_id = {profile.result.cell_id: profile for profile in profiles}
     return [
         sorted((by_id[cell.cell_id] for cell in group.rows), key=lambda one: one.profiled_step)
@@ -151,7 +149,7 @@ def _part_bar(profile: StepProfile) -> Bar:
 
 
 def profile_blocks(profiles: Sequence[StepProfile]) -> ui.Blocks:
-    """Returns the parts of each step, its memory at the peak, and what GPUs did."""
+    """Returns each step's parts, peak memory and GPU activity."""
     charts = [ui.Chart(bars) for bars in part_bars(profiles)[:MOST_CHARTS]]
     gpu = ui.Part("", [_gpu_table(profiles)], prose("gpu"))
     blocks: ui.Blocks = [
@@ -166,7 +164,6 @@ def profile_blocks(profiles: Sequence[StepProfile]) -> ui.Blocks:
 def _profile_table(
     name: str, label: str, profiles: Sequence[StepProfile], columns: Sequence[Column[StepProfile]]
 ) -> ui.Table:
-    """Returns a table of these columns, after those of the workload and devices."""
     by_id = {profile.result.cell_id: profile for profile in profiles}
     cells = [profile.result for profile in profiles]
 
@@ -180,7 +177,7 @@ def _profile_table(
 
 
 def _parts_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    """Returns the parts as a table, with bytes against theory and algorithm."""
+    """Returns step parts, with bytes against theory and algorithm."""
     rows = [profile for group in _by_setting(profiles) for profile in group]
     straggling = "slower than the others by more than 15 %"
     sockets = "bytes on the sockets over those of the backend's algorithm"
@@ -210,7 +207,6 @@ def _seconds(title: str, field: str, attribute: str, tip: str) -> Column[StepPro
 
 
 def _part_column(name: str) -> Column[StepProfile]:
-    """Returns a column of one part's time in ms, mean of the ranks."""
     tips = {
         "overlapped": "communication in flight during the others; not part of the sum",
         "operators": "part of the step in which one ran",
@@ -225,7 +221,6 @@ def _part_column(name: str) -> Column[StepProfile]:
 
 
 def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    """Returns what filled the fullest rank at its peak."""
     measured = [profile for profile in profiles if profile.peak["tracked"] is not None]
     rows = [profile for group in _by_setting(measured) for profile in group]
 
@@ -248,7 +243,7 @@ def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
 
 
 def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    """Returns each part's share of a step on GPUs; empty without any."""
+    """Returns each part's share of GPU steps; empty without any."""
     measured = [profile for profile in profiles if profile.gpu]
     rows = [profile for group in _by_setting(measured) for profile in group]
     names = [name for name in PARTS if any(p.gpu and name in p.gpu.seconds for p in rows)]
@@ -269,7 +264,7 @@ def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
 
 
 def utilization(cell: CellResult) -> str:
-    """Returns MFU and utilisation of the card's measured rate; empty if both are unknown."""
+    """Returns MFU and the fraction of the card's measured rate; empty if both are unknown."""
     shares = []
     if cell.work.mfu is not None:
         of = f"the data sheet's {_teraflops(cell.work.peak_flops_per_second)}"
@@ -302,8 +297,8 @@ def sent(cell: CellResult) -> float:
 
 
 def bound(cell: CellResult) -> float | None:
-    """Returns 2 (N - 1) / N, the cost of averaging over N ranks by a ring (Patarasuk and Yuan, JPDC
-    69, 2009), if all N have the whole model."""
+    """Returns 2 (N - 1) / N, the cost of averaging by a ring (Patarasuk and Yuan, JPDC 69, 2009).
+    None unless each of N ranks has the whole model."""
     ranks = cell.placement.data_parallel or 1
     if ranks != cell.cell.devices or ranks < 2:
         return None
@@ -386,9 +381,9 @@ def offload_table(cells: Sequence[CellResult]) -> ui.Table:
 
 
 def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns bytes sent per step against a ring all-reduce, and bytes to a disk.
+    """Returns bytes sent per step against a ring all-reduce, and bytes to disk.
 
-    `one_model`: whether cells can be compared; models of a search differ in size.
+    `one_model`: whether cells can be compared; a search's models differ in size.
     """
     charts = [ui.Chart(bars) for bars in traffic_bars(cells)[:MOST_CHARTS]] if one_model else []
     limits = bounds_in_words(cells)
@@ -400,7 +395,7 @@ def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Bl
 
 
 def bounds_in_words(cells: Sequence[CellResult]) -> str:
-    """Returns the bound by number of data-parallel ranks: `1.00 x for 2 ranks, 1.50 x for 4`."""
+    """Returns the bound by data-parallel ranks: `1.00 x for 2 ranks, 1.50 x for 4`."""
     limits = {
         cell.placement.data_parallel or 1: limit
         for cell in with_traffic(cells)
@@ -410,13 +405,12 @@ def bounds_in_words(cells: Sequence[CellResult]) -> str:
 
 
 def bubble_theory(stages: int, micro_batches: int) -> float:
-    """Returns (p - 1) / (m + p - 1) for p stages and m micro-batches (Huang et al., arXiv
-    1811.06965)."""
+    """Returns (p - 1) / (m + p - 1), p stages, m micro-batches (Huang et al., arXiv 1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def bubble_bars(cells: Sequence[CellResult]) -> Bars | None:
-    """Returns measured and theoretical pipeline bubbles in %, smallest first."""
+    """Returns measured and theoretical bubbles in %, smallest first."""
     measured = [
         (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
         for cell in cells
@@ -448,7 +442,7 @@ def bubble_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells with recorded expert tokens, most balanced first."""
+    """Returns cells with recorded expert tokens, most balanced first."""
     known = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
     return sorted(known, key=lambda cell: (cell.cell.workload, cell.traffic.expert_imbalance))
 
@@ -475,8 +469,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns tokens by expert, a chart per workload. Shows the first cell only: the same training
-    routes the same way."""
+    """Returns tokens by expert of each workload's first cell; equal training routes equally."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:
@@ -507,7 +500,7 @@ def _tokens_of(cell: CellResult) -> Bars:
 
 
 def experts_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns how evenly a mixture's tokens are spread over its experts."""
+    """Returns how evenly a mixture spreads tokens over its experts."""
     imbalance = imbalance_bars(cells)
     charts = [ui.Chart(bars) for bars in (imbalance, *token_bars(cells)) if bars and imbalance]
     columns = [

@@ -37,29 +37,25 @@ class Pick:
     value: str
     interval: str
     tied: tuple[RankedCell, ...]
-    """Cells tied with it."""
     then: str = ""
     """Consequence for the other respect."""
 
 
 @dataclass(frozen=True)
 class GroupVerdict:
-    """The best cells of a group, each with its interval."""
-
     group: RankedGroup
     fastest: Pick
     frugal: Pick | None
     balanced: Pick | None
     """Most throughput for its peak memory."""
     faster: Pick | None
-    """A faster stand-in or oversubscribed cell. It does not lead: its times do not hold for the
-    real thing."""
+    """A faster stand-in or oversubscribed cell, whose times do not hold for the real thing."""
 
 
 def verdict(group: RankedGroup) -> GroupVerdict:
-    """Returns the fastest and most frugal cells, preferring real things.
+    """Returns the fastest and most frugal cells, preferring real ones.
 
-    Oversubscription changes a cell's times, not its memory.
+    Oversubscription changes a cell's times, but not its memory.
     """
     timed, first = fairly_timed(group), group.rows[0]
     fastest = timed[0]
@@ -73,7 +69,7 @@ def verdict(group: RankedGroup) -> GroupVerdict:
 
 
 def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
-    """Returns a cell with its throughput. `tied`: cells that may be as fast."""
+    """Describes a cell's throughput. `tied`: cells that may be as fast."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:
@@ -111,8 +107,7 @@ def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
 
 
 def _balanced(group: RankedGroup, timed: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
-    """Returns the cell with the most throughput for its peak memory, and those whose interval
-    reaches it."""
+    """Returns the cell with most throughput per peak memory, and any whose interval reaches it."""
     cells = [cell for cell in timed if cell.memory.peak_memory_bytes is not None]
     if not cells:
         return None
@@ -148,7 +143,7 @@ class Parity:
     judged: int
     steps: str
     unexpected: int
-    """Divergences that the matrix does not expect."""
+    """Unexpected divergences."""
     rewound: int
     """Cells rewound between timed steps and verified again."""
 
@@ -171,7 +166,7 @@ class Parity:
 
 
 def verdict_blocks(report: RunReport) -> ui.Blocks:
-    """Returns what to use, the key figures, and the verdict on each workload and setting."""
+    """Returns what to use, key figures, and each setting's verdict."""
     if report.largest:
         return _largest_verdict(report)
     if report.leading is None:

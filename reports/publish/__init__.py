@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from reports.publish.published import Published, quiet
 
 LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
-"""Library of each target; its extra has the target's name."""
+"""Library of each target; the extra is named after the target."""
 
 
 def publish(target: str, results: Results, folder: Path) -> Published:

@@ -1,5 +1,4 @@
-"""TensorBoard event files in FOLDER/RUN/CELL: step times and losses per trial, a point per trial,
-and hyperparameters."""
+"""TensorBoard event files in FOLDER/RUN/CELL: steps, losses, trials and hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def write(results: Results, folder: Path) -> Published:
-    """Writes a folder per run atomically; existing runs stay unchanged."""
+    """Writes each run's folder atomically; existing runs stay unchanged."""
     cells = already = 0
     for report in each(results):
         target = folder / report.run_id
@@ -39,7 +38,7 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def cell_folder(record: CellRecord) -> str:
-    """Returns the cell's name in TensorBoard: characters valid on any file system, and its id."""
+    """Returns the cell's name in characters valid on any file system, and its id."""
     slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", record["cell_name"]).strip("-.")[:80]
     return f"{slug or 'cell'}-{record['cell_id']}"
 

@@ -1,5 +1,4 @@
-"""MLflow file store, without a server: an MLflow run for each cell of each run, with axes, figures,
-trials and losses."""
+"""Serverless MLflow file store: an MLflow run for each cell of each run."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000
-"""Characters that every version of MLflow accepts."""
+"""Characters that every MLflow version accepts."""
 RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
 _TRIAL = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 
 
 def write(results: Results, folder: Path) -> Published:
-    """Writes the cells; existing finished ones stay unchanged."""
+    """Writes the cells; those already complete stay unchanged."""
     with quiet():
         from mlflow.tracking import MlflowClient
 
@@ -45,7 +44,7 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
-    """Returns (run, cell) of everything written completely."""
+    """Returns (run, cell) of each complete entry."""
     there: set[tuple[str, str]] = set()
     token = None
     while True:
@@ -108,5 +107,5 @@ def _milliseconds(time: datetime) -> int:
 
 
 def _text(value: object, most: int) -> str:
-    """Returns text on one line, within MLflow's limits."""
+    """Returns text on one line within MLflow's limits."""
     return " ".join(printable(str(value)).split())[:most]

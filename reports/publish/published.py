@@ -1,4 +1,4 @@
-"""Published figures of a cell, their names, and a summary of what was written."""
+"""Published figures and their names, and a summary of what was written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIGURES = (
     "parity_max_loss_deviation",
     "parity_max_update_deviation",
 )
-"""Published figures of a cell, by name."""
+"""Published figures, by name."""
 
 
 AXES = (
@@ -61,12 +61,12 @@ class Published:
     path: Path
     cells: int
     already: int
-    """Existing cells, left unchanged."""
+    """Existing cells left unchanged."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Allows MLflow's file store, which needs this since 3.0, and disables its usage telemetry."""
+    """Allows MLflow's file store, which is opt-in since 3.0, and disables its usage telemetry."""
     import os
 
     wanted = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}

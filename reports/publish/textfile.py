@@ -1,4 +1,4 @@
-"""Prometheus textfile of one run, for the node exporter: gauges with units in their names."""
+"""Prometheus textfile of one run for the node exporter: gauges with units in their names."""
 
 from __future__ import annotations
 
