@@ -13,28 +13,25 @@ from harness.analysis.stats import CONFIDENCE, WITHIN_RUN_CONFIDENCE, Comparison
 from harness.spec.cell import TECHNIQUES
 
 EQUAL = 0.02
-"""Cells are tied if the 95 % interval of their throughput ratio is within this of 1."""
+"""Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
 NEARLY_AS_FAST = 0.03
-"""Share of throughput that simplicity may cost."""
+"""Throughput fraction that simplicity may cost."""
 ELIMINATION_CONFIDENCE = (1 + WITHIN_RUN_CONFIDENCE) / 2
-"""One-sided confidence for dropping a cell from further trials. Checking after each round gives
-many chances to drop a cell by bad luck, which biases its result low: at 95 %, only 93 of 100
-intervals held (scripts/power.py)."""
+"""One-sided confidence for dropping a cell from further trials. Checking after each round gives bad
+luck many chances, which biases dropped results low: at 95 %, only 93 of 100 intervals held
+(scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommended cell, with the reason."""
-
     role: str
-    """One of Use, Faster at a price, Least memory and Simplest."""
+    """Use, Faster at a price, Least memory or Simplest."""
     cell: CellResult
     words: str
     """Rest of a sentence after the cell's label and a colon."""
     as_good: str = ""
-    """Names of tied cells, or empty."""
 
     @property
     def sentence(self) -> str:
@@ -43,15 +40,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """Advice for one setting; at least one of its cells is ranked."""
+    """Advice for one setting with at least one ranked cell."""
 
     advice: tuple[Advice, ...]
-    """Recommendations, the cell to use first."""
+    """Cell to use first, then alternatives."""
     compared: int
-    """Number of cells considered."""
     may_be_fastest: tuple[CellResult, ...]
-    """Cells with the same training as one process, one of which is the fastest (95 %
-    confidence)."""
+    """Cells that train like one process and include the fastest (95 % confidence)."""
     baseline: CellResult | None
 
     @property
@@ -88,7 +83,7 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
-    """Returns the candidates for fastest; without estimates, the cells tied with the first."""
+    """Returns candidates for fastest; without estimates, ties with the first."""
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if len(speeds) == len(cells):
         if all(speed.degrees > 0 for speed in speeds):
@@ -102,9 +97,9 @@ def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) 
 def undecided(
     cells: Sequence[CellResult], confidence: float = ELIMINATION_CONFIDENCE
 ) -> list[CellResult]:
-    """Returns the cells worth more trials: the candidates for fastest, and their baseline.
+    """Returns the cells worth more trials: candidates for fastest and their baseline.
 
-    A setting adds none if its fastest cell is known, or if all candidates are known to be tied.
+    A setting adds none if its fastest cell is known, or all candidates are known to be tied.
     """
     chosen: list[CellResult] = []
     for group in by_setting(trustworthy(cells)):
@@ -147,7 +142,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
 
 def answer(cells: Sequence[CellResult]) -> Answer | None:
-    """Returns the advice for one setting; None if no cell qualifies."""
+    """Returns advice for one setting; None if no cell qualifies."""
     fair = trustworthy(cells)
     advisable = [cell for cell in fair if cell.parity.same_training]
     if not advisable:
@@ -181,7 +176,7 @@ def change(comparison: Comparison) -> str:
 
 
 def named(cells: Sequence[CellResult]) -> str:
-    """Lists at most five names, and the number of the rest."""
+    """Lists up to five names and counts the rest."""
     labels = [cell.cell.label for cell in cells]
     if len(labels) > MOST_NAMED:
         labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
@@ -217,7 +212,7 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
 
 
 def _equal(cell: CellResult, other: CellResult) -> bool:
-    """Returns whether the interval, not just the ratio, is within `EQUAL`."""
+    """Whether the interval, not just the ratio, is within `EQUAL`."""
     ratio = compare(cell, other, CONFIDENCE)
     if ratio is None or ratio.low is None or ratio.high is None:
         return False
@@ -245,7 +240,7 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
 
 
 def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
-    """Returns the cell with the smallest peak; ties go to the faster."""
+    """Breaks ties by speed."""
     known = [cell for cell in cells if cell.memory.peak_memory_bytes is not None]
     return min(
         known,
@@ -277,7 +272,7 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the least complex of the cells about as fast as the first. `cells`: fastest first."""
+    """Returns the least complex cell about as fast as the first. `cells`: fastest first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -1,4 +1,4 @@
-"""Throughput relative to other cells: the baseline's, and scaling efficiency."""
+"""Throughput relative to a baseline, and scaling efficiency."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE
 
 Choice: TypeAlias = Callable[[CellResult], bool]
-"""Predicate that selects a baseline."""
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns the baseline of a setting; None if there is none.
+    """Returns a setting's baseline, or None.
 
     It is the first ranked cell that `chosen` accepts; by default DDP by torchrun without options,
-    else the single process. If there are several (weak scaling on one device is the same training),
-    it is the one with the most trials, since the plan runs baselines more often.
+    else the single process. Among several (weak scaling on one device is the same training), it is
+    the one with most trials, since baselines run more often.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
@@ -33,7 +32,7 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
-    """Returns the same cells, ranked ones with throughput over their baseline's."""
+    """Adds throughput over the baseline's to ranked cells."""
     runs: dict[str, list[CellResult]] = {}
     for cell in cells:
         runs.setdefault(cell.run_id, []).append(cell)
@@ -66,8 +65,7 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the same cells with scaling efficiencies. Weak scaling compares at equal batch per
-    device."""
+    """Adds scaling efficiencies; weak scaling compares at equal batch per device."""
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:

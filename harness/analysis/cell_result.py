@@ -1,4 +1,4 @@
-"""Results of a cell of a run."""
+"""A cell's results."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from harness.analysis.trials import Cause
 
 VERIFIED = ("exact", "within tolerance")
-"""Parity verdicts with which a cell may be compared by speed."""
+"""Parity verdicts that allow comparison by speed."""
 UNVERIFIED = "unverified"
 """Replaces status ok if parity is unknown."""
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst"]
-"""How trials become one value: all share it, median or largest of the finished ones, or the value
-of the trial whose parity deviates most."""
+"""How trials become one value: shared by all, median or largest of finished ones, or from the trial
+that deviates most."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
-    """Returns a field filled from a column of `trials`; `column`: its name if not the field's."""
+    """Returns a field filled from a column of `trials`; `column`: if not named like the field."""
     metadata = {"summary": summary} | ({"column": column} if column else {})
     return field(default=default, metadata=metadata)
 
 
 def named(column: str, default: T) -> T:
-    """Returns a field whose name among a result's columns is another."""
+    """Returns a field with another column name."""
     return field(default=default, metadata={"column": column})
 
 
@@ -56,7 +56,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Work:
-    """Size of the model, its arithmetic, and how well the devices were used."""
+    """Model size, arithmetic, and utilisation of the devices."""
 
     parameters: int | None = of_trials("shared", None)
     trained_parameters: int | None = of_trials("shared", None)
@@ -65,9 +65,9 @@ class Work:
     mfu: float | None = of_trials("median", None)
     matmul_utilization: float | None = of_trials("median", None)
     peak_flops_per_second: float | None = None
-    """FLOP/s of one device by its data sheet, for `mfu`."""
+    """One device's data-sheet rate, for `mfu`."""
     matmul_flops_per_second: float | None = None
-    """FLOP/s of one device in a matrix product, for `matmul_utilization`."""
+    """One device's measured rate in a matrix product, for `matmul_utilization`."""
     energy_joules_per_sample: float | None = of_trials("median", None)
 
 
@@ -97,26 +97,26 @@ class Speed:
 
 @dataclass(frozen=True)
 class Relative:
-    """Throughput over that of other cells; `_low` and `_high` are 95 % intervals, or None."""
+    """Ratios of throughput; `_low` and `_high` are 95 % intervals, or None."""
 
     baseline: str = ""
-    """Id of the baseline cell, or empty."""
+    """Its cell id, or empty."""
     over_baseline: float | None = None
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
     efficiency_own: float | None = None
-    """Scaling efficiency against the same strategy on one device."""
+    """Scaling efficiency against this strategy on one device."""
     efficiency_own_low: float | None = None
     efficiency_own_high: float | None = None
     efficiency_single: float | None = None
-    """Scaling efficiency against a single process without parallelism."""
+    """Scaling efficiency against a single process."""
     efficiency_single_low: float | None = None
     efficiency_single_high: float | None = None
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds and shares of a trial and of its steps, median over finished trials."""
+    """Seconds and fractions of a trial and its steps; median over finished trials."""
 
     step_seconds_p50: float | None = of_trials("median", None)
     step_seconds_p95: float | None = of_trials("median", None)
@@ -131,30 +131,28 @@ class Times:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of the fullest rank; the largest over finished trials."""
+    """Peak memory of the fullest rank; largest over finished trials."""
 
     peak_memory_bytes: int | None = of_trials("largest", None)
     peak_memory_bytes_low: int | None = None
-    """Smallest value over trials."""
+    """Smallest over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
-    """Peaks in the trial with the largest peak."""
+    """Peaks in the trial with the largest."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
-    """Peak by trial number, for trials with status ok."""
+    """Peak by trial number, for ok trials."""
     memory_imbalance: float | None = of_trials("median", None)
     memory_method: str | None = of_trials("shared", None)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes moved in a step, and tokens routed to experts."""
-
     sent_bytes_per_step: float | None = None
-    """Bytes sent by the busiest rank, median over trials."""
+    """Busiest rank's, median over trials."""
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
     offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
-    """Value of the first finished trial that has one."""
+    """From the first finished trial that has it."""
     expert_imbalance: float | None = of_trials("median", None)
 
 
@@ -171,7 +169,7 @@ class KeptStates:
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
-    """Value of `state_bytes` by the strategy's formula; None if it has none."""
+    """Formula value of `state_bytes`; None without a formula."""
     formula_transient_bytes: float | None = None
     formula_deviation: float | None = None
     """Measured over formula, minus 1."""
@@ -179,8 +177,7 @@ class KeptStates:
 
 @dataclass(frozen=True)
 class Parity:
-    """Comparison with the reference run; verdict and deviations are those of the trial that
-    deviates most."""
+    """Comparison with the reference run, from the trial that deviates most."""
 
     verdict: str | None = of_trials("worst", None, "parity_verdict")
     reason: str | None = of_trials("worst", None, "parity_reason")
@@ -193,60 +190,54 @@ class Parity:
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
-    """Number of rewinds to an earlier state for another judgement, over all trials; None if
-    unknown. The deviations are the largest found then."""
+    """Rewinds for another judgement, over all trials; None if unknown. Deviations are the largest
+    found then."""
     rewind_skipped_reason: str | None = None
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
     same_training: bool = False
-    """Whether it trains the same as one process, so that it may be recommended. Parity is exact;
-    or, in half precision, within what the precision alone allows and not known to be inexact in
-    fp32."""
+    """Whether it trains like one process and so may be recommended. Parity is exact; or, in half
+    precision, within what precision alone allows and not known to be inexact in fp32."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; empty without
-    one."""
+    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; or empty."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What else happened on the machine."""
-
     trials: int = named("disturbed", 0)
-    """Number of disturbed trials."""
+    """Disturbed trials."""
     by_cause: Mapping[Cause, int] = field(default_factory=dict, metadata={"column": "disturbed_by"})
-    """Number of disturbed trials by cause."""
     descriptions: tuple[str, ...] = named("disturbances", ())
-    """Description of each disturbed trial."""
+    """One for each disturbed trial."""
     gpu_findings: tuple[str, ...] = ()
-    """Descriptions of what was found on the trials' GPUs."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of one run, from the last attempt of each trial. Unknown values are None.
+    """One cell of one run, from each trial's last attempt. Unknown values are None.
 
     A trial with a throughput counts as finished. Trials stopped by the user count only if there are
-    no others. harness/record/schema.py describes the columns that groups share with `trials`.
+    no others. harness/record/schema.py describes columns shared with `trials`.
     """
 
     run_id: str
     cell: Cell
     cell_id: str
-    """Recorded id, the key of the cell in every table."""
+    """The cell's key in every table."""
     status: str
-    """Worst status of the trials."""
+    """Worst of the trials."""
     reason: str = ""
-    """Reason of the worst trial; with a count if others ended differently."""
+    """The worst trial's, with a count if others ended differently."""
     expected: bool = False
-    """Whether the matrix expects this status (such as a known divergence)."""
+    """Whether the matrix expects this status."""
     verified: bool = False
     """Whether parity holds in every trial that ended well."""
     ranked: bool = False
     """Whether it may be compared by speed: ok, verified, with a throughput."""
     recorded_trials: int = 0
-    """Number of trials that count."""
+    """Trials that count."""
     trials: int = 0
-    """Number of finished trials."""
+    """Finished trials."""
     placement: Placement = Placement()
     work: Work = Work()
     speed: Speed = Speed()
@@ -259,37 +250,34 @@ class CellResult:
     disturbance: Disturbance = Disturbance()
 
     def column(self, name: str) -> Any:
-        """Returns a value by its column's name, see `columns`."""
+        """Returns a value of `columns`."""
         if group := _GROUP_OF.get(name):
             return getattr(getattr(self, group[0]), group[1])
         of_cell = cell_columns(self.cell) if name not in vars(self) or name == "cell" else {}
         return of_cell[name] if name in of_cell else getattr(self, name)
 
     def columns(self) -> dict[str, object]:
-        """Returns values by column: the cell's fields, the result's own and those of its groups."""
+        """Returns values by column: the cell's, the result's and its groups'."""
         own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
         return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
 
     def varied(self: Result, **fields: object) -> Result:
-        """Returns the result with other fields of its cell, for its label and setting."""
+        """Returns the result with other cell fields, for its label and setting."""
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
-        """Returns the throughput with its interval, or None.
-
-        `column`: samples_per_second or tokens_per_second.
-        """
+        """Returns column samples_per_second or tokens_per_second."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
 
     @property
     def outcome(self) -> str:
-        """Status, or `unverified` if it is ok without verified parity."""
+        """Status; `unverified` replaces ok without verified parity."""
         return self.status if self.status != "ok" or self.verified else UNVERIFIED
 
     @property
     def outcome_reason(self) -> str:
-        """Reason for the outcome; empty if it is ok."""
+        """Reason for the outcome; empty if ok."""
         if self.outcome != UNVERIFIED:
             return self.reason
         judged = self.parity.verdict not in (None, *VERIFIED)
@@ -301,7 +289,6 @@ GROUPS: dict[str, type] = {
     for field in dataclasses.fields(CellResult)
     if dataclasses.is_dataclass(field.default)
 }
-"""Groups of fields of a result, by name."""
 _GROUP_OF = {
     field.metadata.get("column", field.name): (group, field.name)
     for group, kind in GROUPS.items()

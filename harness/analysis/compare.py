@@ -44,18 +44,18 @@ MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """Comparison of one cell: B, the second, against A, the first."""
+    """One cell in B, the second side, against A, the first."""
 
     kind: Kind
     cell_name: str
     first: MeasuredCell | None
     second: MeasuredCell | None
     reason: str = ""
-    """Explanation; empty if the throughputs are compared."""
+    """Why throughputs are not compared; empty if they are."""
     throughput: Comparison | None = None
-    """Throughput of B over A."""
+    """B over A."""
     memory: Comparison | None = None
-    """Peak memory of B over A; None if unknown or measured differently."""
+    """B over A; None if unknown or measured differently."""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -72,7 +72,6 @@ class ComparedCell:
 
     @property
     def verdict(self) -> str:
-        """Description of the change in throughput and memory."""
         alone = self.throughput is not None and self.throughput.low is None
         verdict = f"{self.kind}{' (one trial: no interval)' if alone else ''}"
         if self.memory_verdict in (None, "no difference seen"):
@@ -145,11 +144,9 @@ class RunComparison:
     lines: tuple[ComparedCell, ...]
     test: str
     differences: tuple[str, ...] = ()
-    """Descriptions of software that differs."""
 
     @property
     def comparisons(self) -> int:
-        """Number of comparisons, of throughput and of peak memory."""
         return sum((line.throughput is not None) + (line.memory is not None) for line in self.lines)
 
     @property
@@ -159,7 +156,7 @@ class RunComparison:
     @property
     def headline(self) -> str:
         """Text such as `2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen
-        12`; within a run, counts of verdicts."""
+        12`. Within a run, counts of verdicts."""
         if self.test != RUNS_METHOD:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
@@ -213,10 +210,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
-    """Compares B (second) with A (first), cell by cell.
-
-    Raises UsageError if they have no cell in common.
-    """
+    """Compares B (second) with A (first) by cell; raises UsageError without a common cell."""
     before, after = _by_id(first.cells), _by_id(second.cells)
     if not before.keys() & after.keys():
         raise UsageError(
@@ -266,7 +260,7 @@ def compare_cells(
 
 
 def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
-    """Returns regressions first, then by kind, the largest loss first."""
+    """Returns regressions first, then by kind, largest loss first."""
 
     def order(line: ComparedCell) -> tuple[bool, int, float]:
         ratio = line.throughput.ratio if line.throughput else 0.0
@@ -280,7 +274,7 @@ def _why(cell: MeasuredCell) -> str:
 
 
 def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> list[ComparedCell]:
-    """Returns a cell's lines, one for each hardware that both sides share."""
+    """Returns a line for each hardware of a cell that both sides share."""
     if not after:
         was = before[-1]
         if was.ok:
@@ -300,7 +294,7 @@ def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> lis
 
 
 def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
-    """Compares one cell on equal hardware: parity and failures first, then speed."""
+    """Compares parity and failures first, then speed."""
     if was.ok and now.ok:
         speed = compare(now.result, was.result)
         if speed is None:
@@ -311,7 +305,6 @@ def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
 
 
 def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
-    """Returns peak memory of B over A; None if unknown or measured differently."""
     if was.result.memory.memory_method != now.result.memory.memory_method:
         return None
     before, after = was.result.memory.peak_by_round, now.result.memory.peak_by_round

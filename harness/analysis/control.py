@@ -2,7 +2,7 @@
 
 Between steps each rank computes a small fixed piece (harness/worker/control_process.py), whose time
 follows the machine's speed. Log step times are regressed on it (control variates: Lavenberg and
-Welch, Management Science 27, 1981), with coefficients shared by all cells of a run.
+Welch, Management Science 27, 1981), with coefficients shared by a run's cells.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_WINDOWS = 12
-"""Fewest windows beyond one per cell for a fit."""
+"""Fewest windows for a fit, beyond one per cell."""
 LEAST_LAUNCHES = 40
-"""Number of trials beyond one per cell for a fit between whole trials. Between windows of a few
-steps the control's own noise does not average out and makes coefficients too small."""
+"""Trials, beyond one per cell, from which fits use whole trials. Within windows of a few steps, the
+control's noise does not average out and shrinks coefficients."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,8 @@ class Window:
 
     step: float
     control: float
-    """Mean control time of the ranks."""
+    """Mean over the ranks."""
     slowest: float
-    """Control time of the slowest rank."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ def mean_window(windows: Sequence[Window]) -> Window:
 
 
 def usual_control(windows: Sequence[Window]) -> Window:
-    """Returns the control's median times."""
     return Window(
         0.0,
         statistics.median(w.control for w in windows),
@@ -77,7 +75,7 @@ def usual_control(windows: Sequence[Window]) -> Window:
 
 
 def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
-    """Returns the best adjustment for a run's trials, given each cell's windows by trial.
+    """Returns the best adjustment for a run, given each cell's windows by trial.
 
     It is zero with too few windows, or if it does not reduce the spread between trials.
     """
@@ -116,8 +114,7 @@ def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
 def _spread(
     cells: Mapping[Hashable, Sequence[Sequence[Window]]], adjustment: Adjustment
 ) -> float | None:
-    """Returns the standard deviation between trials, pooled over cells; None without two trials of
-    a cell."""
+    """Returns the standard deviation between trials, pooled over cells; None without repeats."""
     squares, degrees = 0.0, 0
     zero = Window(0.0, 0.0, 0.0)
     for launches in cells.values():

@@ -1,7 +1,6 @@
-"""Effects of single features on throughput and memory.
+"""Effects of single features on throughput and memory, from pairs of cells that differ in one axis.
 
-Compares pairs of cells that differ in one axis. Alone: against the baseline, with everything off.
-Together: the mean over all pairs, whatever else is on.
+Alone: against the baseline, with everything off. Together: the mean over all pairs.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from harness.spec.cell import TECHNIQUES, Cell
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of a feature: ratios of cells with it over cells without."""
+    """Ratios of cells with a feature over cells without."""
 
     axis: str
     value: str
     """Display text such as `recompute=full`."""
     pairs: int
-    """Number of cells with the feature that have a twin without it."""
+    """Cells with the feature that have a twin without it."""
     alone: Comparison | None
-    """Throughput ratio with all else as in the baseline; None if not measured."""
+    """Throughput ratio with all else off; None if not measured."""
     alone_memory: float | None
-    """Peak memory ratio with all else as in the baseline."""
     together: Comparison
-    """Mean throughput ratio over all pairs."""
+    """Mean over all pairs."""
     together_memory: float | None
 
 
@@ -43,10 +41,10 @@ class Effects:
 
     baseline: CellResult
     effects: tuple[Effect, ...]
-    """Effects, the largest speedup first."""
+    """Largest speedup first."""
     fastest: CellResult
     smallest: CellResult
-    """Cell that needs least memory."""
+    """Cell with the least memory."""
 
 
 Identity = tuple[tuple[str, str], ...]
@@ -54,7 +52,7 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def axes_of(cell: Cell) -> dict[str, str]:
-    """Returns the value of each feature that can be on or off; off is the baseline's."""
+    """Returns the value of each feature; the baseline's value counts as off."""
     own_axis = (*TECHNIQUES, "optimizer")
     off = {name: Cell.model_fields[name].default for name in own_axis}
     return {
@@ -137,7 +135,7 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     """Returns the geometric mean of the pairs' throughput ratios.
 
     The error is the larger of the pairs' errors and their scatter, since effects vary. Two pairs
-    are too few for a scatter, so the interval then spans both pairs' intervals.
+    are too few for a scatter; their interval spans both.
     """
     known = [
         (cell.speed.log_throughput, twin.speed.log_throughput)

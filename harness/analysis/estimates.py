@@ -1,11 +1,10 @@
-"""Throughput estimates of a run's cells, whose spreads are moderated over all of them.
+"""Throughput estimates of a run's cells, with spreads moderated over all of them.
 
 Cells' variances are assumed to scatter about a common one as a scaled inverse chi-square (Smyth,
 Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular
-Biology 3 (2004), section 3). The common variance depends on a power of the number of steps a trial
-averages (Law, Chen, Shi and Smyth, voom, Genome Biology 15 (2014), R29, with a straight line
-instead of their curve). All are estimated by maximum likelihood: ratios of variances follow
-Fisher's F distribution.
+Biology 3 (2004), section 3). The common variance follows a power of the steps per trial, a straight
+line instead of voom's curve (Law, Chen, Shi and Smyth, Genome Biology 15 (2014), R29). Parameters
+are maximum-likelihood estimates: variance ratios follow Fisher's F distribution.
 """
 
 from __future__ import annotations
@@ -36,27 +35,24 @@ STEEPEST = 2.0
 
 @dataclass(frozen=True)
 class Spread:
-    """A variance with its degrees of freedom."""
-
     variance: float
     degrees: float
     averaged: float = 1.0
-    """Number of timed steps that a trial averages."""
+    """Timed steps that a trial averages."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """The common variance of a run's cells."""
+    """Common variance of a run's cells."""
 
     variance: float
-    """Variance at `averaged` 1."""
+    """At `averaged` 1."""
     degrees: float
-    """Degrees of freedom; infinite if variances of cells do not differ."""
+    """Infinite if cells' variances do not differ."""
     power: float = 0.0
-    """Power of `averaged` in the variance: -1 if steps are independent."""
+    """Power of `averaged` in the variance; -1 for independent steps."""
 
     def of(self, spread: Spread) -> float:
-        """Returns the common variance of cells with this `averaged`."""
         return float(self.variance * spread.averaged**self.power)
 
 
@@ -84,7 +80,7 @@ def moderated(spreads: Sequence[Spread]) -> list[Spread]:
 
 
 def prior(spreads: Sequence[Spread]) -> Prior | None:
-    """Returns the common variance; None if no cell has a variance."""
+    """Returns the common variance; None if no cell has one."""
     known = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
     if not known:
         return None
@@ -140,11 +136,11 @@ def _most_likely(known: Sequence[Spread]) -> Prior:
 @dataclass(frozen=True)
 class RunEstimates:
     cells: Mapping[str, LogEstimate] = field(default_factory=dict)
-    """Logarithm of samples per second, by cell id."""
+    """Log samples per second, by cell id."""
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Adjusted samples per second by cell id and trial number."""
     adjustment: Adjustment = NONE
-    """Adjustment of cells without disk offload and with a core per rank."""
+    """For cells without disk offload and with a core per rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
@@ -195,7 +191,6 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
 def _moderated(
     logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]], cells: Set[str]
 ) -> dict[str, Spread]:
-    """Returns spreads by cell id, moderated over `cells`."""
     logs = {cell_id: values for cell_id, values in logs.items() if cell_id in cells}
     own = [
         Spread(
@@ -209,7 +204,6 @@ def _moderated(
 
 
 def steps_of(trial: TrialRecord) -> int:
-    """Returns the recorded number of steps, at least 1."""
     return max(1, trial.steps_taken or len(trial.losses))
 
 
@@ -224,12 +218,12 @@ def windows_of(trial: TrialRecord) -> list[Window]:
 
 
 class _Kind(NamedTuple):
-    """Trials whose times respond alike to the speed of the cores."""
+    """Trials whose times respond alike to core speed."""
 
     on_disk: bool
     """Whether it waits for a disk, which core speed does not affect."""
     oversubscribed: bool
-    """Whether ranks share cores, so that they wait for each other."""
+    """Whether ranks share cores and so wait for each other."""
 
 
 def _kind(trial: TrialRecord) -> _Kind:

@@ -1,4 +1,4 @@
-"""History of a cell on equal hardware, with lasting changes."""
+"""A cell's history on equal hardware, with lasting changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Returns the indices at which a new level begins, ascending. See METHOD.
+    """Returns ascending indices at which a new level begins; see METHOD.
 
     `smallest`: relative change of the median that counts.
     """
@@ -56,7 +56,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
     """Returns the split that minimises absolute deviations from both medians.
 
-    A rank sum detects a change but locates it less well. Deviations are capped at the size of the
+    A rank sum detects changes but locates them less well. Deviations are capped at the size of the
     change, so that outlying runs have no influence.
     """
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
@@ -107,8 +107,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
-    """Returns running sums from 0 along the last axis, and the standard deviation of a sum of n
-    ranks (Mann and Whitney 1947)."""
+    """Returns running sums from 0 along the last axis, and a function of n. It gives the standard
+    deviation of a sum of n ranks (Mann and Whitney 1947)."""
     import numpy as np
 
     n = ranks.shape[-1]
@@ -133,8 +133,7 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """Returns critical values at half of FALSE_ALARM_RATE each; with ranks they depend on `n`
-    alone."""
+    """Returns critical values at half of FALSE_ALARM_RATE each; with ranks, only `n` matters."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(
@@ -157,9 +156,9 @@ def _critical(n: int) -> tuple[float, float]:
 Figure = Literal["throughput", "memory"]
 
 SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EFFECT}
-"""Smallest relative change of the level that counts."""
+"""Smallest relative level change that counts."""
 MOST_RUNS = 250
-"""Number of newest runs of a cell that are used."""
+"""Newest runs used of a cell."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +172,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Measurements of a cell by run, oldest first, on the newest run's hardware."""
+    """A cell's measurements by run, oldest first, on the newest run's hardware."""
 
     cell_id: str
     cell_name: str
     figure: Figure
     points: tuple[Point, ...]
     elsewhere: int = 0
-    """Number of runs left out for other hardware or memory methods."""
+    """Runs left out for other hardware or memory methods."""
     failed: int = 0
-    """Number of runs left out because the cell was not ok."""
+    """Runs in which the cell was not ok."""
 
     @property
     def newest(self) -> Point:
@@ -221,8 +220,7 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """Returns a series per measured cell, in order of first occurrence. `cells`: oldest run
-    first."""
+    """Returns a series per measured cell, by first occurrence. `cells`: oldest run first."""
     by_id: dict[str, list[MeasuredCell]] = {}
     for cell in cells:
         by_id.setdefault(cell.cell_id, []).append(cell)
@@ -260,7 +258,7 @@ def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool
 
 
 def method(figure: Figure) -> dict[str, str]:
-    """Describes the detection of changes, for every output format."""
+    """Describes change detection, for every output format."""
     return {
         "Value": "median over a run's trials; the interval is of 95 %",
         "Test": METHOD,

@@ -1,4 +1,4 @@
-"""Losses of a trial by step, including steps trained again."""
+"""A trial's losses by step, including steps trained again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's mean loss over the ranks that have one (equal shares of the batch).
-    `ranks`: each rank's losses by step."""
+    """Returns each step's mean over ranks with a loss (equal shares of the batch). `ranks`: losses
+    by rank and step."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]
@@ -22,23 +22,20 @@ class Pass:
     """Consecutive steps up to a rewind or the end."""
 
     first: int
-    """Training step that it begins with; 0 before any rewind."""
+    """First training step; 0 before any rewind."""
     losses: tuple[float | None, ...]
 
     def before(self, step: int) -> tuple[float | None, ...]:
-        """Returns the losses before that training step."""
         return self.losses[: max(0, step - self.first)]
 
     def since(self, step: int) -> tuple[float | None, ...]:
-        """Returns the losses from that training step on."""
         return self.losses[max(0, step - self.first) :]
 
 
 def passes(
     losses: Sequence[float | None], training_steps: Sequence[int | None]
 ) -> tuple[Pass, ...]:
-    """Returns the losses split at rewinds. `training_steps`: step of each loss; None stands for its
-    index."""
+    """Splits losses at rewinds. `training_steps`: step of each loss; None means its index."""
     steps = [number if step is None else step for number, step in enumerate(training_steps)]
     starts = [i for i, step in enumerate(steps) if i == 0 or step != steps[i - 1] + 1]
     return tuple(

@@ -24,7 +24,7 @@ from harness.spec.cell import Cell
 
 @dataclass(frozen=True)
 class Holding:
-    """Memory of a rank when it ran out, in bytes (see harness/measure/memory_kinds.py)."""
+    """A rank's memory in bytes when it ran out (see harness/measure/memory_kinds.py)."""
 
     in_use: float
     """Total."""
@@ -33,53 +33,51 @@ class Holding:
     other: float = 0.0
     stacks: float = 0.0
     buffers: Mapping[str, float] = field(default_factory=dict)
-    """Library buffers by name."""
     largest: tuple[str, ...] = ()
     """Descriptions of the largest other tensors."""
 
 
 @dataclass(frozen=True)
 class MaxsizeResult:
-    """Row of the table: the search result of one strategy."""
+    """Search result of one strategy, a row of the table."""
 
     label: str
     status: str
-    """One of found, none fits, all fit, unfinished, stopped (a probe failed for another reason than
-    memory), unavailable and refused."""
+    """found, none fits, all fit, unfinished, stopped (a probe failed for a reason other than
+    memory), unavailable, refused."""
     reason: str
     workload: str
     budget: int
     tokens: bool = False
-    """Whether sizes are tokens of a sequence instead of parameters."""
+    """Whether sizes are tokens instead of parameters."""
     step: int | None = None
-    """Parameters of one search step."""
+    """Parameters per search step."""
     parameters: int | None = None
-    """Size of the largest model that trains."""
+    """Largest size that trains."""
     next_parameters: int | None = None
-    """Size of the smallest model that does not train."""
+    """Smallest size that does not."""
     predicted: int | None = None
     """Parameters that fit by the formula."""
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the fullest rank between steps, by kind."""
+    """Fullest rank's bytes between steps, by kind."""
     buffers: Mapping[str, int] = field(default_factory=dict)
     """Library buffers in bytes, by name."""
     failed_in: str | None = None
     """Operation in which the next larger model ran out of memory."""
     failure: str = ""
-    """Other failure of the next larger model, only under the limit."""
+    """The next larger model's other failure, only under the limit."""
     holding: Holding | None = None
-    """Memory of a rank when it ran out."""
     formula: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of the next larger model by kind, by the formula."""
+    """Formula bytes of the next larger model, by kind."""
     probes: int = 0
     seconds: float = 0.0
 
     @property
     def largest_model(self) -> str:
-        """Text such as `50.1M` or `4096 tokens`, or the status."""
+        """`50.1M`, `4096 tokens`, or the status."""
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
@@ -94,13 +92,13 @@ class MaxsizeResult:
 
     @property
     def ratio(self) -> float | None:
-        """Largest size over predicted size."""
+        """Largest over predicted size."""
         return self.parameters / self.predicted if self.parameters and self.predicted else None
 
     @property
     def fill(self) -> dict[str, float]:
-        """Bytes by name of what filled the budget: states by kind, then the rest. Empty if memory
-        did not run out.
+        """What filled the budget, in bytes: states by kind, then the rest; empty if memory did not
+        run out.
 
         `temporaries`: what the failed operation freed, and what it asked for. `rest`: activations
         that autograd keeps, C++ buffers, Python's heap.
@@ -117,7 +115,7 @@ class MaxsizeResult:
     @property
     def responsible(self) -> list[tuple[str, float]]:
         """Name and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
-        budget. Empty if memory did not run out."""
+        budget; empty if memory did not run out."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -174,8 +172,7 @@ def limits(row: MaxsizeResult) -> str:
 
 
 def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
-    """Describes each model in a chain that is no larger than its predecessor, with the bytes
-    responsible."""
+    """Describes models no larger than their predecessor in a chain, with the bytes responsible."""
     by_label = {row.label: row for row in rows if row.parameters}
     notes = []
     for chain in order:
@@ -210,17 +207,15 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 
 @dataclass(frozen=True)
 class Search:
-    """A search: its predictions and its trials."""
-
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Predictions by cell id: step and size, activations of the first and each further step."""
+    """Step, size, and activations of the first and each further step, by cell id."""
     trials: Mapping[str, Sequence[TrialRecord]]
     """Last attempts by cell id, in order."""
     unlimited: Sequence[TrialRecord]
-    """Trials without a memory limit, after probes failed for another reason than memory."""
+    """Trials without a memory limit, after probes failed for reasons other than memory."""
     tokens: int = 0
-    """Tokens added per step; 0 if a step adds a block to the model."""
+    """Tokens added per step; 0 if a step adds a block."""
 
     @classmethod
     def of(cls, results: Results, plan: Plan) -> Search:
@@ -237,11 +232,11 @@ class Search:
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
 
     def size(self, trial: TrialRecord) -> int:
-        """Returns parameters, or tokens of a sequence."""
+        """Returns parameters or tokens."""
         return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
-        """Returns the result of one strategy. `cell`: after one step."""
+        """Returns one strategy's result. `cell`: after one step."""
         trials = self.trials.get(cell.id, ())
         trains = {
             self.size(trial)
@@ -277,7 +272,6 @@ class Search:
         best: TrialRecord | None,
         smallest: TrialRecord | None,
     ) -> MaxsizeResult:
-        """Builds a row from the largest trial that fits and the smallest that does not."""
         predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
         buffers = json.loads(best.library_buffers or "{}") if best else {}
         return MaxsizeResult(
@@ -305,7 +299,7 @@ class Search:
         )
 
     def _formula(self, trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
-        """Returns formula bytes by kind; empty without a formula."""
+        """Returns bytes by kind; none without a formula."""
         columns = {**COLUMNS, "transient": "transient"}
         sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
         if None in sizes.values():
@@ -316,7 +310,7 @@ class Search:
 
 
 def _kept(trial: TrialRecord) -> dict[str, int]:
-    """Returns bytes of the fullest rank between steps, by kind."""
+    """Returns the fullest rank's bytes between steps, by kind."""
     return {
         kind: max(getattr(trial, f"{column}_bytes"), default=0) for kind, column in COLUMNS.items()
     }

@@ -23,7 +23,7 @@ MEDIAN_WANTED, NINE_IN_TEN_WANTED = 0.04, 0.08
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative half widths of the 95 % intervals of throughput over the baseline's."""
+    """Relative half widths of 95 % intervals of throughput over the baseline's."""
 
     cells: int
     median: float
@@ -67,8 +67,7 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 def not_known_well(cells: Sequence[CellResult]) -> set[str]:
     """Returns the ids of compared cells and baselines if the run is not precise enough; else none.
 
-    Always all of them: adding trials only to cells with wide intervals would make a run's intervals
-    too narrow.
+    Adding trials only to cells with wide intervals would make a run's intervals too narrow.
     """
     known, among = precision(cells), _widths_over_baseline(cells)
     if known is None or known.enough:
@@ -90,7 +89,7 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
 
 
 def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
-    """Returns the cell's relative half width; infinite without an interval."""
+    """Infinite without an interval."""
     comparisons = [
         comparison
         for other in ranked

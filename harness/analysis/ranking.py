@@ -28,12 +28,12 @@ from harness.analysis.stats import (
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """Simultaneous bounds on throughput over that of the best other cell."""
+    """Simultaneous bounds on throughput over the best other cell's."""
 
     low: float
-    """Lower bound of the ratio, at most 1."""
+    """Lower bound, at most 1."""
     high: float
-    """Upper bound of the ratio, at least 1."""
+    """Upper bound, at least 1."""
 
     @property
     def may_be_best(self) -> bool:
@@ -41,7 +41,7 @@ class AgainstBest:
 
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    """Returns bounds in the order of the cells; a single cell is the best."""
+    """Returns bounds in the cells' order; a single cell is the best."""
     if len(cells) < 2:
         return [AgainstBest(1.0, 1.0001)] * len(cells)
     factors = [critical_value(cell, cells, confidence) for cell in cells]
@@ -66,8 +66,7 @@ def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
 def critical_value(
     cell: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
 ) -> float:
-    """Returns the number of standard errors at which a difference from any other cell is
-    significant, jointly."""
+    """Returns the standard errors at which differences from other cells are jointly significant."""
     others = [other.error for other in cells if other is not cell]
     usual = statistics.median(others)
     total = cell.error**2 + usual**2
@@ -83,8 +82,8 @@ def dunnett(
     comparisons: int, degrees: int, correlation: float, confidence: float = CONFIDENCE
 ) -> float:
     """Returns Dunnett's one-sided critical value (Journal of the American Statistical Association
-    50, 1955): the quantile of the largest of several t values with a common spread estimate and
-    equal pairwise correlations."""
+    50, 1955). This is the quantile of the largest of several t values with a common spread estimate
+    and equal pairwise correlations."""
     import numpy as np
     from scipy.optimize import brentq
     from scipy.special import chdtri, ndtr
@@ -108,7 +107,7 @@ def compare(
 ) -> Comparison | None:
     """Returns a throughput ratio, within rounds if both cells are of one run; None without trials.
 
-    `confidence`: None for that of verdicts.
+    `confidence`: None for the verdicts'.
     """
     one_run, by_turns = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
     if one_run and cell.speed.log_throughput and other.speed.log_throughput and not by_turns:
@@ -136,6 +135,5 @@ def is_tied(cell: CellResult, other: CellResult) -> bool:
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns whether each cell of a ranking is tied with the one above it."""
     pairs = itertools.pairwise(ranking)
     return [False, *(is_tied(cell, above) for above, cell in pairs)][: len(ranking)]

@@ -1,4 +1,4 @@
-"""Which cells train the same as one process, exactly or within rounding."""
+"""Which cells train like one process, exactly or within rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches"
 
 
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the same cells, in order, with `same_training` and `fp32_twin` filled in.
+    """Fills in `same_training` and `fp32_twin`, keeping the order.
 
     `cells`: all of one or several runs, twins included.
     """
@@ -47,8 +47,7 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
 
 
 def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
-    """Returns the parity of the twins that share most sizes, preferring an inexact one; empty
-    without twins."""
+    """Returns the parity of the twins sharing most sizes, inexact first; empty without twins."""
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell.cell, name) == getattr(twin.cell, name) for name in _SIZES)

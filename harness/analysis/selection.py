@@ -1,4 +1,4 @@
-"""Selection of results to compare, and the hardware that they were measured on."""
+"""Selects results to compare, with the hardware that they were measured on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Hardware:
     power_limits: tuple[str, ...] | None = None
     """Text for each GPU; None if unknown."""
     ecc: tuple[str, ...] | None = None
-    """Error correction of each GPU, which costs memory speed; None if unknown."""
+    """Error correction by GPU, which slows memory; None if unknown."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:
@@ -97,7 +97,7 @@ class Hardware:
 
 
 def _settings(facts: str | None) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns power limits and error correction as text; None for unknown ones."""
+    """Returns power limits and error correction as text; None if unknown."""
     gpus = json.loads(facts) if facts else []
     limits = [gpu["power_limit_watts"] for gpu in gpus]
     ecc = [gpu["ecc"] for gpu in gpus]
@@ -117,11 +117,8 @@ def _gpu_words(gpus: Sequence[str] | None) -> str:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell's result with its run's time and hardware."""
-
     result: CellResult
     started_at: datetime
-    """Start of the run."""
     hardware: Hardware
 
     @property
@@ -146,7 +143,7 @@ class MeasuredCell:
 
     @property
     def ok(self) -> bool:
-        """Whether the cell may be compared by speed."""
+        """Whether it may be compared by speed."""
         return self.result.outcome == "ok"
 
     @property
@@ -156,7 +153,7 @@ class MeasuredCell:
 
     @property
     def peak(self) -> float | None:
-        """Median over trials of the fullest rank's peak bytes."""
+        """Fullest rank's peak bytes, median over trials."""
         peaks = self.result.memory.peak_by_round.values()
         return statistics.median(peaks) if peaks else None
 
@@ -165,7 +162,7 @@ class MeasuredCell:
 
 
 def measured(results: Results) -> list[MeasuredCell]:
-    """Returns every cell's result in every run, oldest run first, without searches."""
+    """Returns every cell's result in every run except searches, oldest run first."""
     runs = {run.run_id: run for run in RunRecord.from_frame(results.runs) if not is_search(run)}
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
     cells = in_recorded_order(TrialRecord.from_frame(trials))
@@ -177,7 +174,7 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run searches for the largest model; its trials are no measurements."""
+    """Whether the run searches for the largest model; its trials are no measurements."""
     return "search" in json.loads(run.plan)
 
 
@@ -188,7 +185,7 @@ class RunSelection:
     name: str
     cells: tuple[MeasuredCell, ...]
     software: Mapping[str, tuple[str, ...]]
-    """Versions by name; several if the runs differ."""
+    """Versions by name; several if runs differ."""
 
 
 def select(name: str, results: Results) -> RunSelection:
@@ -261,7 +258,7 @@ def _latest(store: Store, word: str) -> str:
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """Returns sides A and B. A folder leaves out the other side's run. Raises UsageError."""
+    """Returns sides A and B; a folder leaves out the other side's run. Raises UsageError."""
     a, b = (_resolve(word, results) for word in (first, second))
     if a.folder == b.folder and a.run_id == b.run_id:
         raise UsageError(
@@ -277,15 +274,13 @@ def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, Run
 
 @dataclass(frozen=True)
 class _Meant:
-    """Meaning of a command-line argument."""
-
     folder: Path
     run_id: str | None
     """None for the whole folder."""
     results: Results
 
     def selection(self, word: str, other: _Meant) -> RunSelection:
-        """Returns this side; a folder leaves out the other side's run."""
+        """A folder leaves out the other side's run."""
         results = self.results
         if self.run_id is None and self.folder == other.folder:
             runs, trials = (

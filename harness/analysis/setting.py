@@ -1,4 +1,4 @@
-"""Settings, within which throughputs are comparable, and systems of the matrix."""
+"""Settings, within which throughputs compare, and systems of the matrix."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """Text such as `gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens
-        a step`."""
+        """`gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens a step`."""
         ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
         on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
         threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
@@ -54,19 +53,17 @@ class Setting:
 
 SETTING = tuple(field.name for field in fields(Setting))
 SCALED = ("devices", "nodes", "links", "global_batch")
-"""Fields of a setting that scaling changes. The batch is then compared in total, or per device
-(weak scaling)."""
+"""Fields that scaling changes; batches compare in total, or per device (weak scaling)."""
 SERIES = ("strategy", "options", "launcher", *TECHNIQUES)
-"""Fields of a cell that stay constant along a scaling curve."""
+"""Fields that stay constant along a scaling curve."""
 
 
 def setting(cell: Cell, without: Collection[str] = ()) -> tuple[object, ...]:
-    """Returns a cell's setting as a tuple, without some fields."""
+    """Returns a cell's setting without some fields."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
 def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
-    """Returns the results of each setting, in order."""
     groups: dict[Setting, list[CellResult]] = {}
     for result in results:
         groups.setdefault(Setting.of(result.cell), []).append(result)
@@ -74,8 +71,8 @@ def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
 
 
 def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Returns the results whose throughput is a measurement. `once`: ids of cells that run once,
-    for parity alone."""
+    """Returns results whose throughput is a measurement. `once`: cells run only for parity, by
+    id."""
     return [result for result in results if result.cell_id not in once]
 
 
@@ -83,11 +80,11 @@ class GroupSize(NamedTuple):
     """Criteria for the group that heads a run."""
 
     timed: bool
-    """False if all of its cells run once, for parity alone."""
+    """False if all cells run only for parity."""
     workload: str
     cells: int
     real: bool
-    """False if all of its cells have more ranks than cores."""
+    """False if all cells have more ranks than cores."""
     devices: int
 
 
@@ -95,7 +92,7 @@ def heading(groups: Sequence[GroupSize]) -> int | None:
     """Returns the index of the group that heads a run; None without groups.
 
     Preferences in order: timed, main workload, several cells, real hardware, several devices, most
-    cells. `groups`: those of the main workload first.
+    cells. `groups`: the main workload's first.
     """
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [
@@ -112,8 +109,8 @@ def series(cell: Cell) -> tuple[object, ...]:
 
 
 def batch(cell: Cell, regime: str | None = None) -> int:
-    """Returns the samples per step that stay constant: in total (strong scaling) or per device
-    (weak). `regime`: overrides the cell's."""
+    """Returns the constant samples per step: in total (strong scaling) or per device (weak).
+    `regime`: overrides the cell's."""
     weak = (regime or cell.regime) == "weak"
     return cell.global_batch // cell.devices if weak else cell.global_batch
 
@@ -130,7 +127,6 @@ class System:
 
     @property
     def absent(self) -> bool:
-        """Whether this host could run none of its cells."""
         return self.count("unavailable") > 0 and self.count(*NOT_LAUNCHED) == len(self.cells)
 
 

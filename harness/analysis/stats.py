@@ -17,7 +17,7 @@ INTERVAL_METHOD = (
     " 1931), which assumes that launches spread about normally"
 )
 LEAST_TRIALS = 5
-"""Fewest trials for a narrow interval: two trials may agree by chance."""
+"""Fewest trials for a narrow interval: two may agree by chance."""
 ACROSS_RUNS_CONFIDENCE = 0.995
 """Confidence for ratios within rounds, and between runs."""
 WITHIN_RUN_CONFIDENCE = 0.9985
@@ -98,10 +98,9 @@ class LogEstimate:
 def ratio(
     first: LogEstimate, second: LogEstimate, confidence: float = WITHIN_RUN_CONFIDENCE
 ) -> Comparison:
-    """Returns the ratio of two estimates of one run.
+    """Returns the ratio of two estimates of one run, with the smaller degrees of freedom.
 
-    Uses the smaller degrees of freedom: both spreads were moderated over the same cells, so they do
-    not add up.
+    These do not add up, as both spreads were moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
@@ -114,8 +113,8 @@ def ratio(
 def median_error(trials: int) -> float:
     """Returns the standard error of the median over that of the mean, for normal values.
 
-    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360). For an even number
-    the median is a mean of two.
+    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360). An even number's
+    median is a mean of two.
     """
     if trials <= 2:
         return 1.0
@@ -123,7 +122,7 @@ def median_error(trials: int) -> float:
 
 
 def quantile(confidence: float, trials: int) -> float:
-    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean over trials."""
+    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean."""
     return _students_t((1 + confidence) / 2, trials - 1)
 
 
@@ -136,7 +135,7 @@ def _students_t(share: float, degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median over trials with its interval, see INTERVAL_METHOD."""
+    """Returns the median with its interval; see INTERVAL_METHOD."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -151,7 +150,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two throughputs with its interval (None with too few trials)."""
+    """Ratio of throughputs with its interval (None with too few trials)."""
 
     ratio: float
     low: float | None
@@ -188,8 +187,7 @@ def compare_rounds(
 ) -> Comparison | None:
     """Compares throughputs in common rounds, where machine drift cancels; None without any.
 
-    `turns`: turns of both, for interleaved rounds. `confidence`: of the interval; verdicts
-    need the default.
+    `turns`: both trials' turns in interleaved rounds. `confidence`: verdicts need the default.
     """
     logs = []
     for r in sorted(first.keys() & second.keys()):
@@ -207,7 +205,7 @@ def compare_rounds(
 
 
 def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
-    """Returns the log ratio by TURNS_METHOD; None if the trials were not interleaved."""
+    """Returns the log ratio by TURNS_METHOD; None if trials were not interleaved."""
     logs = [*beside(first, second), *(-log for log in beside(second, first))]
     return statistics.median(logs) if logs else None
 
@@ -233,8 +231,7 @@ def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
 def compare_runs(
     first: Sequence[float], second: Sequence[float], confidence: float = ACROSS_RUNS_CONFIDENCE
 ) -> Comparison | None:
-    """Compares throughputs without common rounds by Welch's t interval of the logarithms
-    (Biometrika 34, 1947)."""
+    """Compares throughputs without common rounds by Welch's t of logs (Biometrika 34, 1947)."""
     if not first or not second:
         return None
     a, b = ([math.log(value) for value in values] for values in (first, second))
@@ -260,15 +257,14 @@ def _comparison(mean: float, half: float | None, count: int) -> Comparison:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the slowest rank's time at each step. `by_rank`: equally many steps per rank."""
+    """Returns the slowest rank's time by step. `by_rank`: equally many steps per rank."""
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Returns means over every `cycle` consecutive steps, so that each covers all periodic work.
+    """Returns means over every `cycle` consecutive steps, which cover all periodic work.
 
-    `steps`: the values' step numbers, ascending. Without enough consecutive steps, returns the mean
-    of all.
+    `steps`: ascending step numbers. Without enough consecutive ones, returns the mean of all.
     """
     starts = [
         i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1
@@ -285,8 +281,7 @@ def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) ->
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7: numpy's
-    default)."""
+    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7, as numpy)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)

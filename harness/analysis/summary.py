@@ -1,4 +1,4 @@
-"""Summary of trials as one result per cell."""
+"""Summarises trials as one result per cell."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Parity)
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
-    """Returns a frame for notebooks, with a result's `columns`, ordered like `cell_results`."""
+    """Returns a frame for notebooks, with `CellResult.columns`, ordered like `cell_results`."""
     import pandas as pd
 
     return pd.DataFrame([result.columns() for result in cell_results(trials)])
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
-    """Returns the results of table `trials`, see `summarised`."""
+    """See `summarised`."""
     return summarised(TrialRecord.from_frame(trials), baseline)
 
 
 def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
     """Returns one result per run and cell: ranked first, then fastest first.
 
-    `baseline`: selects each setting's baseline; default: `baseline_of`.
+    `baseline`: selects each setting's baseline; by default `baseline_of`.
     """
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
     results = with_baselines(results, baseline)
@@ -88,7 +88,6 @@ def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
 
 
 def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
-    """Returns the control's adjustment for one run."""
     attempts: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         attempts.setdefault(trial.cell_id, []).append(trial)
@@ -116,7 +115,7 @@ def _cell(text: str) -> Cell:
 
 
 def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
-    """Returns one cell's result from the last attempts, with estimates of its run."""
+    """Returns one cell's result. `trials`: last attempts; `estimates`: its run's."""
     finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
     status = worst_of(trials).status
@@ -148,14 +147,14 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
 
 @dataclass(frozen=True)
 class _Fill:
-    """Fills the fields of a group that declare how trials become one value."""
+    """Fills fields of a group that declare how trials become one value."""
 
     first: TrialRecord
     finished: Sequence[TrialRecord]
     most_deviating: TrialRecord | None
 
     def __call__(self, group: type[Group], **others: Any) -> Group:
-        """`others`: fields of the group that declare nothing."""
+        """`others`: fields that declare nothing."""
         values = {
             field.name: self._value(summary, field.metadata.get("column", field.name))
             for field in fields(group)
@@ -186,7 +185,7 @@ def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
 
 
 def _work(fill: _Fill) -> Work:
-    """Denominators of utilizations are from the first trial."""
+    """Takes utilisation denominators from the first trial."""
     if not fill.finished:
         return fill(Work)
     first = fill.finished[0]
@@ -198,7 +197,6 @@ def _work(fill: _Fill) -> Work:
 
 
 def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
-    """Returns throughput with and without the control's adjustment."""
     if not finished:
         return Speed()
     samples = estimate(_values(finished, "samples_per_second"))
@@ -268,7 +266,7 @@ def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
 
 
 def _states(trials: Sequence[TrialRecord]) -> KeptStates:
-    """Returns the most that a rank holds between steps, and the formula's prediction."""
+    """Returns the largest measured states, and the formula's."""
     kept = [
         (sum(sizes), sizes, trial)
         for trial in trials

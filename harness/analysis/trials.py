@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from harness.record.trial import TrialRecord
 
 DISTURBED_CORES = 0.25
-"""Foreign load in cores above which a trial is marked. The kernel counts in ticks of 10 ms, which
-short trials see as up to 0.2 cores."""
+"""Foreign load in cores above which a trial is marked. The kernel counts in ticks of 10 ms, up to
+0.2 cores in short trials."""
 
 
 QUIET = 0.8
-"""Share of idle cores around a trial below which it is marked."""
+"""Idle fraction of the cores around a trial below which it is marked."""
 
 
 Cause = Literal["busy", "shared", "throttled"]
@@ -29,7 +29,7 @@ CAUSES: dict[Cause, str] = {
     "shared": "another process used its GPUs during",
     "throttled": "heat, hardware or a lowered power limit held its GPUs back in",
 }
-"""Description of each cause, to be followed by a number of trials."""
+"""Description of each cause, before a number of trials."""
 
 
 def disturbances(
@@ -38,7 +38,7 @@ def disturbances(
     idle_after: float | None,
     gpus: GpuRecord | None = None,
 ) -> tuple[Cause, ...]:
-    """Returns the causes that disturbed a trial; unknown values are ignored."""
+    """Returns what disturbed a trial; ignores unknown values."""
     idle = [share for share in (idle_before, idle_after) if share is not None]
     busy = (foreign_cores or 0.0) > DISTURBED_CORES or min(idle, default=1.0) < QUIET
     causes: set[Cause] = {finding.cause for finding in gpus.findings()} if gpus else set()
@@ -57,18 +57,17 @@ def disturbed(
 
 
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Drops trials stopped by the user, which say nothing about the cell, unless there are no
-    others."""
+    """Drops trials stopped by the user, which tell nothing about the cell, unless all were."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials
 
 
 def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """Returns the first trial with the worst status, which is the cell's."""
+    """Returns the first trial with the worst status."""
     return min(trials, key=lambda trial: WORST_FIRST.index(trial.status))
 
 
 def reason_of(trials: Sequence[TrialRecord]) -> str:
-    """Returns the reason for a cell's status, with a count if trials ended differently."""
+    """Returns the cell's reason, with a count if trials ended differently."""
     worst = worst_of(trials)
     same = sum(trial.status == worst.status for trial in trials)
     if same == len(trials) or worst.status == "ok":
@@ -77,7 +76,7 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
 
 
 def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    """Returns start and throughput of each turn, by number of interleaved trial."""
+    """Returns each turn's start and throughput, by number of interleaved trial."""
     return {
         trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
         for trial in trials
@@ -90,7 +89,6 @@ def gpus_of(trial: TrialRecord) -> GpuRecord:
 
 
 def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
-    """Returns what disturbed a trial; empty for nothing or not recorded."""
     return disturbances(
         trial.foreign_load_cores, trial.idle_before, trial.idle_after, gpus_of(trial)
     )

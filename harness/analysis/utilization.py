@@ -1,4 +1,4 @@
-"""How well devices are used: model FLOPs, and the breakdown of a GPU's step time."""
+"""Device utilisation: model FLOPs, and the breakdown of a GPU's step time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FORMULA = (
 def mfu(
     flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
 ) -> float | None:
-    """Returns the model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), a fraction; None if
-    the peak is unknown."""
+    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B). None if the
+    peak is unknown."""
     if flops_per_step is None or peak is None or step_seconds <= 0:
         return None
     return flops_per_step / step_seconds / (devices * peak)
 
 
 def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
-    """Returns the FLOP/s of one device at utilization 1; None if unknown."""
+    """Returns a device's FLOP/s at utilisation 1; None if unknown."""
     if not (utilization and trial.flops_per_step and trial.samples_per_second):
         return None
     steps_per_second = trial.samples_per_second / trial.global_batch
@@ -50,18 +50,17 @@ PARTS = {
     "copy": "copies between host and device",
     "idle": "idle, waiting for the host",
 }
-"""Display name of each part. `matmul` replaces the first two if the measured rate is unknown."""
+"""Display names. `matmul` replaces the first two if the measured rate is unknown."""
 _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Parts of a step of one cell, mean of the ranks."""
+    """Parts of a cell's step, mean of the ranks."""
 
     step_seconds: float
-    """Step time without the profiler's overhead."""
     seconds: Mapping[str, float]
-    """Seconds by name of the part; they sum to the step."""
+    """Seconds by part; they sum to the step."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -83,9 +82,9 @@ def gpu_time(
     """Returns the parts of a profiled step; None if no GPU was profiled.
 
     `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s reached by the device. The
-    profiler delays the host, so its overhead is taken from the idle time. Model FLOPs include
-    attention, whose kernels therefore count as gap. Slower matrix products are the time beyond that
-    of all FLOPs.
+    profiler delays the host, so its overhead comes off the idle time. Model FLOPs include
+    attention, whose kernels therefore count as gap. Slower matrix products take time beyond that of
+    all FLOPs.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):
