@@ -1,7 +1,7 @@
-"""Allocates trials to cells: those of the plan, further rounds, and what a time budget allows.
+"""Allocates trials to cells: planned ones, further rounds, and what a time budget allows.
 
-Baselines take part in many comparisons, so they get more trials; cells that are compared with
-nothing get no long ones.
+Baselines get more trials, since many cells are compared with them; cells compared with nothing get
+no long ones.
 """
 
 from __future__ import annotations
@@ -36,24 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedHeadline:
-    """Group of cells that will lead a run's report, if they run."""
+    """Cells that will lead a run's report, if they run."""
 
     cells: tuple[Cell, ...]
-    """At least one cell."""
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be advised: no stand-ins, and declared to train the same as a single
-    process."""
+    """Cells that may be advised: no stand-ins, declared to train like one process."""
 
 
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
     """Returns cell id -> trials per round, for cells with more than one.
 
-    `cores`: of each node; None: unknown.
-
-    A baseline compared with k cells gets the square root of k, rounded down. This makes the
-    intervals of all k ratios narrowest (Dunnett, Journal of the American Statistical Association
-    50, 1955, section 5).
+    `cores`: of each node; None if unknown. A baseline compared with k cells gets the square root of
+    k, rounded down. All k intervals are then narrowest (Dunnett, Journal of the American
+    Statistical Association 50, 1955, section 5).
     """
     return {
         baseline.id: launches
@@ -63,10 +59,9 @@ def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Returns the ids of the cells that are compared with nothing: oversubscribed, expected to
-    diverge, or without a baseline in their setting.
+    """Returns ids of cells that are oversubscribed, expected to diverge, or without a baseline.
 
-    `cores`: of each node; None: unknown.
+    `cores`: of each node; None if unknown.
     """
     comparisons = _comparisons(cells, cores)
     compared = {cell.id for baseline, others in comparisons for cell in (baseline, *others)}
@@ -82,10 +77,9 @@ def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, l
 
 
 def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
-    """Returns the group that leads the run if its cells run, chosen as among measured ones; None if
-    the plan has no cells to compare, as for a search.
+    """Returns the group that will lead the run if its cells run; None without cells to compare.
 
-    `cores`: of each node; None: unknown.
+    `cores`: of each node; None if unknown.
     """
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
@@ -131,8 +125,7 @@ def _may_be_advised(cell: Cell) -> bool:
 
 
 def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
-    """Returns DDP by torchrun without options, else the single process, as
-    harness/analysis/baseline.py does for measured cells."""
+    """Returns DDP by torchrun without options, else the single process; see `baseline_of`."""
     plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)
@@ -140,7 +133,7 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds relative to the planned ones, without a time budget."""
+"""Time for further rounds over the planned ones', without a time budget."""
 
 
 class FurtherRound(NamedTuple):
@@ -169,23 +162,20 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
 
 
 class TimeBudget:
-    """Remaining time of a run, counted from its start."""
-
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
         """`now`: a clock in seconds."""
         self.plan, self.now, self.began = plan, now, now()
         self.order = plan.schedule()
         self.spare = range(plan.spare_from, len(self.order))
-        """Positions of the trials that may be dropped."""
         self.first_rounds_seconds: float | None = None
         """Duration of the planned rounds; None before their end."""
         self.took: dict[str, float] = {}
         self.left_out = 0
-        """Number of planned trials dropped for lack of time."""
+        """Planned trials dropped for lack of time."""
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial: the remaining time does not fit it and all
-        shorter ones. Dropping the longest first makes most cells precise."""
+        """Returns whether to drop a planned trial: it and all shorter ones exceed the remaining
+        time. Dropping the longest first makes most cells precise."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
@@ -200,7 +190,7 @@ class TimeBudget:
         return self.took.get(cell.id, 0.0)
 
     def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Returns the cells of a further round that fit in the remaining time, shortest first.
+        """Returns the cells of a further round that fit, shortest first.
 
         `seconds`: duration of a trial by cell id.
         """

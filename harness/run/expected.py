@@ -1,4 +1,4 @@
-"""Predicts from stated inputs what a trial takes: seconds, and memory of a shared GPU.
+"""Predicts a trial's seconds, and its memory on a shared GPU, from stated inputs.
 
 Uses no clock and no torch, so every machine predicts the same. Measurements take precedence.
 """
@@ -26,28 +26,27 @@ class Inputs:
     launch_seconds: float
     """Start and end of a trial, without ranks: forks, answers, records."""
     rank_seconds: float
-    """Per rank: process, device context, process group, model, its part of the comparison with the
-    reference."""
+    """Per rank: process, device context, process group, model, part in the comparison."""
     interpreter_seconds: float
-    """Extra time if ranks are new interpreters, not forks (spawn, mpirun, accelerate launch)."""
+    """Extra for new interpreters instead of forks (spawn, mpirun, accelerate launch)."""
     library_seconds: float
-    """Start-up of a library around torch, such as DeepSpeed, Horovod or Accelerate."""
+    """Start-up of a library, such as DeepSpeed, Horovod or Accelerate."""
     compile_seconds: float
-    """Compiling blocks with torch.compile, mostly from its cache."""
+    """torch.compile of blocks, mostly from its cache."""
     step_seconds: float
-    """Overhead of a micro-batch: Python, kernel launches, latency of collectives."""
+    """Per micro-batch: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
-    """Rate that a device (a CPU core) reaches in fp32, or its fraction of a GPU's peak if known."""
+    """Rate of a device (a CPU core) in fp32, or its fraction of a GPU's peak if known."""
     bf16_flops_per_second: float
     fp16_flops_per_second: float
     fp32_share_of_peak: float
     half_share_of_peak: float
     link_bytes_per_second: float
-    """Rate between two devices of a node."""
+    """Between two devices of a node."""
     moved_bytes_per_second: float
-    """Rate to and from a disk, or through one process in host memory."""
+    """To and from a disk, or through one process in host memory."""
     compared_bytes_per_second: float
-    """Comparison with a reference's parameters, on all ranks at once."""
+    """Comparison with the reference, all ranks at once."""
 
 
 CPU = Inputs(
@@ -67,7 +66,7 @@ CPU = Inputs(
     compared_bytes_per_second=1e9,
 )
 """Source: fitted to the 585 and 657 trials of two runs of `full` on two cores of an Intel Xeon with
-AMX and AVX-512 FP16. fp16 is ten times slower without instructions for it."""
+AMX and AVX-512 FP16. Without such instructions, fp16 is ten times slower."""
 
 
 GPU = Inputs(
@@ -86,8 +85,7 @@ GPU = Inputs(
     moved_bytes_per_second=1.5e9,
     compared_bytes_per_second=3e9,
 )
-"""Source: estimates, no run yet: PCIe 4 without NVLink, one NVMe disk, a card of 2020 if the name
-is unknown."""
+"""Source: estimates without a run: PCIe 4, no NVLink, one NVMe disk, a card of 2020 if unknown."""
 
 
 NVLINK_SHARE = 0.3
@@ -95,16 +93,15 @@ NVLINK_SHARE = 0.3
 
 
 CONTEXT_SECONDS = 2.5
-"""CUDA context, kernels of its libraries and NCCL's first connections, once per trial; an
-estimate."""
+"""CUDA context, library kernels and NCCL's first connections, once per trial; an estimate."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control over that of its steps, in a run of `full`."""
+"""Time of the control over its steps', in a run of `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""Time limit over predicted time: it must end hangs, not slow machines."""
+"""Time limit over predicted time; it must end hangs, not slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -123,10 +120,9 @@ def has_control(cell: Cell) -> bool:
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Returns the predicted seconds of one trial.
+    """Returns one trial's predicted seconds.
 
-    `cores`: of the host; None: assumed to be enough. `gpu`: NVML's name of the GPUs.
-    `timed_seconds`: see Plan.
+    `cores`: the host's; None assumes enough. `gpu`: NVML's name. `timed_seconds`: see Plan.
     """
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
@@ -199,15 +195,13 @@ def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
 
 @dataclass(frozen=True)
 class References:
-    """Reference runs that a plan needs without a cache."""
-
     number: int
     seconds: float
     kept_bytes: int
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the references and their total time; on GPUs each runs twice, to measure noise."""
+    """Returns the references and their total time; GPU ones run twice, to measure noise."""
     from harness.parity.reference_runs import (
         kept_bytes,
         reference_cell,
@@ -232,8 +226,7 @@ MOST_RUNS = 20
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns the median trial time by cell id from the newest run that has any, also of other
-    cells found on the way."""
+    """Returns median trial times by cell id from the newest run with any, also of other cells."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}
@@ -253,9 +246,9 @@ def expected_seconds(
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:
-    """Returns the expected seconds of a trial by cell id: measured, else predicted.
+    """Returns a trial's expected seconds by cell id: measured, else predicted.
 
-    `gpu`: NVML's name of the GPUs. `timed_seconds`: see Plan.timed_seconds_of.
+    `gpu`: NVML's name. `timed_seconds`: see Plan.timed_seconds_of.
     """
     before = _seconds_before(store, {cell.id for cell in cells})
     return {
@@ -270,8 +263,7 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """Returns the approximate bytes that a trial holds per GPU from its first step on, even while
-    another one trains.
+    """Returns the approximate bytes that a trial holds per GPU from its first step on.
 
     Sums the strategy's formula for states and temporary memory, its share of a micro-batch's
     activations (torch's allocator keeps them), and the CUDA context.
@@ -289,8 +281,7 @@ def device_bytes(cell: Cell) -> float:
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Returns why these trials do not fit one GPU together and what to leave out; empty if they
-    fit."""
+    """Returns why these trials do not fit a GPU together and what to omit; empty if they fit."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:

@@ -1,8 +1,7 @@
-"""Searches for the largest trainable model or the longest sequence, with real steps under an
-enforced memory budget per rank.
+"""Searches for the largest trainable model or longest sequence under a memory budget per rank.
 
-Every probe is a recorded trial of matrix `maxsize`, numbered 0; the verified trial at the size
-found is 1. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054,
+Every probe takes real steps and is recorded as trial 0 of matrix `maxsize`; trial 1 verifies the
+size found. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054,
 table 2.
 """
 
@@ -45,8 +44,8 @@ OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """Returns the largest hidden size, in heads of 64, whose block of 12 hidden^2 parameters is at
-    most 2.5 % of what AdamW in fp32 with buckets fits into the budget."""
+    """Returns the largest hidden size in heads of 64 whose block takes at most 2.5 % of the budget.
+    Each of its 12 hidden^2 parameters needs AdamW's states in fp32 and buckets."""
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
@@ -54,7 +53,7 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
     """Returns the largest hidden size of a four-block model for long sequences, in heads of 64 that
     divide among the ranks.
 
-    Its AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
+    AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
     tenth of the budget. The activations of `tokens` tokens fit: about 136 bytes per token, block
     and hidden unit. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 in half precision,
     partly for dropout.
@@ -64,15 +63,15 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
 
 
 def wide_size(ranks: int) -> int:
-    """Returns the smallest hidden size, in heads of 64, whose smallest matrix has 1 MiB of fp32 per
-    rank: libraries then keep less off a disk."""
+    """Returns the smallest hidden size in heads of 64 whose matrices have at least 1 MiB of fp32
+    per rank. Libraries then keep less off a disk."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
 def largest(
     fits: Callable[[int], bool], guess: int, most: int = MOST_STEPS
 ) -> tuple[int, int | None]:
-    """Returns the largest size from 1 that fits (0: none) and the smallest that does not (None: all
+    """Returns the largest size that fits (0 if none), and the smallest that does not (None if all
     up to `most` fit).
 
     Doubles strides from the guess until both sides are bracketed, then bisects.
@@ -98,17 +97,16 @@ class Prediction:
     step: int
     """Parameters of one block, or tokens, per search step."""
     blocks: int | None
-    """Largest number of steps that fit the budget; None: no formula."""
+    """Most steps that fit the budget; None without a formula."""
     parameters: int | None
     """Parameters, or tokens, of these steps."""
     activations: tuple[int, int]
-    """Peak bytes of forward and backward in addition to model and gradients: after the first step,
-    and for each further one."""
+    """Peak bytes besides model and gradients, after the first step and per further step."""
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns the tokens that sequences grow by: about 1 % of those whose activations fill the
-    budget, as a multiple of twice the ranks, which every strategy can divide."""
+    """Returns a search's token step: about 1 % of the tokens whose activations fill the budget, as
+    a multiple of twice the ranks. Every strategy can divide it."""
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -118,14 +116,13 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 
 
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
-    """Returns the bytes of the fullest rank at the peak of a step; None without a formula.
+    """Returns the fullest rank's bytes at the peak of a step; None without a formula.
 
     Adds to the states the larger of activations and temporary memory: gradients grow as activations
     are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's activations
-    remain until the last gradient. From the second micro-batch on, all gradients exist. In a
-    pipeline, `activations` is what exists in addition to them.
-
-    `activations`: see Prediction; `tokens`: see `cell_at_size`.
+    remain until the last gradient. From the second micro-batch on, all gradients exist; a
+    pipeline's `activations` do not include them. `activations`: see Prediction; `tokens`: see
+    `cell_at_size`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
@@ -150,7 +147,7 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size at which a cell trains, given its one-step cell.
+    """Predicts the largest size at which a cell trains, from its one-step cell.
 
     `tokens`: see `cell_at_size`.
     """
@@ -158,7 +155,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Uses an unsplit model if there is no formula: the first guess needs a number."""
+        """Uses an unsplit model without a formula, because the first guess needs a number."""
         probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -184,7 +181,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
-    """Returns the maximum number of search steps; for sequences, the model's positions limit it."""
+    """Returns the most search steps; for sequences, the model's positions limit it."""
     positions = make_workload(cell.workload).max_tokens if tokens else 0
     return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
@@ -196,7 +193,7 @@ def plan_of(
     order: Sequence[Sequence[str]],
     tokens: int = 0,
 ) -> Plan:
-    """Returns the plan of a search: for each strategy, its cell after one step.
+    """Plans a search: for each strategy, its cell after one step.
 
     `order`: chains of labels by theoretical size; `tokens`: see `cell_at_size`.
     """
@@ -224,8 +221,7 @@ def plan_of(
 
 
 def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> int:
-    """Returns the number of steps to start with: the formula's, less what a rank takes besides
-    tensors.
+    """Returns the steps to start with: the formula's, less what a rank takes besides tensors.
 
     Without a formula: 16 bytes per parameter, or activations that fill the budget. Never exceeds a
     whole model in fp32, which every rank builds.
@@ -242,12 +238,12 @@ def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> 
 
 
 class Stopped(Exception):
-    """A probe ended for another reason than memory: the search cannot go on."""
+    """A probe failed for a reason other than memory, so the search cannot go on."""
 
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan; does not repeat recorded probes."""
+    """Searches for each cell of a plan without repeating recorded probes."""
 
     runner: Runner
     listener: ProgressListener
@@ -277,7 +273,6 @@ class Search:
         return True
 
     def _search(self, launcher: LauncherProtocol, cell: Cell, search: SearchPlan) -> None:
-        """Runs a strategy's probes, then the verified trial at the size found."""
         tokens = search.get("tokens", 0)
         guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
 
@@ -294,7 +289,7 @@ class Search:
             return
 
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
-        """Returns whether a probe trains. If it fails twice for another reason, it is too large if
+        """Returns whether a probe trains. After two failures for another reason, it is too large if
         it trains without the limit; otherwise raises Stopped.
 
         Libraries use memory that they were refused (a null pointer, so SIGSEGV) or wait for a
@@ -310,8 +305,7 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        """Returns the status of a probe or verified trial, launched unless recorded. Unexpected
-        failures get a second try."""
+        """Returns the trial's recorded or new status; unexpected failures get a second try."""
         known = self._known.setdefault((cell.id, trial), [])
         while (
             not known
@@ -337,8 +331,8 @@ class Search:
         return known[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
-        """Runs the trial and a reference run of the same size without the limit, whose parameters
-        are not cached."""
+        """Runs the trial and an unlimited reference of that size, whose parameters are not
+        cached."""
         if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.listener.step

@@ -1,4 +1,4 @@
-"""Turns measurements of a trial's ranks into recorded metrics. Pure arithmetic, no clock."""
+"""Turns measurements of a trial's ranks into recorded metrics, without a clock."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WINDOW_STEPS = 8
 
 @dataclass(frozen=True)
 class Peaks:
-    """FLOP/s of one device in a cell's precision; None: unknown."""
+    """One device's FLOP/s in a cell's precision; None if unknown."""
 
     datasheet: float | None = None
     matmul: float | None = None
-    """Rate that this device reached in a large matrix product."""
+    """Rate measured in a large matrix product."""
 
 
 def with_metrics(
@@ -44,7 +44,7 @@ def with_metrics(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """Returns the trial with the measurements of its ranks, all of which finished training.
+    """Adds the measurements of a trial's ranks, all of which finished training.
 
     `cycle`: steps after which the strategy's work repeats. If it averages at every fourth step, its
     median step does not include averaging.
@@ -74,7 +74,7 @@ def with_metrics(
 
 
 def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
-    """Returns the loss of each training step when first taken."""
+    """Returns each training step's loss when first taken."""
     all_losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
     losses: list[float | None] = []
     for part in passes(all_losses, [step.training_step for step in ranks[0].steps]):
@@ -90,7 +90,7 @@ def _with_speed(
     peaks: Peaks,
     cycle: int,
 ) -> TrialRecord:
-    """Adds throughput: the global batch over the step time of all ranks together."""
+    """Adds throughput: the global batch over all ranks' common step time."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
     seconds = timed_seconds([rank.steps for rank in ranks])
     fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
@@ -117,8 +117,7 @@ def _with_speed(
 
 
 def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
-    """Adds the step times and the control's over windows of whole cycles, if there was a
-    control."""
+    """Adds step times and the control's over windows of whole cycles, if there was a control."""
     together = list(zip(*(rank.steps for rank in ranks), strict=True))
     timed = [number for number, steps in enumerate(together) if steps[0].phase == "timed"]
     seconds = timed_seconds([rank.steps for rank in ranks])
@@ -146,19 +145,18 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
-    """Returns the seconds of each rank's control, for each of these steps that a control
-    followed."""
+    """Returns each rank's control seconds, for these steps that a control followed."""
     each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
     return [known for known in each if known]
 
 
 def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
-    finishing this one. `by_rank`: steps of each rank, all phases.
+    finishing this one. `by_rank`: all steps of each rank.
 
-    The maximum of the ranks' own times would count waiting twice: a rank that starts a step early
-    waits in it while others still run the previous one. Times are therefore summed per rank from a
-    common start: after a pause, or at the first timed step.
+    The maximum of the ranks' times would count waiting twice: a rank that starts early waits while
+    others still run the previous step. Times are therefore summed per rank from a common start:
+    after a pause, or at the first timed step.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -175,8 +173,7 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
 def _time_slices(
     begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
 ) -> list[tuple[float, float]]:
-    """Returns (start, typical step in seconds) of each turn. `numbers`: of the timed
-    steps."""
+    """Returns (start, typical step in seconds) of each turn. `numbers`: of the timed steps."""
     slices = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
         own = [i for i, number in enumerate(numbers) if first <= number < end]
@@ -187,8 +184,8 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks measured in the same way: a server's host memory is not comparable
-    with GPU memory."""
+    """Adds peaks of ranks measured alike: a server's host memory does not compare with GPU
+    memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
@@ -279,7 +276,7 @@ def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
-    """Returns the load on the busiest machine; None if any machine's is unknown."""
+    """Returns None if any machine's load is unknown."""
     by_machine: dict[str | None, list[Load]] = {}
     for answer in answers:
         if answer.trained:
@@ -290,6 +287,6 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    """Returns the values, or none if any is None."""
+    """Returns none if any value is None."""
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else ()

@@ -1,4 +1,4 @@
-"""A trial before its launch: arguments, state of the host, and whether to skip it."""
+"""A trial before its launch: arguments, host state, and whether to skip it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Fraction of available memory that copies of the ranks' states may fill for a rewind."""
+"""Fraction of available memory that copies of ranks' states may fill for a rewind."""
 
 
 SAMPLES_PER_CONTROL = 8
-"""Samples of a rank per control; for `full`, every second step. Ranks start together after a
+"""A rank's samples per control; for `full`, every second step. Ranks start together after a
 control, which favours strategies that synchronise often within a step."""
 
 
@@ -48,14 +48,14 @@ class PreparedTrial:
         seed: int = 0,
         launches: int = 1,
     ) -> None:
-        """`timed_seconds`: see Plan.timed_seconds_of. `seed`: decides, with the key, when the state
-        is rewound. `launches`: planned trials of the cell."""
+        """`timed_seconds`: see Plan.timed_seconds_of. `seed` and the key decide when the state is
+        rewound. `launches`: planned trials of the cell."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
             mark_used(self.known)
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
-        """GPUs that it uses on the first node."""
+        """GPUs on the first node."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
@@ -104,7 +104,7 @@ class PreparedTrial:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """State of the machine just before and after a trial."""
+    """Machine state just before and after a trial."""
 
     gpus_before: tuple[GpuState, ...]
     gpus_after: tuple[GpuState, ...]
@@ -114,7 +114,7 @@ class Surroundings:
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
         """Adds these observations to a trial that used `gpus` GPUs.
 
-        Its own ranks, which may still be ending, do not count as foreign processes.
+        Its own ranks, which may still be ending, are not foreign processes.
         """
         own = {answer.pid for answer in outcome.answers}
         return replace(
@@ -127,8 +127,7 @@ class Surroundings:
 
 
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
-    """Returns whether `cell` is `other` with a larger model, batch or sequence, or fewer
-    devices."""
+    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False
@@ -152,7 +151,7 @@ def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """Returns the modules of strategies and workloads that the fork server imports."""
+    """Returns the strategies' and workloads' modules for the fork server to import."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [
         p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)

@@ -1,4 +1,4 @@
-"""Profiles the ranks of a cell."""
+"""Profiles a cell's ranks."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def profile_cell(
 
 @dataclass(frozen=True)
 class Theory:
-    """Values of the strategy's formulas; None: no formula."""
+    """Values of the strategy's formulas; None without one."""
 
     sent_bytes: float | None = None
     """Bytes that a rank must send per step, mean of the ranks."""
     states: States | None = None
     """States of the fullest rank."""
     activation_bytes: float | None = None
-    """Bytes for a rank's micro-batch, in fp32."""
+    """For a rank's micro-batch, in fp32."""
 
 
 def profile_record(
@@ -73,8 +73,7 @@ def profile_record(
     theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """Returns the record of a profile, however it ended. `servers`: number of trailing ranks that
-    compute little."""
+    """Returns a profile's record, however it ended. `servers`: trailing ranks computing little."""
     record = ProfileRecord(
         run_id=run_id,
         cell_id=cell.id,
@@ -107,8 +106,7 @@ def profile_record(
 def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
-    """Adds the components of one profiled step, the one with the median slowest rank. They sum to
-    its time."""
+    """Adds the components of the step with the median slowest rank, which sum to its time."""
     profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]

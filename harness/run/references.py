@@ -1,4 +1,4 @@
-"""Reference runs that a run's trials are compared with, and these comparisons."""
+"""Reference runs, and trials' comparisons with them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARE_STEPS = 1.25
-"""Factor on the steps of a reference run: trials go on after the parity segment."""
+"""Factor on a reference run's steps, because trials go on after the parity segment."""
 
 
 @dataclass
 class ReferenceRuns:
-    """Caches reference runs on disk, and launches missing ones."""
+    """Caches reference runs on disk, launching missing ones."""
 
     failures: dict[str, str] = field(default_factory=dict)
     """Reasons for failures, by reference folder."""
@@ -62,7 +62,7 @@ class ReferenceRuns:
         cells: Sequence[Cell],
         announce: Callable[[str], None],
     ) -> dict[str, Reference]:
-        """Returns the reference of every cell, by its key (see `reference_key`).
+        """Returns every cell's reference by its key (see `reference_key`).
 
         `announce`: called for each launch. Raises KeyboardInterrupt if the user stops one.
         """
@@ -83,7 +83,7 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Launches what a reference lacks: the run itself, or the one that measures its noise."""
+        """Launches what a reference lacks: itself or a run for its noise."""
         data = _data_of(cell)
         if not reference.exists:
             announce(
@@ -115,8 +115,8 @@ class ReferenceRuns:
     def verify(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """Returns the verdict on a trial, with a reference that covers all its steps. If losses
-        exceed the assumed effect of low precision, also runs references in it."""
+        """Returns a trial's verdict, with a reference that covers all its steps. If losses exceed
+        the assumed effect of low precision, also runs references in it."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
@@ -147,8 +147,7 @@ class ReferenceRuns:
             reference.note_losses(losses)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
-        """Adds the reference's drift: at each step, the loss deviation of the same training rounded
-        differently."""
+        """Adds the loss deviation by step of the reference training, rounded differently."""
         known = reference.all_losses
         longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
@@ -159,8 +158,8 @@ class ReferenceRuns:
     def _learn_drift_in_precision(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference
     ) -> None:
-        """Adds the drift in the cell's precision: at each step, the larger loss deviation of two
-        runs that differ in rounding."""
+        """Adds the drift in the cell's precision: by step, the larger loss deviation of two
+        runs."""
         known = reference.all_losses
         if len(reference.precision_drift(cell.precision)) >= len(known):
             return
@@ -178,7 +177,6 @@ class ReferenceRuns:
 
 
 def _diverged_later(verification: Verification) -> bool:
-    """Returns whether a step after the parity segment made the trial `diverged`."""
     verdict = verification.verdict
     return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
 
@@ -192,13 +190,13 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the reference cell on all cores: nobody compares its time."""
+    """Returns the cell on all cores, since nobody compares its time."""
     cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores)
 
 
 def _losses_of(outcome: Outcome) -> list[float]:
-    """Returns a run's losses; empty if it failed."""
+    """Returns nothing if the run failed."""
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
@@ -224,10 +222,10 @@ def compared(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
-    """Returns the verdict on a trial; without a reference it is unknown, because of `why_not`.
+    """Returns a trial's verdict; without a reference it is unknown, because of `why_not`.
 
-    While the reference's drift is unknown, later losses are held to the narrowest envelope: a trial
-    within it is within every other.
+    While the reference's drift is unknown, later losses must stay in the narrowest envelope, which
+    is within all others.
     """
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None
@@ -296,7 +294,6 @@ class _Judging:
         )
 
     def later(self, steps: Pass) -> list[float]:
-        """Returns the loss deviations after the segment."""
         assert self.reference is not None
         segment = self.prepared.cell.parity_steps
         losses = [None] * segment + list(steps.since(segment))

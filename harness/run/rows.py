@@ -37,7 +37,7 @@ from harness.workloads.workload_variants import FLOAT8
 
 
 def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecord:
-    """Builds the row; measures the GPU if any cell of the plan needs one."""
+    """Builds the row; measures the GPU if any cell needs one."""
     speed = measure_gpu().as_json if plan.needs_gpu else None
     return RunRecord(
         schema_version=VERSION,
@@ -51,12 +51,12 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:
-    """Returns column `device_speed` of a run; None if no cell needs a GPU."""
+    """Returns a run's column `device_speed`; None if no cell needs a GPU."""
     return store.run_row(plan.run_id)["device_speed"] if plan.needs_gpu else None
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
-    """Returns the rates of this host's devices for a cell. `device_speed`: the run's column."""
+    """Returns this host's rates for a cell. `device_speed`: the run's column."""
     if cell.device != "cuda":
         return Peaks()
     precision = workload.arithmetic or cell.precision
@@ -84,18 +84,18 @@ def left_out_record(
 
 @dataclass(frozen=True)
 class RewindCheck:
-    """Parity of the steps that were trained again after rewinds."""
+    """Parity of steps trained again after rewinds."""
 
     count: int
     why_not: str
-    """Why the state was never rewound; empty if it was."""
+    """Why the state was never rewound; or empty."""
     loss_deviation: float | None
-    """Largest deviation; None: never rewound, or not finite."""
+    """Largest deviation; None if never rewound, or not finite."""
     update_deviation: float | None
 
     @classmethod
     def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> RewindCheck:
-        """Summarises the verdicts of all rewinds. `why_not`: the reason if there are none."""
+        """Summarises all rewinds' verdicts. `why_not`: the reason if there are none."""
         losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
         updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
         return cls(
@@ -115,7 +115,7 @@ class Verification:
     """None if unknown."""
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
-    """Relative loss deviation from the reference at each step after the parity segment."""
+    """Relative loss deviation at each step after the parity segment."""
     rewinds: RewindCheck | None = None
     """None if the trial was not compared, or diverged within the parity segment."""
 
@@ -128,7 +128,6 @@ def trial_record(
     surroundings: Surroundings,
     peaks: Peaks,
 ) -> TrialRecord:
-    """Returns the record of a launched trial, however it ended."""
     cell, strategy = prepared.cell, prepared.strategy
     trial = replace(
         left_out_record(run_id, cell, outcome.status, outcome.reason),
@@ -169,7 +168,6 @@ def trial_record(
 
 
 def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcome) -> TrialRecord:
-    """Adds ranks, nodes, libraries and what stood in for the real thing."""
     cell, layout, strategy = prepared.cell, prepared.layout, prepared.strategy
     nodes = outcome.nodes
     emulation = outcome.link.get("link_emulation")
@@ -195,7 +193,7 @@ def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcom
 
 
 def _with_verification(trial: TrialRecord, verification: Verification) -> TrialRecord:
-    """Adds all but the verdict, which a failed trial lacks."""
+    """Adds all but the verdict, which failed trials lack."""
     noise = verification.noise
     trial = replace(
         trial,
@@ -219,7 +217,7 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks a trial that ended ok `diverged` if it does not train the same as its reference."""
+    """Marks an ok trial `diverged` if it does not train like its reference."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":
@@ -230,7 +228,7 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
 
 
 def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRecord:
-    """Adds what the first rank that ran out of memory held, if it could report it."""
+    """Adds what the first rank that ran out of memory held, if reported."""
     failures = [a.failure for a in answers if a.failure and a.failure.failed_in]
     if not failures:
         return trial

@@ -1,4 +1,4 @@
-"""Runs the open trials of a plan: references, order, progress, resume, stop."""
+"""Runs a plan's open trials: references, order, progress, resume, stop."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class PendingTrial(NamedTuple):
 
 @dataclass
 class Runner:
-    """Runs the open trials of a plan in order, recording each as it ends."""
+    """Runs a plan's open trials, recording each as it ends."""
 
     store: Store
     plan: Plan
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """This runner's share of the plan's cells: (number, of how many)."""
+    """Share of the plan's cells: (number, of how many)."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
     """Set when `run` begins."""
@@ -73,7 +73,7 @@ class Runner:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """This runner's share: all trials of a cell run where its first one did."""
+        """This runner's share; all trials of a cell run where its first one did."""
         number, of = self.share
         return self.plan.cells[number::of]
 
@@ -110,8 +110,7 @@ class Runner:
         return pending
 
     def make_room(self) -> None:
-        """Raises UsageError, recording nothing, if the disk has too little room for missing
-        references."""
+        """Raises UsageError, recording nothing, if the disk lacks room for missing references."""
         make_room(compared([trial.cell for trial in self.open_trials()]))
 
     def begin(self) -> bool:
@@ -119,8 +118,7 @@ class Runner:
         return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
     def run(self, listener: ProgressListener) -> bool:
-        """Runs all open trials. If interrupted, records the running ones as such and returns
-        False."""
+        """Runs all open trials; if interrupted, records running ones as such and returns False."""
         recorded = self.store.statuses(self.plan.run_id)
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
@@ -162,8 +160,7 @@ class Runner:
         return True
 
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns a further trial of each cell whose interval is too wide, or that may still be the
-        answer, as far as time allows."""
+        """Returns a further trial of each cell of `worth_launching`, as far as time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # A share of the cells has no answer of its own.
         trials = self.store.load([self.plan.run_id], steps=False).trials
@@ -212,7 +209,7 @@ class Runner:
         return True
 
     def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
-        """Groups trials that are launched together: single trials, or a round."""
+        """Groups trials launched together: single trials, or a round."""
         if not self.plan.interleaved:
             return [[trial] for trial in pending]
         by_number = itertools.groupby(pending, key=lambda trial: trial.key.trial)
@@ -222,8 +219,7 @@ class Runner:
         self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
     ) -> bool:
         """Returns False if an earlier trial ran out of memory or time, the time budget is spent, or
-        a cell that needs less memory ran out of it. Records the trial as skipped in the last
-        case."""
+        a cell needing less memory ran out. Records the trial as skipped in the last case."""
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
@@ -240,7 +236,7 @@ class Runner:
         return True
 
     def explain(self, listener: ProgressListener) -> bool:
-        """Profiles each cell that ended ok and has no profile; returns False if interrupted."""
+        """Profiles each cell that ended ok without a profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
@@ -270,7 +266,7 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        """Launches, verifies and records one trial; without a reference its parity is unknown."""
+        """Launches, verifies and records a trial; without a reference its parity is unknown."""
         seconds = self.plan.timed_seconds_of(cell)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
@@ -291,7 +287,6 @@ class Runner:
         references: dict[str, Reference],
         on_progress: Callable[[int, float], None],
     ) -> list[TrialRecord]:
-        """Launches, verifies and records a round of interleaved trials."""
         round_ = [
             PreparedTrial(cell, key, position, references[reference_key(cell)])
             for position, cell, key in pending
@@ -328,7 +323,7 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """Returns why not to try a cell: one that needs no more of anything ran out of memory."""
+        """Returns why not to try a cell: one needing no more of anything ran out of memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
