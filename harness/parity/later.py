@@ -1,7 +1,7 @@
 """Parity after the segment.
 
-Correct trainings drift apart, because each step amplifies rounding. Two reference runs that split
-the batch differently show how fast. Losses must stay within an envelope that widens at their rate.
+Correct trainings drift apart, because each step amplifies rounding. Losses must stay within an
+envelope that widens at the rate of two reference runs that split the batch differently.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ from harness.parity.verdict import ParityVerdict, loss_deviations
 from harness.spec.training import EXACT
 
 NARROWEST = 2e-6
-"""Relative deviation that rounding of a loss alone can cause."""
+"""Relative deviation that rounding a loss can cause."""
 TIMES_DRIFT = 30.0
-"""Allowed multiple of the references' chaotic drift; docs/studies/parity-deviations.md has what
-trials need."""
+"""Allowed multiple of the references' chaotic drift; see docs/studies/parity-deviations.md."""
 TIMES_OWN = 3.0
 """Allowed multiple of the trial's deviation within the segment."""
 WIDEST = 0.05
-"""Declared tolerance at which later losses are not checked: it is a different training. Also limits
-the envelope without a second reference run."""
+"""Declared tolerance of a different training, whose later losses are not checked. Also limits the
+envelope without a second reference run."""
 MOST = 0.5
-"""Limit of the envelope: after a drift of a few percent, correct trainings soon differ as any two
-do."""
+"""Limit of the envelope: after a few percent of drift, correct trainings differ as any two do."""
 GROWTH_PER_STEP = 0.08
-"""Log growth of the envelope per step without a second reference run (it did not end well, or
-rounded alike)."""
+"""Log growth of the envelope per step if a second reference run failed or rounded alike."""
 
 
 def envelope(
@@ -39,8 +36,9 @@ def envelope(
 
     `segment`: its length; `tolerance`: allowed within it; `own`: the trial's largest deviation
     there; `drift`: relative deviation of the second reference run by step, or empty. Declared
-    tolerances (low precision, compression) grow with the square root of the steps, like a sum of
-    independent roundings. If the reference's drift grew more since the segment, they grow by that.
+    tolerances (low precision, compression) grow like a sum of independent roundings, with the
+    square root of the steps. If the reference's drift grew more since the segment, they grow by
+    that.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
@@ -87,8 +85,8 @@ def with_later(
 ) -> ParityVerdict:
     """Returns the verdict, or `diverged` if a later loss leaves the envelope.
 
-    `precision_drift`: relative deviation by step of the reference in the trial's precision, if
-    known. It widens the envelope at its step, since a batch may be sensitive to precision.
+    `precision_drift`: relative deviation by step of a reference in the trial's precision, if known.
+    It widens the envelope at its step, since a batch may be sensitive to precision.
     """
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):

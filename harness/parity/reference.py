@@ -1,4 +1,4 @@
-"""A reference run on disk, and deviations of parameters from it."""
+"""A reference run on disk, and parameters' deviations from it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Noise:
     """Differences by rounding alone, between references that split the batch differently."""
 
     loss: float
-    """Largest |difference| / |loss| at any step of the segment."""
+    """Largest |difference| / |loss| in the segment."""
     update: float
-    """Largest norm of a tensor's difference, relative to its update."""
+    """Largest norm of a tensor's difference over that of its update."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Reference run on disk: losses of the segment, trained tensors after it, update norms.
 
-    It keeps digests of untrained tensors, which must stay bit for bit the same.
+    Keeps digests of untrained tensors, which must stay bitwise identical.
     """
 
     folder: str
@@ -54,7 +54,7 @@ class Reference:
     def save(
         self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]
     ) -> None:
-        """Writes the files, the JSON last, since it marks them as complete."""
+        """Writes the JSON last, since it marks the files as complete."""
         from safetensors.torch import save_file
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,14 @@ class Reference:
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative loss deviation by step of a run that differs in rounding alone (see
-        `rounded_differently`); empty if not informative, None without such a run."""
+        """Relative loss deviation by step of a run rounded differently (see `rounded_differently`);
+        empty if not informative, None without one."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
     def precision_drift(self, precision: str) -> list[float]:
-        """Returns the relative deviation by step of fp32 losses from those in a lower precision,
-        the larger of two runs; or empty."""
+        """Returns fp32 losses' relative deviation by step from lower precision, the larger of two
+        runs; or empty."""
         losses: list[float] = self.facts.get("precision_drift", {}).get(precision, [])
         return losses
 
@@ -101,7 +101,7 @@ class Reference:
         self._write(self.facts | {"precision_drift": all_drifts})
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Saves losses of a longer run of the same training, and resets the drift."""
+        """Saves losses of a longer run of this training, and resets the drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
@@ -122,7 +122,7 @@ class Reference:
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a digest of the values as fp32, whichever device and precision they have.
+    """Returns a digest of the values as fp32, whatever their device and precision.
 
     Copies them: NumPy holds on to a tensor's storage, and FSDP1 resizes that of gathered tensors.
     """

@@ -23,22 +23,21 @@ from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
 
 MICRO_BATCH_TOKENS = 2048
-"""Most tokens that a reference run on a GPU computes at once: 1.1 B parameters then keep 7 GiB of
+"""Most tokens that a GPU reference run computes at once: 1.1 B parameters then keep 7 GiB of
 activations."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
 """Environment variable: GiB that reference runs may fill."""
 DEFAULT_LIMIT_GIB = 20.0
 IN_USE_SECONDS = 3600.0
-"""Seconds after use in which a reference is not evicted, as another run may need it."""
+"""Seconds after use before eviction, as another run may need the reference."""
 NOISE_TOKENS = 8192
-"""Largest batch in tokens that is run again for noise: rounding does not depend on its size."""
+"""Largest batch in tokens run again for noise; rounding does not depend on its size."""
 CONTEXT_BYTES = 2**30
-"""Approximate GPU memory of CUDA's context and library kernels: 0.5 to 0.8 GiB on data-centre
-GPUs."""
+"""Approximate GPU memory of CUDA's context and kernels: 0.5 to 0.8 GiB on data-centre GPUs."""
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Returns the same training in fp32, in one process and on the whole batch at once.
+    """Returns the training in fp32, in one process and on the whole batch at once.
 
     On a GPU it uses micro-batches, so that the batch of eight devices fits one. With BatchNorm it
     does not, since parts of the batch are a different training.
@@ -55,10 +54,10 @@ def reference_cell(cell: Cell) -> Cell:
 
 
 def split_differently(reference: Cell) -> Cell | None:
-    """Returns the same training with twice as many micro-batches, to measure rounding alone.
+    """Returns the training with twice as many micro-batches, to measure rounding alone.
 
-    None if that is impossible or a different training. Also None for a large batch: that of eight
-    GPUs takes one GPU eight times as long, and has the noise of one GPU's batch.
+    None if impossible or a different training. Also None for a large batch: that of eight GPUs
+    takes one GPU eight times as long, with the noise of one GPU's batch.
     """
     if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
         return None
@@ -66,7 +65,7 @@ def split_differently(reference: Cell) -> Cell | None:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """Returns the same training and data with different rounding: twice as many micro-batches. If
+    """Returns the training and data with different rounding, by twice as many micro-batches. If
     that is impossible, the last sample comes first, and CPUs use one core, on which convolutions
     add in another order."""
     if halved := _halved(reference):
@@ -76,8 +75,7 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def _halved(reference: Cell) -> Cell | None:
-    """Returns the same training with twice as many micro-batches; None if impossible, or a
-    different training (BatchNorm)."""
+    """Returns None if impossible, or a different training (BatchNorm)."""
     parts = 2 * reference.micro_batches
     if reference.global_batch % parts or make_workload(reference.workload).batch_norm:
         return None
@@ -115,8 +113,8 @@ def reference_key(cell: Cell) -> str:
 def gpu_kind() -> str:
     """Returns the kind of this host's GPUs as it determines random numbers; empty without one.
 
-    CUDA's generator uses as many threads as the multiprocessors hold, so a seed gives different
-    weights on different kinds. NVML reports the cores; a MIG slice has its profile in its name.
+    CUDA's generator uses as many threads as the multiprocessors hold, so kinds of GPUs draw
+    different weights from a seed. NVML reports the cores; a MIG slice has its profile in its name.
     """
     devices = visible_gpus()
     if not devices:
@@ -163,9 +161,9 @@ def kept_bytes(cell: Cell) -> int:
 def memory_bytes(reference: Cell) -> int:
     """Returns an upper bound on a reference run's GPU memory in bytes.
 
-    It sums parameters, gradients, optimizer state (16 bytes per trained parameter for AdamW), and
-    the larger of a micro-batch's activations and torch's optimizer temporaries (4 bytes per
-    parameter). A variant is assumed to keep its base model's activations.
+    Sums parameters, gradients and optimizer state (16 bytes per trained parameter for AdamW). Adds
+    the larger of micro-batch activations and torch's optimizer temporaries (4 bytes per parameter).
+    A variant counts its base model's activations.
     """
     from harness.workloads.operators import activation_bytes
 
@@ -182,7 +180,7 @@ def memory_bytes(reference: Cell) -> int:
 
 
 def limit_bytes() -> int:
-    """Returns the bytes that references may fill; raises UsageError if not a number."""
+    """Raises UsageError if not a number."""
     text = os.environ.get(LIMIT, "")
     try:
         gibibytes = float(text) if text else DEFAULT_LIMIT_GIB

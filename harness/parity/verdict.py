@@ -43,7 +43,7 @@ SPLIT_BATCH_NORM = Tolerance(
 
 TIMES_NOISE = 10.0
 """Multiple of the reference's noise that a correct trial on a GPU may deviate by. The noise is from
-one pair of runs, and a trial's kernels differ more than theirs."""
+one pair of runs, whose kernels differ less than a trial's."""
 WIDEST_BY_NOISE = (1e-4, 5e-2)
 """Loss and update deviations up to which noise widens a limit. A loss scaled by 2, the smallest
 gradient mistake in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
@@ -51,8 +51,7 @@ gradient mistake in docs/explanation/parity.md, deviates by 1.4e-4 and 0.17."""
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """One of `exact`, `within tolerance`, `diverged` and `unknown`, with deviations and
-    tolerances."""
+    """`exact`, `within tolerance`, `diverged` or `unknown`, with deviations and tolerances."""
 
     verdict: str
     reason: str
@@ -66,14 +65,14 @@ class ParityVerdict:
 def noise_of(
     losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]
 ) -> Noise | None:
-    """Returns the noise shown by a second reference run; None if it did not stay finite."""
+    """Returns the noise of a second reference run; None if it did not stay finite."""
     noise = Noise(max(loss_deviations(losses, reference)), max(updates.values(), default=math.inf))
     return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
 
 
 def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
-    """Returns |loss - reference| / |reference| at each step; infinite for a missing or non-finite
-    loss."""
+    """Returns |loss - reference| / |reference| by step; infinite for missing or non-finite
+    losses."""
     gaps = []
     for step, expected in enumerate(reference):
         loss = losses[step] if step < len(losses) else None
@@ -95,9 +94,9 @@ def parity_verdict(
     tied: Mapping[str, str] | None = None,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict. `updates`: each rank's deviations by tensor, together of all tensors.
+    """Returns the verdict; its reason mentions `noise`, the reference's, if beyond what is allowed.
 
-    `noise`: the reference's; if it exceeds what is allowed, the reason says so.
+    `updates`: each rank's deviations by tensor, together of all tensors.
     """
     gaps = loss_deviations(losses, reference_losses)
     merged: dict[str, float] = {}
@@ -162,8 +161,8 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
 
 
 def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
-    """Returns the tolerance on a GPU: `allowed`, or TIMES_NOISE times the noise if that is more, at
-    most WIDEST_BY_NOISE."""
+    """Returns the tolerance on a GPU: `allowed`, or TIMES_NOISE times the noise if more, at most
+    WIDEST_BY_NOISE."""
     if noise is None:
         return allowed
     most_loss, most_update = WIDEST_BY_NOISE
@@ -175,7 +174,7 @@ def widened(allowed: Tolerance, noise: Noise | None) -> Tolerance:
 
 
 def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
-    """Returns the largest of each limit, with all reasons joined by `between`."""
+    """Returns the largest of each limit, joining reasons by `between`."""
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
@@ -191,13 +190,13 @@ def as_row(verdict: ParityVerdict) -> dict[str, Any]:
 
 
 def in_fp32(cell: Cell) -> Cell | None:
-    """Returns the cell with weights in fp32; None if they already are."""
+    """Returns the cell with fp32 weights; None if it has them."""
     name = make_workload(cell.workload).in_fp32
     return cell.model_copy(update={"workload": name}) if name else None
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Returns the largest relative deviation from fp32 losses; None if weights are fp32 or a loss
+    """Returns the largest relative deviation from fp32 losses. None if weights are fp32 or a loss
     is not finite."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
@@ -234,8 +233,8 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on `losses` by step and each rank's `updates` (see
-    harness/parity/verdict.py); without a reference, unknown because of `why_not`."""
+    """Returns the verdict on `losses` by step and each rank's `updates`; without a reference,
+    unknown because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return parity_verdict(
