@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    It names no command or command-line option. If the remedy is one, a subclass identifies the
-    case, and the command line adds it (see bench/cli/__init__.py). Exit code 2.
+    Names no command or option. If one is the remedy, a subclass identifies the case and the command
+    line adds it (see bench/cli/__init__.py). Exit code 2.
     """
 
 
 class NotWritable(UsageError):
-    """The results folder is not writable; another one is needed."""
+    """The results folder is not writable."""
 
 
 class NotRecorded(UsageError):
@@ -29,7 +29,7 @@ class NoRuns(UsageError):
 
 
 class DamagedRun(UsageError):
-    """The file of a run cannot be read."""
+    """A run's file cannot be read."""
 
 
 class NothingToResume(UsageError):
@@ -50,7 +50,7 @@ class Unavailable(Exception):
 
 
 def first_error(error: ValidationError) -> str:
-    """Returns pydantic's first error: the field, what is wrong with it, and the value given."""
+    """Returns pydantic's first error: the field, what is wrong, and the value given."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}, got {first['input']!r}"

@@ -20,13 +20,13 @@ class Link:
     """Rate and delay of each node's link to the switch."""
 
     bits_per_second: float | None = None
-    """Rate in each direction, counting frames with their headers; None: not limited."""
+    """Per direction, counting frames with headers; None if unlimited."""
     delay_seconds: float = 0.0
-    """Delay of a frame from one node to another."""
+    """From one node to another."""
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """Parses a link's text; raises ValueError with a full sentence."""
+        """Raises ValueError with a full sentence."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -56,12 +56,12 @@ class Link:
 
 
 def over(text: str) -> str:
-    """Returns a phrase such as `over 1gbit (emulated)`."""
+    """Formats as `over 1gbit (emulated)`."""
     return f"over {'unshaped links' if text == UNSHAPED else text} (emulated)"
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
-    """Formats the value in the largest unit that makes it at least one."""
+    """Formats in the largest unit that makes the value at least one."""
     name = next(
         (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
     )

@@ -1,4 +1,4 @@
-"""Redaction of secrets in all recorded or shown text.
+"""Redaction of secrets in recorded or shown text.
 
 Found by name: values of environment variables with secret names. Found by form: tokens of
 well-known services, passwords in URLs, values after words such as `password=`, private keys.
@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 REDACTED = "[redacted]"
 LEAST = 8
-"""Minimum length of a secret: shorter values are ordinary words."""
+"""Least length of a secret; shorter values are ordinary words."""
 SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL"
     r"|AUTHORIZATION|_PAT$|_KEY$|_AUTH$|_PWD$)",
@@ -45,7 +45,7 @@ _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECAS
 _NO_STRING = (
     r"(?!(?:-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|-?Infinity|NaN|true|false|null)(?:[\s,}\]]|$)|[\[{])"
 )
-"""Unquoted JSON values, which are no secrets and must stay valid JSON (RFC 8259)."""
+"""Unquoted JSON values, which are no secrets and must stay valid (RFC 8259)."""
 _AFTER_WORD = re.compile(
     rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*(?:[\"']|{_NO_STRING})"
     rf"|\bbearer\s+|--[\w-]*{_WORD}\s+)"
@@ -55,8 +55,8 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Returns the values of secret environment variables, also escaped for JSON and URLs, longest
-    first because one may contain another."""
+    """Returns secret environment variables' values, also escaped for JSON and URLs, longest first,
+    as one may contain another."""
     values = {
         written
         for name, value in environment.items()
@@ -67,10 +67,9 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """Returns the text with secrets replaced and lone surrogates escaped, which no file or terminal
-    accepts.
+    """Replaces secrets, and escapes lone surrogates, which files and terminals reject.
 
-    `secrets`: None for those of this process's environment.
+    `secrets`: by default those of this process's environment.
     """
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:

@@ -19,11 +19,11 @@ class Layout:
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
-    """Number of ranks that train on the same samples, each on its part of the tokens."""
+    """Ranks that train on the same samples, each on its part of the tokens."""
     devices_per_process: int = 1
-    """Number of devices of a process; more than 1 for DataParallel."""
+    """More than 1 for DataParallel."""
     servers: int = 0
-    """Number of parameter servers: extra processes, last in rank, with the model and no samples."""
+    """Parameter servers: extra processes, last in rank, with the model and no samples."""
 
     @property
     def devices(self) -> int:
@@ -34,7 +34,7 @@ class Layout:
         return self.devices // self.devices_per_process + self.servers
 
     def serves(self, rank: int) -> bool:
-        """Returns whether this rank is a parameter server."""
+        """Whether this rank is a parameter server."""
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
@@ -50,42 +50,42 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that train the same part of the model on different tokens. They average
-        gradients and may shard states."""
+        """Ranks that train the same part of the model on different tokens. They average gradients
+        and may shard states."""
         return self.data * self.sequence
 
     @property
     def shares(self) -> int:
-        """Number of parts of the global batch, one per data-parallel process."""
+        """Parts of the global batch, one per data-parallel process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns the index of a rank's part of the global batch. A parameter server ignores its
-        part, the last."""
+        """Returns the index of a rank's part of the global batch. A server ignores its part, the
+        last."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Allowed deviation of a strategy's training from the reference, with the reason."""
+    """Allowed deviation from the reference, and why."""
 
     loss: float
-    """Largest |loss - reference| / |reference| at any step of the segment."""
+    """Largest |loss - reference| / |reference| in the segment."""
     update: float
-    """Largest norm of any tensor's (parameters - reference parameters) over that of the reference's
+    """Largest norm of a tensor's (parameters - reference parameters) over the reference's
     update."""
     reason: str
 
 
 REASONS = "; "
 """Separator in `Tolerance.reason`, also in records. Half precision and the model share one reason;
-each thing that the strategy adds has its own."""
+whatever the strategy adds has its own."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def rounding_alone(precision: str, reason: str) -> bool:
-    """Returns whether the reason is half precision alone."""
+    """Whether half precision is the only reason."""
     return precision in HALF_PRECISIONS and REASONS not in reason
 
 
@@ -98,7 +98,7 @@ EXACT = Tolerance(
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of the global batch of one step.
+    """A rank's share of a step's global batch.
 
     `inputs`: (samples, ...), `labels`: (samples, ...).
     """
@@ -108,7 +108,6 @@ class Batch:
     labels: Tensor
 
     def split(self, parts: int) -> Iterator[Batch]:
-        """Yields `parts` micro-batches with an equal number of samples each."""
         for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
             yield Batch(self.step, inputs, labels)
 
@@ -122,8 +121,7 @@ class States:
     gradients: float = 0.0
     optimizer: float = 0.0
     library: float = 0.0
-    """Library copies and buffers besides the states: communication buckets, fp32 master weights,
-    memory pools."""
+    """Library copies and buffers: communication buckets, fp32 master weights, memory pools."""
     transient: float = 0.0
     """Peak of further allocations in a step: gradients until the update, gathered parameters."""
 
@@ -136,9 +134,9 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
 Retained = tuple[StateKind, str, "Tensor | int"]
-"""Kind, name, and the tensor (or its bytes, if the library exposes only those)."""
+"""Kind, name, and the tensor or, if the library hides it, its bytes."""
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]
-"""Does one optimizer step on this rank's share of a batch. Returns the mean loss of its samples, or
-None if the rank computes none."""
+"""Does one optimizer step on a rank's share of a batch. Returns its mean loss, or None if the rank
+computes none."""

@@ -1,4 +1,4 @@
-"""Safe parsing of YAML that a user wrote."""
+"""Safe parsing of users' YAML."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """Returns the value of a YAML document; raises UsageError if invalid, such as a date that does
-    not exist. `where`: source of the text, for the error."""
+    """Parses YAML; raises UsageError if invalid, such as a date that does not exist. `where`:
+    source of the text, for the error."""
     try:
         return yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
