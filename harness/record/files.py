@@ -1,7 +1,7 @@
 """Parquet files of a results folder.
 
-Writes are atomic. Reads verify the checksum of each page (CRC-32, parquet-format's
-`PageHeader.crc`) and compare the footer with the table's schema.
+Writes are atomic. Reads verify each page's checksum (CRC-32, parquet-format's `PageHeader.crc`) and
+compare the footer with the table's schema.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _MAGIC = b"PAR1"
 
 
 class DamagedFile(Exception):
-    """A file was damaged or is not of this table; the message says how."""
+    """A file is damaged or not of this table; the message says how."""
 
 
 class OtherSchema(UsageError):
-    """A file was written by a version of the suite with another schema."""
+    """Another version of the suite wrote this file, with another schema."""
 
 
 def writer_name() -> str:
-    """Returns a name unique to this process among all nodes that share the folder."""
+    """Returns a name unique to this process among all nodes sharing the folder."""
     return f"{platform.node()}.{os.getpid()}"
 
 
 def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-    """Writes a complete file or none; it is on disk on return. Raises NotRecorded if the disk is
+    """Writes a complete file or none; on return it is on disk. Raises NotRecorded if the disk is
     full or read-only."""
     import pyarrow.parquet as pq
 
@@ -83,7 +83,7 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
 
 
 def is_complete(file: Path) -> bool:
-    """Returns whether a file begins and ends like parquet; reads 8 bytes."""
+    """Whether a file begins and ends like parquet; reads 8 bytes."""
     try:
         with open(file, "rb") as content:
             begin = content.read(4)
@@ -112,10 +112,7 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
 
 
 def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
-    """Returns how a file's version or columns differ from the table's; empty if they do not.
-
-    Raises OtherSchema.
-    """
+    """Describes how a file's version or columns differ, or empty. Raises OtherSchema."""
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():
         return "it states no schema version"
@@ -136,7 +133,7 @@ def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """Returns the rows of each undamaged file; warns DamagedFileWarning for the others."""
+    """Returns each undamaged file's rows; warns DamagedFileWarning for the others."""
     tables = []
     for file in files:
         try:
@@ -152,8 +149,7 @@ def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -
 
 
 def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns the rows of these tables as one frame; without tables, an empty one with all
-    columns."""
+    """Returns these tables' rows as one frame; without tables, an empty one with all columns."""
     import pyarrow as pa
 
     rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
@@ -182,7 +178,7 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
-    """Returns the table's schema, or that of `columns`, with every field nullable."""
+    """Returns the schema of a table or `columns`, with every field nullable."""
     import pyarrow as pa
 
     return pa.schema(
@@ -205,8 +201,8 @@ class RunFiles:
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns the files that hold a run's rows: the copy if up to date or all that is left,
-        else the single files."""
+        """Returns the copy of a run's rows if up to date or all that is left, else the single
+        files."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
             return single
@@ -216,7 +212,7 @@ class RunFiles:
         return _copied(self.copy(table, run_id)) == _names_digest(files)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table: thousands of small files are slow to read.
+        """Copies a run's rows into one file per table, because many small files are slow to read.
 
         Keeps a copy that is complete or whose single files are gone.
         """
@@ -241,8 +237,7 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a copy into single files if only the copy is left. Otherwise single files of later
-        trials would supersede it."""
+        """Splits the copy if only it is left; single files of later trials would supersede it."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():
@@ -262,7 +257,6 @@ class RunFiles:
         return self.folder / "gathered" / run_id / f"{table}.parquet"
 
     def only_copied(self, run_id: str) -> bool:
-        """Returns whether only the copy of a run's trials is left."""
         return self.copy("trials", run_id).exists() and not self.single("trials", run_id)
 
     def single(self, table: str, run_id: str) -> list[Path]:
@@ -280,7 +274,7 @@ def _names_digest(files: Sequence[Path]) -> str:
 
 
 def _copied(copy: Path) -> str | None:
-    """Returns what the copy says about its source files; None if it is missing or damaged."""
+    """Returns the copy's note on its source files; None if missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Checks the files of a results folder: checksums, table schemas and file names."""
+"""Checks a results folder's files: checksums, table schemas and names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.record.schema import TABLES
 from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
-"""Folder, within a results folder, for files taken out of it."""
+"""Subfolder for files taken out of a results folder."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Problem:
     """A file that readers skip or refuse."""
 
     file: Path
-    """Path within the results folder."""
+    """Relative to the results folder."""
     what: str
     damaged: bool = True
     """False if the file has another schema version."""
@@ -33,7 +33,6 @@ class Checked:
 
 
 def check_folder(store: Store) -> Checked:
-    """Reads every parquet file of the folder's tables."""
     problems, count = [], 0
     for table, file in _files(store.folder):
         count += 1

@@ -1,7 +1,4 @@
-"""The plan of a run (cells, trials and their order), and the cells of a search.
-
-It is recorded, so that the run can be resumed.
-"""
+"""A run's plan (cells, trials and their order), recorded for resuming, and a search's cells."""
 
 from __future__ import annotations
 
@@ -19,23 +16,21 @@ from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
 SearchPlan = dict[str, Any]
-"""A plan's search, as JSON: budget, tokens, order and predictions."""
+"""A plan's search as JSON: budget, tokens, order and predictions."""
 MATRIX = "maxsize"
-"""Matrix of a search for the largest model or the longest sequence."""
 KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
 """Statuses of a probe that tell nothing about the largest size."""
 LEAST_ROUNDS = 2
-"""Planned rounds that run whatever the time budget: the fewest that show the spread between
-trials."""
+"""Planned rounds that ignore the time budget: the fewest that show the spread between trials."""
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
     """Returns the cell after this many search steps: `llama-320x1` becomes `llama-320x40`, or its
     sequences become 40 times `tokens` long.
 
-    `tokens`: growth per step; 0: the model grows by a block instead.
+    `tokens`: growth per step; 0 grows the model by a block instead.
     """
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
@@ -43,7 +38,7 @@ def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
 
 
 def base_cell(cell: Cell, tokens: int = 0) -> Cell:
-    """Returns the one-step cell that a probe's cell was made from."""
+    """Returns the one-step cell of a probe's cell."""
     return cell_at_size(cell, 1, tokens)
 
 
@@ -53,8 +48,6 @@ def steps_of(cell: Cell, tokens: int = 0) -> int:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A cell that will not be launched, and why."""
-
     cell: Cell
     status: str
     reason: str
@@ -62,7 +55,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """One execution of a matrix, with everything needed to resume it elsewhere."""
+    """One execution of a matrix, resumable elsewhere."""
 
     run_id: str
     matrix: str
@@ -71,26 +64,26 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: SearchPlan | None = None
-    """Starting knowledge of a search (see harness/run/maxsize.py); cells are then families."""
+    """A search's starting knowledge (see harness/run/maxsize.py); cells are then families."""
     precision: float | None = None
-    """Half width of the throughput interval that further rounds must reach, as a fraction; None: no
-    further rounds."""
+    """Relative half width of the throughput interval that further rounds must reach; None for no
+    more rounds."""
     time_budget_seconds: float | None = None
-    """Time after which no round starts, nor any trial from `spare_from` on; None: no limit."""
+    """Time after which no round starts, nor any trial from `spare_from` on; None for no limit."""
     interleaved: bool = False
-    """Whether a round's trials are interleaved (see harness/launch/interleaved.py)."""
+    """See harness/launch/interleaved.py."""
     timed_seconds: float = 0.0
     """Minimum duration of a trial's timed steps, with a control between them (see
     harness/worker/control_process.py); 0: the cell's number of steps, and no control."""
     until_answered: bool = False
-    """Whether cells that may still be the fastest get more trials after the planned rounds."""
+    """Whether cells that may be fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
-    """Ids of the cells launched once, for parity; their times are not used."""
+    """Ids of cells launched once, for parity; their times are not used."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of the cells whose throughput is compared with nothing. They run once, for their number
-    of steps, whatever `timed_seconds` is."""
+    """Ids of cells whose throughput is compared with nothing; they run once, ignoring
+    `timed_seconds`."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Cell id -> trials per round, for cells with more than one (baselines)."""
+    """Trials per round of cells with more than one (baselines), by cell id."""
 
     @classmethod
     def new(
@@ -116,7 +109,7 @@ class Plan:
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """Returns (cell, trial) in order: rounds over all cells, each shuffled anew, so that drift
-        affects all cells alike.
+        affects all alike.
 
         A cell's first trial in a round has the round's number; others are numbered from `trials`
         on.
@@ -142,8 +135,8 @@ class Plan:
 
     @property
     def spare_from(self) -> int:
-        """Position of the first planned trial that the time budget may drop: the third round's
-        first if trials go on until there is an answer."""
+        """Position of the first trial that the time budget may drop: the third round's first if
+        trials go on until there is an answer."""
         order = self.schedule()
         if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
@@ -151,14 +144,14 @@ class Plan:
         return len(order)
 
     def trials_of(self, cell: Cell) -> int:
-        """Returns a cell's number of trials if time allows all of them."""
+        """Returns the cell's number of trials if time allows all."""
         if cell.id in self.once or cell.id in self.not_compared:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:
-        """Returns the minimum duration of a cell's timed steps. 0: its number of steps; None: the
-        same, without a control."""
+        """Returns a cell's minimum duration of timed steps; 0 means its number of steps, and None
+        the same without a control."""
         if not self.timed_seconds:
             return None
         return 0.0 if cell.id in self.not_compared else self.timed_seconds
@@ -205,7 +198,7 @@ def _plain(value: object) -> object:
 
 
 def new_run_id() -> str:
-    """Returns a new run id; ids sort by time."""
+    """Returns an id that sorts by time."""
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
 
 
@@ -215,7 +208,7 @@ def kept_plan(store: Store, run_id: str) -> Plan:
 
 def resumable(store: Store, matrix: str | None) -> Plan:
     """Returns the newest run (of this matrix), even if only its report is missing. Raises
-    NothingToResume if there is none."""
+    NothingToResume."""
     for plan in map(Plan.from_row, store.newest_rows()):
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan

@@ -10,10 +10,9 @@ from harness.record.table import Int32, Int64, Record
 SPLIT = ("parameters", "gradients", "optimizer", "activations", "library", "other")
 """Kinds of tensors into which a step's peak memory is broken down."""
 COMPONENTS = ("compute", "communication", "optimizer", "data", "bubble", "offload", "other")
-"""Parts of a step's time; they sum to it. `communication` is the exposed one."""
+"""Parts that a step's time sums to. `communication` is the exposed one."""
 GPU_PARTS = ("matmul", "attention", "optimizer", "kernels", "communication", "copy", "idle")
-"""Parts of a GPU step by device activity; they sum to it. If several overlap, the first one
-counts."""
+"""Parts that a GPU step sums to, by device activity. If several overlap, the first one counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Locks on the trials of a run: one writer per share of its cells."""
+"""Locks on a run's trials: one writer per share of its cells."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def sole_writer(
 
 
 def _locked(file: Path, how: int, deadline: float) -> int:
-    """Returns a descriptor of the locked file; raises BlockingIOError if it is still locked at the
-    deadline (time.monotonic)."""
+    """Returns the locked file's descriptor; raises BlockingIOError after the deadline
+    (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,5 +1,4 @@
-"""The tables `runs` (a row per run), `steps` (a row per step of a rank) and `conclusions` (a row
-each time a run ended)."""
+"""Tables `runs`, `steps` (a row per step of a rank) and `conclusions` (a row per end of a run)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The parquet schema: five tables, one row per run, trial, step of a rank, profile of a cell, and
-end of a run."""
+"""The parquet schema: a row per run, trial, step of a rank, profile, and end of a run."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ TABLES: dict[str, type[Record]] = {
     "conclusions": ConclusionRecord,
 }
 VERSION = 12
-"""Schema version: raise it when a column is added, changed or removed."""
+"""Raise it when a column is added, changed or removed."""
 
 VERSION_KEY = "parallelism_bench_schema_version"
-"""Metadata key for the schema version of a file."""
+"""Metadata key of a file's schema version."""
 
 
 @functools.cache

@@ -63,8 +63,6 @@ class EndedTrial:
 
 @dataclass(frozen=True)
 class Results:
-    """Tables of one or more runs as pandas frames."""
-
     runs: pd.DataFrame
     trials: pd.DataFrame
     steps: pd.DataFrame
@@ -94,7 +92,7 @@ class Store:
             )
 
     def write_run(self, run: RunRecord) -> bool:
-        """Writes a run's row; returns False if it is already recorded."""
+        """Writes a run's row; returns False if already recorded."""
         path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
         return self._write_new("runs", path, run)
 
@@ -123,7 +121,7 @@ class Store:
         return folder / f"{number}.parquet"
 
     def run_ids(self) -> list[str]:
-        """Returns all complete runs, oldest first; the last one is also undamaged."""
+        """Returns all complete runs, oldest first; the last is also undamaged."""
         files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
         run_ids = [file.stem for file in files if is_complete(file)]
         while run_ids and not self._rows(run_ids[-1:]):
@@ -154,7 +152,7 @@ class Store:
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """Returns the tables of these runs, or of all. Raises NoRuns, or UsageError for an unknown
+        """Returns the tables of these runs, or all. Raises NoRuns, or UsageError for an unknown
         run."""
         recorded = self.run_ids()
         if not recorded:
@@ -191,8 +189,8 @@ class Store:
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Returns the rows of these runs, from copies or single files. Replaces a damaged copy by
-        its single files, if any are left."""
+        """Returns these runs' rows. Replaces damaged copies by their single files, if any are
+        left."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 
@@ -206,7 +204,7 @@ class Store:
         return read_undamaged(table, files, columns)
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
-        """Returns a cell's table `steps`, reading only that cell's files."""
+        """Reads only this cell's files."""
         single, copy = self._files.single("steps", run_id), self._files.copy("steps", run_id)
         files = (
             [file for file in single if file.stem.startswith(f"{cell_id}-")]
@@ -233,8 +231,7 @@ class Store:
 
 
 def require_plain_name(run_id: str) -> str:
-    """Returns the run id; raises UsageError if it is not a plain name, e.g. a path that leads
-    elsewhere."""
+    """Returns the run id; raises UsageError if it is not a plain name, e.g. a path elsewhere."""
     if not _PLAIN_NAME.fullmatch(run_id):
         raise UsageError(
             f"run name {run_id!r} cannot be the name of a file: use up to 100 letters, digits, '.',"
@@ -244,5 +241,5 @@ def require_plain_name(run_id: str) -> str:
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
-    """Returns everything recorded in a results folder as pandas frames."""
+    """Returns everything recorded in a results folder."""
     return Store(folder).load(run_ids)

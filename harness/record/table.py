@@ -1,8 +1,8 @@
 """Base of the table classes: columns, their arrow types, and reading and writing rows.
 
-A table is a frozen dataclass and a row is an instance of it. Its fields are the columns, in order.
-A field that may be None is a nullable column (unknown is null, never a guess). The docstring under
-a field is the column's meaning.
+A table is a frozen dataclass, a row its instance, and a column a field. A field that may be None is
+a nullable column (unknown is null, never a guess). The docstring under a field is the column's
+meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Column:
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value of a null; dataclasses.MISSING if a value must be given."""
+    """Value of a null; dataclasses.MISSING if required."""
 
     @property
     def is_list(self) -> bool:
@@ -107,8 +107,8 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
 
 
 def _value(column: Column, value: object, known: bool) -> object:
-    """Converts to Python types: pandas turns integers with nulls into floats, arrow turns lists
-    into arrays."""
+    """Converts to Python types: pandas turns integers with nulls into floats, arrow lists into
+    arrays."""
     if known:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:
@@ -153,7 +153,7 @@ def arrow_schema_of(table: type[Record]) -> pa.Schema:
 
 
 def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
-    """Returns the rows as an arrow table, with secrets redacted."""
+    """Converts rows to arrow, redacting secrets."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
@@ -174,7 +174,7 @@ def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def meanings(table: type[Record]) -> dict[str, str]:
-    """Returns each column's meaning by name: the docstring under its field."""
+    """Returns each column's meaning: the docstring under its field."""
     by_column: dict[str, str] = {}
     for cls in reversed(table.__mro__):
         if dataclasses.is_dataclass(cls):

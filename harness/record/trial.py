@@ -323,7 +323,7 @@ class TrialRecord(Record):
 
     @classmethod
     def of(cls, cell: Cell, **columns: Any) -> TrialRecord:
-        """Returns a trial of a cell, whose fields fill their columns. `columns`: all others."""
+        """Returns a cell's trial; the cell's fields fill their columns. `columns`: all others."""
         return cls(**(cell_columns(cell) | columns))
 
 
@@ -343,4 +343,4 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 _OF_A_FIELD = [column for column in TrialRecord.columns() if column.name in Cell.model_fields]
-"""Columns that a cell's field of the same name fills."""
+"""Columns filled by a cell's field of that name."""

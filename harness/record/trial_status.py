@@ -1,4 +1,4 @@
-"""Values of the column `status`: how a trial, and so a cell, can end."""
+"""Values of column `status`: how a trial, and so a cell, can end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WORST_FIRST = (
     "skipped",
     "ok",
 )
-"""Statuses by severity; a cell has the worst status of its trials."""
+"""Statuses by severity; a cell has the worst of its trials."""
 NOT_LAUNCHED = ("unavailable", "refused", "skipped")
 """Missing on this host; impossible anywhere; skipped because a smaller cell ran out of memory."""
 NO_RESULT = tuple(status for status in WORST_FIRST if status not in (*NOT_LAUNCHED, "ok"))
 """Launched, but without a rankable figure."""
 NOT_AGAIN = ("out_of_memory", "timeout", "skipped")
-"""Statuses that would recur: the cell's other trials are not launched."""
+"""Statuses that would recur, so that the cell's other trials are not launched."""
