@@ -10,7 +10,7 @@ from harness.spec.cell import Cell
 
 
 def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
-    """Groups hardware threads (the kernel's CPU numbers) by physical core."""
+    """Groups hardware threads (the kernel's CPU numbers) by core."""
     groups: dict[str, list[int]] = {}
     for thread in sorted(threads):
         path = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
@@ -20,16 +20,16 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def allowed_cores() -> list[int]:
-    """Returns the CPUs this process may use, one hardware thread per core first."""
+    """Returns this process's allowed CPUs, one hardware thread per core first."""
     cores = physical_cores(os.sched_getaffinity(0))
     return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the CPU cores to pin each local process to: those of its devices.
+    """Returns the cores to pin each local process to: those of its devices.
 
-    `processes`: ranks of the whole trial; `local`: those that this node starts. A parameter server
-    gets as many cores as one device. If there are too few cores, they are assigned more than once.
+    `processes`: of the whole trial; `local`: on this node. A parameter server gets as many cores as
+    a device. Cores are shared if there are too few.
     """
     if cell.device == "cuda":
         return _near_gpus(cell, local)
@@ -45,8 +45,8 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
     """Returns the cores of each local process of a GPU cell: the shares of its GPUs.
 
     Parameter servers drive no GPU and may use all cores. A rank's cores also run the threads of
-    autograd, NCCL, libraries (Horovod, CPU Adam, disk access) and batch preparation. On a single
-    core, or on the other socket, those threads would dominate the measurement.
+    autograd, NCCL, libraries and batch preparation. On a single core, or the other socket, those
+    would dominate the measurement.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -75,8 +75,8 @@ def share_cores(
     """Returns each GPU's share of the cores, as hardware threads.
 
     GPUs near the same cores split them evenly, or share cores if there are too few. `cores`:
-    hardware threads of each core. `near`: hardware threads near each GPU; if unknown, or none is
-    among `cores`, all cores count as near.
+    threads of each core. `near`: threads near each GPU; if none is among `cores`, all cores count
+    as near.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -92,15 +92,12 @@ def share_cores(
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Returns the intra-op threads of a rank pinned to these hardware threads.
-
-    CPU cells: `threads_per_device`; GPU cells: one per core.
-    """
+    """Returns the intra-op threads of a rank pinned to these: on a GPU one per core."""
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
 def core_ranges(cores: Iterable[int]) -> str:
-    """Formats core numbers in the kernel's notation: `0-3,8`."""
+    """Formats numbers in the kernel's notation: `0-3,8`."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
@@ -113,9 +110,8 @@ def core_ranges(cores: Iterable[int]) -> str:
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
     """Returns whether the cell's ranks need more cores than there are.
 
-    A CPU rank needs a core per thread, a GPU rank one core to launch kernels. `cores`: of all
-    nodes; None (unknown) returns False. `processes`: number of ranks if parameter servers make it
-    exceed the number of devices.
+    A CPU rank needs a core per thread, a GPU rank one to launch kernels. `cores`: of all nodes;
+    None if unknown. `processes`: number of ranks, if parameter servers raise it above the devices.
     """
     if cores is None:
         return False
@@ -124,5 +120,5 @@ def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
 
 
 def cores_of_nodes(cell: Cell) -> int:
-    """Returns the cores of all a cell's nodes, if all are like this host."""
+    """Returns the cores of all nodes, if they are like this host."""
     return cell.nodes * len(allowed_cores())

@@ -1,6 +1,6 @@
 """What torch can use on this host: CUDA in forked ranks, and a compiler.
 
-A rank forked from a process that has initialised CUDA cannot use CUDA itself.
+A fork of a process that has initialised CUDA cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LEAVE_CUDA_ALONE = frozenset(
 )
 """Packages whose import does not initialise CUDA even if a GPU is visible.
 
-tests/gpu/test_fork_server.py imports each of them. Other packages do initialise it: bitsandbytes
-queries the GPU's compute capability, and peft and transformers.trainer import bitsandbytes.
+tests/gpu/test_fork_server.py checks them. Others do: bitsandbytes queries the compute capability,
+and peft and transformers.trainer import bitsandbytes.
 """
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
     """Returns the packages that the fork server may import; ranks import the others.
 
-    With GPUs, only packages known to leave CUDA alone: a plug-in may require any package.
+    With GPUs, only those known to leave CUDA alone, since plug-ins may require any package.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
@@ -38,8 +38,8 @@ def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
 def architectures() -> list[str]:
     """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    Empty for a build without CUDA. torch.cuda.get_arch_list() is no substitute: it initialises CUDA
-    before torch 2.12, and returns nothing without a visible GPU.
+    Does not use torch.cuda.get_arch_list(), which initialises CUDA before torch 2.12, and returns
+    nothing without a visible GPU.
     """
     import torch
 
@@ -48,10 +48,10 @@ def architectures() -> list[str]:
 
 
 def cuda_is_initialized() -> bool:
-    """Returns whether torch or any other library has initialised CUDA in this process.
+    """Returns whether any library has initialised CUDA in this process.
 
-    The driver's `cuDeviceGetCount` fails only before `cuInit`. A driver that is not loaded has not
-    been initialised; RTLD_NOLOAD keeps this check from loading it.
+    The driver's `cuDeviceGetCount` fails only before `cuInit`. RTLD_NOLOAD keeps this check from
+    loading the driver.
     """
     import torch
 
@@ -67,7 +67,7 @@ def cuda_is_initialized() -> bool:
 def missing_compiler() -> str:
     """Returns what is missing and how to install it; empty if nothing is.
 
-    torch.compile compiles generated C++ (CPU kernels, GPU launchers) with $CXX or g++.
+    torch.compile builds its generated C++ (CPU kernels, GPU launchers) with $CXX or g++.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

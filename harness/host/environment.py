@@ -1,6 +1,6 @@
 """The environment of a measurement: versions, hardware, commit.
 
-Only what is listed here is recorded, never all environment variables.
+Records only what is listed here, never all environment variables.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
-"""Packages whose versions are recorded, in addition to strategies' requirements."""
+"""Packages whose versions are recorded, alongside strategies' requirements."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Oldest Linux driver that runs each major version of CUDA (CUDA Toolkit Release Notes)."""
+"""Oldest Linux driver for each major version of CUDA (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-"""Command that installs a torch for older drivers and GPUs; see scripts/setup.sh."""
+"""Installs a torch for older drivers and GPUs; see scripts/setup.sh."""
 _VOLTA = 7
-"""Major compute capability of the oldest GPUs (7.0) supported by torch 2.10 for CUDA 12."""
+"""Major compute capability of the oldest GPUs that torch 2.10 for CUDA 12 supports."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -47,7 +47,7 @@ SLURM = {
     "nodes": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-"""Recorded environment variables of a SLURM job, by column."""
+"""Recorded environment variables of SLURM jobs, by column."""
 
 
 @functools.cache
@@ -59,25 +59,19 @@ def version_of(package: str) -> str | None:
 
 
 def gpus() -> tuple[tuple[str, int], ...]:
-    """Returns name and memory in bytes of each GPU visible under CUDA_VISIBLE_DEVICES.
-
-    Does not initialise CUDA.
-    """
+    """Returns name and memory in bytes of each visible GPU, without initialising CUDA."""
     from harness.host.gpu_inventory import visible_gpus
 
     return tuple((device.name, device.memory_bytes) for device in visible_gpus())
 
 
 def device_type() -> str:
-    """Returns `cuda` if this torch can use the host's GPUs, else `cpu`."""
+    """Returns `cuda` if this torch can use the GPUs, else `cpu`."""
     return "cuda" if gpus() and unused_gpus() is None else "cpu"
 
 
 def unused_gpus() -> str | None:
-    """Returns why this host's GPUs are not used and how to change that.
-
-    None if they are used, or if there are none.
-    """
+    """Returns why this host's GPUs are unused, and a remedy; None if they are used or absent."""
     from harness.host.gpu_inventory import amd_gpus, driver, visible_gpus
 
     if not (devices := visible_gpus()):
@@ -121,15 +115,14 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Returns whether a build of torch runs on a GPU of this compute capability.
 
     Machine code (sm_*) runs on the same major version and the same or a newer minor one. PTX
-    (compute_*) runs on the same or a newer version. Source: CUDA C++ Programming Guide, section on
-    compute capability. `built`: harness.host.cuda.architectures(); if empty (unknown), returns
-    True.
+    (compute_*) runs on the same or a newer version (CUDA C++ Programming Guide, compute
+    capability). `built`: harness.host.cuda.architectures(); if empty (unknown), returns True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:
         kind, _, number = name.partition("_")
         code = int("".join(c for c in number if c.isdigit()) or 0)
-        exact = number.endswith("a")  # architecture-specific code, which runs on no other version
+        exact = number.endswith("a")  # architecture-specific code runs on no other version
         if kind == "sm" and code // 10 == own // 10 and (code == own if exact else code <= own):
             return True
         if kind == "compute" and not exact and code <= own:
@@ -147,10 +140,7 @@ def cpu_model() -> str | None:
 
 
 def git_commit() -> str | None:
-    """Returns the suite's commit, with `+` if tracked files have changed.
-
-    None if the suite is not in its own checkout.
-    """
+    """Returns the suite's commit, with `+` if files have changed; None outside its checkout."""
     checkout = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -173,7 +163,6 @@ def git_commit() -> str | None:
 
 
 def allocation() -> dict[str, str]:
-    """Returns the SLURM job of this process; empty outside a job."""
     return {name: value for name, variable in SLURM.items() if (value := os.environ.get(variable))}
 
 
@@ -208,10 +197,9 @@ def _gpu_columns() -> dict[str, object]:
 
 
 def cudnn_version() -> str | None:
-    """Returns the version of torch's cuDNN, such as `9.12.0`; None without cuDNN.
+    """Returns the version of torch's cuDNN, such as `9.12.0`, without initialising CUDA.
 
-    Does not initialise CUDA. The number is major x 10000 (before version 9: x 1000) + minor x 100 +
-    patch (cudnn_version.h).
+    The number is major x 10000 (before version 9: x 1000) + minor x 100 + patch (cudnn_version.h).
     """
     import torch
 
@@ -223,10 +211,7 @@ def cudnn_version() -> str | None:
 
 
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the environment columns of a run's row.
-
-    `more_libraries`: packages to record in addition to LIBRARIES, if installed.
-    """
+    """Returns a run's environment columns, with the installed ones of `more_libraries`."""
     from harness.host.cores import allowed_cores
     from harness.host.memory_limits import memory_bytes
 

@@ -1,8 +1,7 @@
 """Temporary folders that do not long outlive their process, and the cache folder.
 
-The process that creates a temporary folder holds a lock on it (flock), which the kernel releases
-when the process ends for any reason. An unlocked folder belonged to a killed process, and the next
-process removes it.
+A process locks its temporary folder (flock), and the kernel drops the lock when the process ends.
+An unlocked folder is left over from a killed process; the next process removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = _locked(folder)
-        # Between creation and lock, another process may have removed it as abandoned.
+        # Before the lock, another process may have removed it as abandoned.
         if lock is not None and folder.exists():
             break
         if lock is not None:
@@ -44,7 +43,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_multiprocessing_files() -> None:
-    """Puts multiprocessing's sockets into a scratch folder for the life of this process.
+    """Puts multiprocessing's sockets into a scratch folder for this process's life.
 
     Its own folder (`pymp-*`) stays behind if the process is killed.
     """
@@ -60,7 +59,7 @@ def keep_multiprocessing_files() -> None:
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
     """Removes and returns this user's unlocked scratch folders.
 
-    Searches `parent` or the temporary folder; skips other users' folders and non-folders.
+    Searches `parent` or the temporary folder; skips other users'.
     """
     removed = []
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
@@ -93,9 +92,9 @@ def _locked(folder: Path) -> int | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of prepared data and reference runs; creates it if needed.
+    """Returns the folder of prepared data and reference runs, created if needed.
 
-    $PARALLELISM_BENCH_CACHE, or else `parallelism-bench` in the user's cache folder.
+    $PARALLELISM_BENCH_CACHE, else `parallelism-bench` in the user's cache folder.
     """
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")

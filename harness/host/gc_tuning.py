@@ -1,4 +1,4 @@
-"""Settings of the garbage collector for processes that load large libraries."""
+"""Garbage collector settings for processes that load large libraries."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import gc
 from collections.abc import Iterator
 
 OBJECTS_BEFORE_COLLECTION = 50_000
-"""Garbage collection threshold (Python's: 700) for processes that load tables and libraries, whose
-objects stay alive."""
+"""Threshold for processes whose many objects stay alive (Python's default: 700)."""
 
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Disables Python's cyclic garbage collector within the context.
+    """Disables the cyclic garbage collector within the context.
 
     Imported objects stay alive, so collections are wasted: a fifth of the import time of torch,
     transformers, DeepSpeed, Accelerate and PEFT.
@@ -28,5 +27,5 @@ def no_collections() -> Iterator[None]:
 
 
 def collect_seldom() -> None:
-    """Lowers the collection frequency, for a process that imports lazily."""
+    """Makes collections rare, for a process that imports lazily."""
     gc.set_threshold(OBJECTS_BEFORE_COLLECTION, 20, 20)

@@ -13,9 +13,9 @@ from pathlib import Path
 from harness.host.nvml import Handle, Nvml, nvml
 
 _CORE_WORDS = 64
-"""Number of 64-bit words for a set of CPU cores in NVML: 4096 cores."""
+"""64-bit words of a set of cores in NVML: 4096 cores."""
 _NODE_WORDS = 1
-"""Number of 64-bit words for a set of NUMA nodes in NVML: 64 nodes."""
+"""64-bit words of a set of NUMA nodes in NVML: 64 nodes."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,15 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None
-    """CUDA compute capability."""
     pci_bus_id: str
-    """Address on the PCI bus; empty if unknown."""
     numa_node: int | None
     cores: tuple[int, ...]
-    """Nearby CPU cores, by the kernel's numbers; empty if unknown."""
+    """Nearby CPU cores, by the kernel's numbers."""
     mig: bool
 
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA driver of this host; fields are None if unknown."""
-
     version: str | None
     cuda: tuple[int, int] | None
     """Newest supported CUDA version: major, minor."""
@@ -60,24 +56,24 @@ def driver() -> Driver:
 def visible_gpus() -> tuple[Gpu, ...]:
     """Returns the devices that CUDA would show this process, in CUDA's order; never raises.
 
-    CUDA_VISIBLE_DEVICES is parsed as in the CUDA C++ Programming Guide (appendix on environment
-    variables) and torch.cuda.device_count(): a list of indices, or of UUID prefixes. An entry that
-    is neither, or is out of range, ends the list; a device named twice empties it. CUDA shows a
-    process only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus. On
-    a host with different GPUs, CUDA does that only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    Parses CUDA_VISIBLE_DEVICES as CUDA (CUDA C++ Programming Guide, environment variables) and
+    torch.cuda.device_count() do: indices, or UUID prefixes. An entry that is neither, or is out of
+    range, ends the list; a repeated device empties it. CUDA shows only one MIG slice, and then no
+    other GPU. Indices are assumed to follow the PCI bus. On hosts with different GPUs, CUDA does so
+    only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def nearby_cores(position: int) -> tuple[int, ...]:
-    """Returns the CPU cores near a visible GPU, counted from 0; empty if unknown."""
+    """Returns the cores near a visible GPU, counted from 0; empty if unknown."""
     devices = visible_gpus()
     return devices[position].cores if 0 <= position < len(devices) else ()
 
 
 @functools.cache
 def _visible(variable: str | None) -> tuple[Gpu, ...]:
-    """Cached because, without persistence mode, each NVML start wakes every GPU for seconds."""
+    """Cached: without persistence mode, each NVML start wakes every GPU for seconds."""
     with nvml() as library:
         if library is None:
             return ()
@@ -126,7 +122,7 @@ def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle |
 
 
 def _places(variable: str, uuids: Sequence[str]) -> list[int]:
-    """Returns the positions in `uuids` named by a list of indices or UUID prefixes."""
+    """Returns the positions in `uuids` of the named indices or UUID prefixes."""
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
@@ -140,7 +136,7 @@ def _places(variable: str, uuids: Sequence[str]) -> list[int]:
 
 
 def _of_uuid(word: str, uuids: Sequence[str]) -> int:
-    """Returns the position of the only UUID with this prefix; -1 if there is none or several."""
+    """Returns the position of the only UUID with this prefix; -1 if not exactly one."""
     matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
     return matching[0] if len(matching) == 1 else -1
 
@@ -156,7 +152,7 @@ def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:
 
 
 def _identity(library: Nvml, handle: Handle) -> Gpu | None:
-    """Returns a device's constant facts; None if it has fallen off the bus."""
+    """Returns a device's constant facts; None if it fell off the bus."""
     physical, mig = library.whole_gpu(handle)
     name, memory = library.text("nvmlDeviceGetName", handle), library.memory(handle)
     if name is None or memory is None:
@@ -185,11 +181,11 @@ _ANCESTORS = {
     "NODE": "NUMA node",
     "SYSTEM": "system",
 }
-"""Closest common level of two GPUs on the PCI bus, by NVML's NVML_TOPOLOGY_*."""
+"""Closest common PCI level of two GPUs, by NVML_TOPOLOGY_*."""
 _NVLINK_VERSIONS = dict(
     enumerate(("1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0"), start=1)
 )
-"""NVLink versions by NVML_NVLINK_VERSION_*, some of which older pynvml releases lack."""
+"""NVLink versions by NVML_NVLINK_VERSION_*, some missing in older pynvml releases."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,6 @@ class GpuFacts(Gpu):
     """Identity and settings of a GPU; None if not reported."""
 
     ecc: bool | None
-    """Whether error correction of memory is on."""
     persistence: bool | None
     """Whether the driver stays loaded while no process uses the GPU."""
     power_limit_watts: float | None
@@ -213,7 +208,7 @@ def gpu_facts() -> list[GpuFacts]:
 
 
 def _physical_gpu(library: Nvml, device: Gpu) -> Handle | None:
-    """Returns the physical GPU, whose settings also apply to its slices."""
+    """Returns the physical GPU, whose settings apply to its slices."""
     return library.handle("nvmlDeviceGetHandleByIndex", device.index)
 
 
@@ -233,8 +228,7 @@ def _facts(library: Nvml, device: Gpu) -> GpuFacts:
 
 
 def gpu_topology() -> list[list[str]]:
-    """Describes the link between each pair of visible GPUs: NVLink, or the closest level shared on
-    the PCI bus."""
+    """Describes the link of each pair of visible GPUs: NVLink, or the closest common PCI level."""
     devices = visible_gpus()
     if not devices:
         return []
@@ -250,11 +244,10 @@ class _End:
     gpu: Handle | None
     bus_id: str
     version: str
-    """NVLink version, such as `4.0`."""
     to_switch: int
-    """Number of links that end at an NVSwitch."""
+    """Links that end at an NVSwitch."""
     to_gpus: Counter[str]
-    """Number of links by the other GPU's bus id."""
+    """Links by the other GPU's bus id."""
 
 
 def _end(library: Nvml, device: Gpu) -> _End:
@@ -292,8 +285,8 @@ _SYS = Path("/sys")
 def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
     """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
 
-    Reads the topology of the kernel driver `amdkfd`, in which CPUs have no SIMD units. Version
-    90402 means gfx942: major, minor and stepping, the last two in hexadecimal.
+    Reads the topology of the driver `amdkfd`, in which CPUs have no SIMD units. 90402 means gfx942:
+    major, minor and stepping, the last two hexadecimal.
     """
     found: Counter[str] = Counter()
     for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):

@@ -16,7 +16,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product; None for figures its maker does not state, or states inconsistently."""
+    """One product; None for figures not stated, or stated inconsistently."""
 
     product_name: str
     """Exact NVML name without the leading `NVIDIA `."""
@@ -25,20 +25,18 @@ class GpuModel:
     memory_bytes: int
     """Memory as reported by NVML."""
     fp32_flops_per_second: float | None
-    """Dense peak without tensor cores (so without TF32)."""
+    """Dense peak without tensor cores, so without TF32."""
     bf16_flops_per_second: float | None
-    """Dense peak (no sparsity) of tensor cores with fp32 sums; None before Ampere, which has no
-    bf16 tensor cores."""
+    """Dense peak of tensor cores with fp32 sums; None before Ampere, which introduced bf16."""
     fp16_flops_per_second: float | None
-    """Dense peak (no sparsity) of tensor cores with fp32 sums."""
+    """Dense peak of tensor cores with fp32 sums."""
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
-    """NVLink bandwidth of one GPU, both directions together; None if NVLink is absent or an
-    optional bridge."""
+    """Bandwidth of one GPU, both directions together; None if absent or an optional bridge."""
     source: str
 
     def peak_flops_per_second(self, precision: str) -> float | None:
-        """Returns the dense peak of matrix multiplications in `fp32`, `bf16` or `fp16`."""
+        """Returns the dense peak of matrix products in `fp32`, `bf16` or `fp16`."""
         peaks = {
             "fp32": self.fp32_flops_per_second,
             "bf16": self.bf16_flops_per_second,
@@ -70,7 +68,7 @@ class _Table(BaseModel):
 
 @functools.cache
 def gpu_models() -> dict[str, GpuModel]:
-    """Returns all products of the table by short name, such as `h100-80gb`."""
+    """Returns the table's products by short name, such as `h100-80gb`."""
     text = Path(__file__).with_name("gpu_models.yaml").read_text(encoding="utf-8")
     table = _Table.model_validate(yaml.safe_load(text))
     return {row.host: _model(row, table.sources[row.source]) for row in table.models}
@@ -99,8 +97,8 @@ def _by_product_name() -> dict[str, GpuModel]:
 def gpu_model(device_name: str | None) -> GpuModel | None:
     """Returns the product with this NVML name; None if it is not in the table.
 
-    Only whole names match: an `L40` is not an `L4`, and a slice of a GPU (MIG, vGPU) has lower
-    peaks than the GPU.
+    Only whole names match: an `L40` is no `L4`, and slices (MIG, vGPU) have lower peaks than their
+    GPU.
     """
     if not device_name:
         return None
@@ -108,6 +106,5 @@ def gpu_model(device_name: str | None) -> GpuModel | None:
 
 
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
-    """Returns the dense data-sheet peak of one device; None if not in the table."""
     model = gpu_model(device_name)
     return model.peak_flops_per_second(precision) if model else None

@@ -1,4 +1,4 @@
-"""State of GPUs around and during a trial, and reasons to doubt the trial's times."""
+"""GPU states around and during a trial, and reasons to doubt its times."""
 
 from __future__ import annotations
 
@@ -34,22 +34,18 @@ _SLOWED = ("thermal slowdown by the driver", "thermal slowdown by hardware", "po
 
 
 _SLOWED_UNLESS_IDLE = "hardware slowdown"
-"""Reason that an idle GPU also reports while it changes its clocks (nvml.h)."""
+"""Also reported by an idle GPU that changes its clocks (nvml.h)."""
 
 
 _LOWERED = 0.99
-"""Share of the default power limit below which the enforced limit counts as lowered."""
+"""Share of the default power limit below which the limit counts as lowered."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """Current state of a GPU.
-
-    None: not reported; consumer cards, WSL and slices omit many values.
-    """
+    """Current state of a GPU; consumer cards, WSL and slices do not report many values."""
 
     index: int
-    """NVML's index of the physical GPU."""
     uuid: str
     sm_mhz: int | None = None
     sm_max_mhz: int | None = None
@@ -63,7 +59,7 @@ class GpuState:
     """Enforced power limit."""
     default_power_limit_watts: float | None = None
     corrected_errors: int | None = None
-    """Number of corrected ECC errors since the driver was loaded."""
+    """Corrected ECC errors since driver load."""
     uncorrected_errors: int | None = None
     used_bytes: int | None = None
     """Memory used by all processes and the driver."""
@@ -87,31 +83,28 @@ class GpuState:
 
     @property
     def power_limit_lowered(self) -> bool:
-        """Whether the power limit is below its default."""
         now, default = self.power_limit_watts, self.default_power_limit_watts
         return now is not None and default is not None and now < _LOWERED * default
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """NVML data about a rank's GPUs, during the timed steps and at their end."""
+    """NVML data about a rank's GPUs during and after the timed steps."""
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
     """Total length of the timed steps."""
     throttled_seconds: dict[str, float] | None = None
     """Timed seconds in which `power`, `temperature`, ... throttled the clocks; the maximum over the
-    GPUs. None: not counted."""
+    GPUs."""
     states: tuple[GpuState, ...] = ()
     """States at the end of the timed steps."""
     process_bytes: int | None = None
-    """Memory of the rank's process, on the GPU with the most."""
+    """The rank's memory, on the GPU with the most."""
     context_bytes: int | None = None
-    """`process_bytes` minus what torch's allocator had reserved: CUDA context and communication
-    buffers."""
+    """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
     nvml_answers: bool = True
-    """Whether NVML started and found the rank's GPUs; if not, energy, clocks and memory are
-    unknown."""
+    """Whether NVML found the rank's GPUs; otherwise energy, clocks and memory are unknown."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
@@ -121,7 +114,7 @@ def decoded(reasons: int) -> tuple[str, ...]:
 
 
 def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
-    """Returns the state of one GPU, or of a slice and its parent GPU."""
+    """Returns the state of a GPU, or of a slice and its GPU."""
     gpu, _ = library.whole_gpu(handle)
 
     def number(function: str, *constants: str) -> int | None:
@@ -167,14 +160,13 @@ def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
 class GpuLook:
     """States of the visible GPUs, read before and after each trial.
 
-    Keeps NVML started: without persistence mode, each start wakes every GPU, which takes seconds.
+    Keeps NVML started: without persistence mode, each start wakes every GPU for seconds.
     """
 
     _library: Nvml | None = None
     _devices: tuple[Gpu, ...] = ()
 
     def states(self, count: int) -> tuple[GpuState, ...]:
-        """Returns the states of the first `count` GPUs; empty without GPUs."""
         if self._library is None:
             self._devices = visible_gpus()
             self._library = Nvml.start() if self._devices else None
@@ -184,19 +176,18 @@ class GpuLook:
 
 
 _THROTTLED_SHARE = 0.01
-"""Share of the timed seconds throttled by heat above which a trial is marked."""
+"""Share of the timed seconds throttled by heat that marks a trial."""
 
 
 GIB = 2**30
 
 
 def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
-    """Serializes a column; None if there are no states."""
     return json.dumps([asdict(state) for state in states]) if states else None
 
 
 def use_of(fields: Mapping[str, object]) -> GpuUse:
-    """Builds a GpuUse from its fields, with lists for tuples; raises pydantic's ValidationError."""
+    """Builds a GpuUse from JSON fields; raises pydantic's ValidationError."""
     return TypeAdapter(GpuUse).validate_python(fields)
 
 
@@ -212,8 +203,6 @@ def _uses() -> TypeAdapter[tuple[GpuUse, ...]]:
 
 @dataclass(frozen=True)
 class GpuFinding:
-    """A reason to doubt a trial's times on GPUs."""
-
     cause: Literal["shared", "throttled"]
     words: str
 
@@ -227,7 +216,7 @@ class GpuRecord:
 
     @classmethod
     def read(cls, before: object, after: object, use: object) -> GpuRecord:
-        """Parses the three columns of a row; empty if null or in another format."""
+        """Parses a row's three columns; empty if null or in another format."""
         first, last, of_ranks = (
             text if isinstance(text, str) else "[]" for text in (before, after, use)
         )
@@ -242,7 +231,7 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Sentences about the ranks for which NVML did not answer."""
+        """Sentences about ranks that NVML did not answer."""
         return [
             f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)

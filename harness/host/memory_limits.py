@@ -17,8 +17,8 @@ _KEY = "oom_kill"
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the most bytes that this process may use.
 
-    This is the smallest of the host's memory, the control groups' limits and the SLURM job's memory
-    on this node. `process`: its folder in /proc. `groups`: mount point of control groups.
+    The smallest of the host's memory, the control groups' limits and the SLURM job's memory on this
+    node. `process`: its folder in /proc. `groups`: mount point of control groups.
     """
     limits = [limit for limit, _ in _group_limits(process, groups)]
     return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
@@ -27,8 +27,8 @@ def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the bytes that this process can still allocate without swapping or being killed.
 
-    Page cache that the kernel would drop counts as available. A SLURM limit is compared with the
-    memory of this process and its children. Arguments: see `memory_bytes`.
+    Counts page cache that the kernel would drop. A SLURM limit is compared with the memory of this
+    process and its children. Arguments: see `memory_bytes`.
     """
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
@@ -36,11 +36,11 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 
 
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and use in bytes of a process's control group and of each group above it.
+    """Yields limit and use in bytes of a process's control group and those above it.
 
-    A container may see its group's path on the host, although only the end of that path is mounted;
-    the group is then at the mount point. File names: the kernel's Documentation/admin-guide,
-    cgroup-v1/memory.rst and cgroup-v2.rst.
+    Containers may see the host's path of their group, although only its end is mounted; the group
+    is then at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst
+    and cgroup-v2.rst.
     """
     folder = group_folder(process, groups)
     if folder is None:
@@ -74,7 +74,7 @@ def _number(file: Path) -> int | None:
 
 
 def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
-    """Returns the bytes of this node's memory requested by the SLURM job; empty without a limit.
+    """Returns the SLURM job's memory on this node in bytes; empty without a limit.
 
     SLURM counts in MiB; 0 means the whole node (sbatch, --mem and --mem-per-cpu).
     """
@@ -88,8 +88,7 @@ def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
 
 
 def _resident_bytes() -> int:
-    """Returns the resident memory of this process and its children; shared pages count
-    repeatedly."""
+    """Returns resident bytes of this process and its children; shared pages count repeatedly."""
     total = 0
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
@@ -101,10 +100,7 @@ def _resident_bytes() -> int:
 
 
 def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None:
-    """Returns the folder of a process's memory control group; None without one.
-
-    `process`: its folder in /proc.
-    """
+    """Returns the folder of a process's memory control group, if any."""
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -118,8 +114,8 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """Returns the number of processes killed so far in a process's memory control group.
 
-    Without such a group, counts the whole machine. None: the system does not count them. Source:
-    `memory.oom_control` of control groups version 1, `memory.events` of version 2 (the kernel's
+    Counts the whole machine without such a group; None if the system does not count. Source:
+    `memory.oom_control` (version 1), `memory.events` (version 2; the kernel's
     Documentation/admin-guide), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)

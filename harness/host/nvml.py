@@ -1,7 +1,6 @@
 """NVML, NVIDIA's management library, with typed answers.
 
-GPUs are queried through NVML, never through CUDA: a process that has initialised CUDA can no longer
-fork ranks.
+Used instead of CUDA: a process that has initialised CUDA can no longer fork ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +13,23 @@ from dataclasses import dataclass
 from typing import Any, NewType
 
 Handle = NewType("Handle", object)
-"""NVML's handle of a GPU or MIG slice."""
 
 
 _MOST_STARTS = 1000
-"""Bound on the open NVML starts of a process, so that a broken library causes no endless loop."""
+"""Bound on a process's open NVML starts, in case a broken library never reports their end."""
 
 
 @dataclass(frozen=True)
 class GpuProcess:
     pid: int
     memory_bytes: int | None
-    """GPU memory; None if the driver hides it."""
 
 
 class Nvml:
     """A started NVML.
 
-    `function` is the name of a pynvml function. Methods return None if the GPU, the driver or this
-    process's permissions do not allow an answer.
+    `function`: a pynvml function. Methods return None if the GPU, driver or permissions allow no
+    answer.
     """
 
     def __init__(self, pynvml: Any) -> None:
@@ -47,7 +44,7 @@ class Nvml:
             import pynvml
 
             pynvml.nvmlInit()
-        except Exception:  # pynvml has an exception class for each NVML error code
+        except Exception:  # pynvml has an exception class per error code
             return None
         return cls(pynvml)
 
@@ -89,8 +86,7 @@ class Nvml:
         return None if answer is None else Handle(answer)
 
     def members(self, function: str, *arguments: object) -> tuple[int, ...]:
-        """Decodes a set of numbers from the bits of 64-bit words, lowest first; empty if
-        unknown."""
+        """Decodes a set of numbers from 64-bit words, lowest bit first; empty if unknown."""
         words: Sequence[int] = self._ask(function, *arguments) or ()
         return tuple(i for i in range(64 * len(words)) if int(words[i // 64]) >> i % 64 & 1)
 
@@ -113,25 +109,24 @@ class Nvml:
     def violation_seconds(self, handle: Handle, policy: str) -> float | None:
         """Returns the seconds since driver load in which a policy throttled the clocks.
 
-        `policy`: one of NVML's constants NVML_PERF_POLICY_*.
+        `policy`: name of a constant NVML_PERF_POLICY_*.
         """
         answer = self._ask("nvmlDeviceGetViolationStatus", handle, self.constant(policy))
         return None if answer is None else answer.violationTime / 1e9
 
     def whole_gpu(self, handle: Handle) -> tuple[Handle, bool]:
-        """Returns the physical GPU of a handle, and whether the handle is a slice."""
+        """Returns a handle's physical GPU, and whether the handle is a slice."""
         parent = self.handle("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return (handle, False) if parent is None else (parent, True)
 
     def is_divided(self, handle: Handle) -> bool:
-        """Returns whether a GPU is in MIG mode, which only exposes its slices."""
         mode = self.pair("nvmlDeviceGetMigMode", handle)
         return mode is not None and mode[0] == self.constant("NVML_DEVICE_MIG_ENABLE")
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Nvml | None]:
-    """Starts NVML for the context; None if the host has no library or no driver."""
+    """Starts NVML for the context; None without library or driver."""
     library = Nvml.start()
     try:
         yield library
@@ -141,11 +136,10 @@ def nvml() -> Iterator[Nvml | None]:
 
 
 def end_nvml() -> None:
-    """Shuts NVML down in this process, however often its libraries have started it.
+    """Shuts NVML down in this process, however often libraries have started it.
 
-    Call this before a fork: NVML's connection to the driver does not work in the child, where a
-    start only increments the user count. torch starts NVML to check for GPUs, and never shuts it
-    down.
+    Call this before a fork. NVML's connection does not work in the child, where a start only
+    increments the user count. torch starts NVML to look for GPUs and never shuts it down.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -40,13 +40,13 @@ REQUIREMENTS = {
     "safetensors": "safetensors",
     "pynvml": "nvidia-ml-py>=12.535",
 }
-"""Requirement by module name, as in pyproject.toml."""
+"""Requirement by module, as in pyproject.toml."""
 
 
 def require() -> None:
     """Exits with code 2 if required packages are missing or too old.
 
-    Prints one line to stderr with the required versions and the command that installs them.
+    Prints one line to stderr with the command that installs them.
     """
     if lacking := unmet():
         found = (f"{need} (here: {version})" if version else need for need, version in lacking)
@@ -60,7 +60,7 @@ def require() -> None:
 
 
 def unmet() -> list[tuple[str, str]]:
-    """Returns unmet requirements with their installed versions (empty if none)."""
+    """Returns unmet requirements with their installed versions."""
     lacking = []
     for module, need in REQUIREMENTS.items():
         spec = find_spec(module)
@@ -89,16 +89,16 @@ def _version(spec: ModuleSpec, name: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """Returns the first two numbers of a version; pre-releases count as the release."""
+    """Returns a version's first two numbers; pre-releases count as the release."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 _MODULES = cast("dict[str, ModuleType | None]", sys.modules)
-"""Loaded modules; those that are None cannot be imported."""
+"""Loaded modules; None blocks an import."""
 
 
 def hide(package: str) -> None:
-    """Makes a package that is not yet imported look uninstalled, until `show`."""
+    """Makes a package look uninstalled until `show`, if not yet imported."""
     _MODULES.setdefault(package, None)
 
 
@@ -122,8 +122,7 @@ def _is_hidden(package: str) -> bool:
     return package in _MODULES and _MODULES[package] is None
 
 
-# Log lines that explain a failed build, most specific first: compiler or linker, CMake, Python,
-# pip.
+# Explanations of a failed build, most specific first: compiler or linker, CMake, Python, pip.
 _ERRORS = (
     re.compile(
         r"\S: (?:fatal )?error: |undefined reference|^(?:nvcc|g\+\+|gcc|c\+\+)\S* ?:"
@@ -157,7 +156,7 @@ def reason_file(library: str) -> Path:
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Returns why setup could not build a library; None if it did not fail or try."""
+    """Returns why setup could not build a library, if it tried and failed."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None

@@ -1,12 +1,10 @@
 """Lifetimes and Linux namespaces of processes.
 
-`python -m harness.host.process COMMAND...` runs a command in its own network namespace, which
-has only loopback: nobody outside can reach the ports of the command and its children. If the system
-does not permit that, the command runs without one. For programs that insist on listening on all
-interfaces, such as Open MPI.
+`python -m harness.host.process COMMAND...` runs a command in a network namespace with only
+loopback, so nobody outside can reach its ports. If the system forbids that, the command runs
+without one. It is for programs that insist on all interfaces, such as Open MPI.
 
-Imports nothing that starts a thread: the kernel creates namespaces only for single-threaded
-processes.
+Imports nothing that starts a thread: namespaces can only be created by single-threaded processes.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends for any reason."""
+    """Makes the kernel kill this process when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, so that it can find them."""
+    """Makes orphaned descendants children of this process, so it can find them."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
@@ -49,14 +47,14 @@ def _checked(result: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Moves this single-threaded process into new namespaces; raises OSError if forbidden."""
+    """Moves this single-threaded process to new namespaces; raises OSError if forbidden."""
     _checked(_LIBC.unshare(flags))
 
 
 def own_hosts(file: Path) -> None:
-    """Mounts this file over /etc/hosts for this process and its children.
+    """Mounts a file over /etc/hosts for this process and its children.
 
-    Libraries look up the address of their own host name there.
+    Libraries look up their own host name there.
     """
     unshare(NEW_MOUNTS)
     _checked(_LIBC.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None))
@@ -66,7 +64,7 @@ def own_hosts(file: Path) -> None:
 def own_network() -> None:
     """Gives this process its own network namespace; raises OSError if forbidden.
 
-    Without the right to one, it enters a user namespace first, in which it is root.
+    Without the right to one, it first becomes root in a user namespace.
     """
     user, group = os.getuid(), os.getgid()
     try:
@@ -79,11 +77,10 @@ def own_network() -> None:
             ("gid_map", f"0 {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(text)
-    die_with_parent()  # a change of credentials clears this setting
+    die_with_parent()  # changed credentials clear this setting
 
 
 def bring_up_loopback() -> None:
-    """Enables the loopback interface of a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh14x", b"lo", _UP)  # struct ifreq of linux/if.h
         fcntl.ioctl(any_socket, _SET_FLAGS, request)

@@ -1,10 +1,9 @@
 """A torch.distributed store that listens on a single address.
 
-torch's own stores listen on all interfaces, where anyone who reaches the port may read and change
-the ranks' data.
+torch's own stores listen on all interfaces, where anyone may read and change the ranks' data.
 
 `python -m harness.host.tcp_store PROGRAM ARGUMENTS...` runs a Python launcher that calls torchrun,
-such as `accelerate launch`, with such a store.
+such as `accelerate launch`, with this store.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_SECONDS = 60
-"""Timeout for the rendezvous of a trial's nodes."""
 CLIENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-"""Environment that makes every rank a client of an existing store, so that rank 0 opens none."""
+"""Environment that makes every rank a client, so that rank 0 opens no store."""
 
 
 def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
     """Opens a store that listens only on `address`; raises OSError if the port is in use.
 
-    If `port` is 0, uses a free port; the store's attribute `port` has the number.
+    Port 0 picks a free one; see the store's attribute `port`.
     """
     from torch._C._distributed_c10d import TCPStore
 
