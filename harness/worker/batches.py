@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 class Batches:
     """A rank's rows of each global batch, on its device.
 
-    On a CPU, batches are created on request. For a GPU, a thread prepares the next one during the
-    current step, like a DataLoader's worker: drawing the pixels of 32 images of 224 x 224 takes a
-    core about 60 ms, longer than a step.
+    On a CPU, batches are created on request. For a GPU, a thread prepares the next one during a
+    step: drawing 32 images of 224 x 224 pixels takes a core about 60 ms, longer than a step.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Batches:
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            # Pinning creates a context on the thread's current GPU, by default the first one.
+            # Pinning creates a context on the thread's current GPU, by default the first.
             import torch
 
             self._pool = ThreadPoolExecutor(
@@ -42,10 +41,9 @@ class Batches:
             )
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
-        """Returns the batch of a training step on the device.
+        """Returns a training step's batch; its copy to a GPU may still be running on its stream.
 
-        A copy to a GPU may still be running on its stream. `number`: the step number given to the
-        strategy, if it differs because of a rewind.
+        `number`: the step number given to the strategy, if it differs because of a rewind.
         """
         shown = step if number is None else number
         if self._pool is None:

@@ -11,9 +11,8 @@ from harness.spec.cell import Cell
 def prepare_to_compile(cell: Cell) -> None:
     """Imports what torch.compile needs before memory is measured, and sets its cache folder.
 
-    All ranks and later trials share that folder, in the suite's cache. After too many
-    recompilations torch runs a block uncompiled and the trial would be mislabelled, so that is an
-    error here.
+    All ranks and later trials share that folder. After too many recompilations torch would run a
+    block uncompiled and mislabel the trial, so that is an error here.
     """
     if cell.compile == "none":
         return
@@ -25,7 +24,7 @@ def prepare_to_compile(cell: Cell) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns torch.compile's seconds in this process so far, including cached graphs."""
+    """Returns torch.compile's seconds so far, including cached graphs."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
@@ -41,8 +40,8 @@ def skipped_graphs() -> int:
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
     """Returns `compile_seconds` at a trial's end; None if the cell compiles nothing.
 
-    Raises RuntimeError if nothing was compiled, if timed steps compiled, or if CUDA graphs are
-    missing. `before_timed_steps`: `compile_seconds` before the first timed step.
+    Raises RuntimeError if nothing was compiled, timed steps compiled, or CUDA graphs are missing.
+    `before_timed_steps`: `compile_seconds` before the first timed step.
     """
     if cell.compile == "none":
         return None

@@ -1,12 +1,11 @@
 """Control of a rank: a separate process on its cores repeats a small computation between steps.
 
 Its time shows how fast the machine is at that moment. The control must not depend on the strategy,
-or it would bias that strategy's result. So it is a process with its own memory and allocator, and
-the rank with all its threads is stopped meanwhile.
+or it would bias that strategy's result. So it has its own memory and allocator, and all threads of
+the rank are stopped meanwhile.
 
-Work that a step leaves to the rank's threads continues in the next step and counts there. What they
-do around the stop, once the slowest rank's step has ended, is measured by their CPU time and added
-to the step.
+Work that a step leaves to the rank's threads continues in the next step and counts there. Their CPU
+time around the stop, once the slowest rank's step has ended, is added to the step.
 """
 
 from __future__ import annotations
@@ -34,31 +33,28 @@ _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 OWN_SECONDS = 0.0005
-"""Largest CPU time in a pause that is attributed to the waiting itself."""
+"""Largest CPU time in a pause that is attributed to the waiting."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
-"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes; the latter is glibc's maximum."""
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (glibc's maximum), in bytes."""
 
 
 @dataclass(frozen=True)
 class Pause:
     control_seconds: float | None
-    """Control time: one sample's forward and backward; None for a rank without one (see
-    `Control`)."""
+    """Time of one sample's forward and backward; None for a rank without a control."""
     left_over_seconds: float
     """CPU time of the rank's threads after all ranks' steps have ended: leftover work of the step.
-    Earlier, a library waits for slower ranks and may poll endlessly."""
+    Earlier, libraries may poll endlessly for slower ranks."""
     control_cpu_seconds: float
     largest: float
-    """Largest of the ranks' numbers."""
 
 
 class Control:
     """Control process of one rank.
 
-    All ranks of a trial pause together: controls start when every rank's step is over, and ranks
-    resume when every control has ended. The control computes once per pause, as warm caches make a
-    second run a seventh faster. A server has no cores of its own, so it is stopped but computes
-    nothing.
+    All ranks pause together: controls start when every step is over, and ranks resume when every
+    control has ended. The control computes once per pause, as warm caches make a second run a
+    seventh faster. A server has no cores of its own, so it is stopped but computes nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
@@ -106,7 +102,7 @@ def _serve(
 ) -> NoReturn:
     """Runs the control process: computes for each request until its rank ends.
 
-    `process`: process id of the rank. A session of its own makes Linux schedule it separately
+    `process`: id of the rank's process. In a session of its own, Linux schedules it separately
     (autogroup, sched(7)). In the rank's session it reordered the rank's threads, and DDP's next
     step took 4 % less time.
     """
@@ -131,14 +127,15 @@ def _serve(
                 seconds = time.perf_counter() - began
                 cpu_seconds = time.process_time() - cpu_began
                 others.wait(0.0)
-                # Before the rank resumes: one of its threads may take the core first, and for long.
+                # Before the rank resumes, as one of its threads may take the core first, and for
+                # long.
                 line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
         status = 0
     os._exit(status)
 
 
 def _processor_clock(process: int) -> int:
-    """Returns the CPU-time clock of another process (clock_getcpuclockid(3))."""
+    """Returns another process's CPU-time clock (clock_getcpuclockid(3))."""
     clock = ctypes.c_int()
     if error := ctypes.CDLL(None).clock_getcpuclockid(process, ctypes.byref(clock)):
         raise OSError(error, os.strerror(error))
@@ -147,10 +144,7 @@ def _processor_clock(process: int) -> int:
 
 @contextlib.contextmanager
 def _stopped(process: int) -> Iterator[None]:
-    """Stops a process and all its threads within the context.
-
-    So a library's threads neither slow the control down nor work unmeasured.
-    """
+    """Stops a process and its threads, which would slow the control down or work unmeasured."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -161,8 +155,8 @@ def _stopped(process: int) -> Iterator[None]:
 def _keep_memory() -> None:
     """Makes the allocator keep freed memory.
 
-    glibc's default thresholds depend on earlier frees, so one strategy's control would have twice
-    the page faults of another's (mallopt(3)).
+    glibc's default thresholds depend on earlier frees (mallopt(3)): one strategy's control would
+    have twice the page faults of another's.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -202,7 +196,6 @@ class _Others:
         self.socket.bind(self.addresses[rank])
 
     def wait(self, number: float) -> float:
-        """Waits for all ranks' controls; returns the largest number."""
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):

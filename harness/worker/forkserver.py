@@ -24,7 +24,7 @@ import harness.worker.worker  # noqa: E402
 from harness.host.cuda import cuda_is_initialized  # noqa: E402
 from harness.host.nvml import end_nvml  # noqa: E402
 
-# A killed rank leaves its control process to this one; its end is expected.
+# A killed rank leaves its control process to this one.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
@@ -59,7 +59,7 @@ with open(os.devnull, "w") as nowhere:  # output on import concerns no trial
         os.close(copy)
 end_nvml()
 
-# The libraries' objects are not garbage. Unfrozen, every collection in a rank would walk, and copy,
+# The libraries' objects are not garbage. Unfrozen, each collection in a rank would walk, and copy,
 # a million objects.
 gc.collect()
 gc.freeze()

@@ -51,7 +51,7 @@ def states_of(train_state: TrainState, workload: Workload, device_type: str) -> 
     )
     return RankStates(
         parameter_dtypes=names(parameters),
-        # Gradients are gone after zero_grad; autograd accumulates them in their parameter's dtype.
+        # Gradients are gone after zero_grad; autograd accumulates them in the parameter's dtype.
         gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
         optimizer_state_dtypes=names(state),
         held_parameters=sum(
@@ -67,7 +67,7 @@ MOST_TIMED_STEPS = 200
 
 
 class Loop:
-    """Steps, peaks, and the parity check of one rank."""
+    """Steps, peaks and parity check of one rank."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Loop:
         """Deviations by tensor, after the parity segment and each replay."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
-        """Tokens by expert; None without a mixture of experts whose router is known."""
+        """Tokens by expert; None without a known router."""
         self.settling = False
         self.compile_seconds = 0.0
         """Seconds before the first timed step."""
@@ -129,7 +129,7 @@ class Loop:
         return self.batches.fetch(self.training_step, index)
 
     def start_counting(self) -> None:
-        """Starts counting traffic, energy and load between steps, outside step times."""
+        """Starts counting traffic, energy and load between steps."""
         self._counted_from = len(self.steps)
         self.traffic.start()
         self.gpus.start()
@@ -147,8 +147,7 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """Returns disk traffic per step and bytes on disk; None if the strategy keeps nothing
-        there."""
+        """Returns disk traffic per step and bytes on disk, if the strategy keeps any there."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -160,8 +159,7 @@ class Loop:
 
     @property
     def counted(self) -> bool:
-        """Whether the trial runs until enough steps are timed, as when interleaved or timed by
-        seconds."""
+        """Whether the trial runs until enough steps are timed: interleaved, or timed by seconds."""
         timed = self.control is not None and self.spec.timed_seconds > 0
         return self.spec.turns is not None or timed
 
@@ -180,10 +178,7 @@ class Loop:
         )
 
     def save_or_rewind(self, rewinds: Rewinds) -> None:
-        """Saves or rewinds the state before a step.
-
-        The next step does not count, as caches are cold.
-        """
+        """Saves or rewinds the state before a step, which does not count, as caches are cold."""
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if rewinds.keeps(self.training_step):
@@ -199,8 +194,7 @@ class Loop:
             self.training_step = rewinds.from_step
 
     def _knows_what_is_left(self) -> bool:
-        """Returns whether the ranks have agreed on the number of timed steps, or many are left
-        anyway."""
+        """Returns whether the ranks agreed on the number of timed steps, or many are left."""
         steps_left = self.job.cell.timed_steps - self.timed
         many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
         return self.control is None or steps_left <= 0 or many
@@ -213,9 +207,9 @@ class Loop:
         self.settling = True
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Counts the tokens of each expert in the last warm-up step.
+        """Counts each expert's tokens in the last warm-up step.
 
-        Tensor-parallel ranks see the same samples, so only one of them counts.
+        Tensor-parallel ranks see the same samples, so only one counts.
         """
         job = self.job
         counts = index == job.cell.warmup_steps - 1 and job.rank % job.layout.tensor == 0
@@ -275,10 +269,7 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Runs the control.
-
-        After the cell's number of timed steps, the ranks agree on how many more to take.
-        """
+        """Runs the control. After the cell's timed steps, the ranks agree on how many to add."""
         agree = timed and self.timed == self.job.cell.timed_steps
         if not agree and len(self.steps) % control.every:
             return
@@ -303,7 +294,7 @@ class Loop:
         return sum(seconds) / len(seconds)
 
     def joules_per_step(self) -> float | None:
-        """Returns energy per timed step, less the control's share by time."""
+        """Returns energy per timed step, less the control's share of the time."""
         joules = self.per_step(self.energy.joules)
         if joules is None or not self.load.seconds:
             return joules
@@ -320,10 +311,7 @@ class Loop:
         self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
-        """Compares or saves the parameters.
-
-        Neither the memory this takes nor the next step counts.
-        """
+        """Compares or saves the parameters. Neither its memory nor the next step counts."""
         self.stop_counting()
         self.note_peak()
         train_state, workload = self.job.train_state, self.job.workload
@@ -350,7 +338,7 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def busy_share(loop: Loop) -> float | None:
-    """Returns this rank's busy share, from a separate pass at the end."""
+    """Returns this rank's busy share, from a separate pass."""
     train_state = loop.job.train_state
     assert train_state is not None
     if not train_state.compute:

@@ -28,13 +28,12 @@ def main(spec_file: str) -> None:
     for name, of_mpi in _MPI.items():
         if name not in os.environ:
             os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
-    if CLIENT.keys() - os.environ.keys():  # no store is open for the ranks
+    if CLIENT.keys() - os.environ.keys():  # no store is open
         if os.environ["RANK"] == "0":
             _KEPT.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
         os.environ |= CLIENT
     run_rank(spec)
-    # mpirun kills the other ranks when one leaves without MPI_Finalize, so all wait for all
-    # answers.
+    # mpirun kills the others when a rank leaves without MPI_Finalize, so all wait for all answers.
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and not all(
         answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)

@@ -20,10 +20,9 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def import_packages(names: Iterable[str]) -> None:
-    """Imports packages and ignores failures, which setup reports.
+    """Imports packages; ignores failures, which setup reports.
 
-    Hides MLflow, which DeepSpeed's autotuner imports if installed: it takes two seconds, and no
-    rank uses it.
+    Hides MLflow: DeepSpeed's autotuner would import it for two seconds, and no rank uses it.
     """
     hide("mlflow")
     try:

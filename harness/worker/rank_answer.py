@@ -1,4 +1,4 @@
-"""A rank's answer when it is done: a JSON file in the trial's folder."""
+"""A rank's final answer: a JSON file in the trial's folder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class RankStep:
     step: int
     """Step index, from 0."""
     phase: str
-    """Phase: warmup, settling or timed, as in table `steps`."""
+    """Phase: warmup, settling or timed."""
     loss: float | None
     """Mean loss of this rank's samples; None without samples."""
     control_seconds: float | None = None
-    """Seconds of the control after the step; None if there was none."""
+    """Seconds of the control after the step, if any."""
     left_over_seconds: float | None = None
     """CPU seconds of this rank's threads in the pause after the step, for its leftover work;
     included in `step_seconds`."""
     training_step: int | None = None
-    """Index of the training step, from 0: less than `step` after a rewind."""
+    """Index of the training step from 0: less than `step` after a rewind."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CpuTime:
     own: float
     """Seconds of this rank's process."""
     busy: float | None
-    """Seconds of the whole machine; None if unknown."""
+    """Seconds of the whole machine."""
 
 
 @dataclass(frozen=True)
@@ -85,44 +85,41 @@ class TrainedAnswer:
     host_peak_bytes: int | None
     memory_method: str
     gpu_use: GpuUse | None
-    """GPU use; None if the rank drives no GPU."""
     update_deviations: dict[str, float] | None
-    """Deviations from the reference run by tensor; None if not compared."""
+    """Deviations from the reference run by tensor, if compared."""
     replayed_deviations: tuple[dict[str, float], ...]
     """Deviations by tensor after each replay."""
     busy_fraction: float | None
-    """Share of time that its pipeline stage computes; None if not measured."""
+    """Share of time that its pipeline stage computes, if measured."""
     offload: Offload | None
-    """Disk offload; None if nothing is on disk."""
     sent_bytes_per_step: float | None
     cpu_time: CpuTime
     joules_per_step: float | None
     states: RankStates
     compile_seconds: float | None = None
-    """Seconds of torch.compile before the timed steps; None without compilation."""
+    """Seconds before the timed steps; None without compilation."""
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """Tokens of this rank's samples per expert in the last warm-up step, by block number; None
-    without experts. Empty if another rank counts the same samples."""
+    """Tokens of this rank's samples per expert in the last warm-up step, by block; None without
+    experts. Empty if another rank counts the same samples."""
 
 
 @dataclass(frozen=True)
 class ProfiledAnswer:
     plain_seconds: tuple[float, ...]
-    """Seconds of each step without a profiler."""
     profiled: tuple[dict[str, float | None], ...]
-    """For each profiled step, the seconds of its components, `overlapped`, `operators`, and `step`
-    by the clock."""
+    """Seconds of each profiled step's components, `overlapped`, `operators`, and `step` by the
+    clock."""
     calls: tuple[tuple[str, int, int, int], ...] | None
-    """Collectives of a step: operation, bytes, group size, count; None if they are not visible."""
+    """Collectives of a step, if visible: operation, bytes, group size, count."""
     sent_bytes_per_step: float | None
     wire: str
     """How the backend moves a collective's bytes (see harness/measure/rank_traffic.py)."""
     memory: dict[str, int] | None
-    """Bytes by kind at the peak, and their sum `peak`; None: see `memory_reason`."""
+    """Bytes by kind at the peak, and their sum `peak`."""
     unseen_buffers: dict[str, int] | None
     """Bytes of C++ buffers by name."""
     memory_reason: str
-    """Why the peak was not split; empty if it was."""
+    """Why the peak was not split."""
     private_bytes: int | None
     """Peak memory in that step, measured as in trials."""
 
@@ -139,12 +136,12 @@ class FailureAnswer:
     failed_in: str | None = None
     """Phase in which a rank ran out of memory."""
     holding: Mapping[str, object] | None = None
-    """Bytes held then (see harness/measure/memory_kinds.py)."""
+    """Bytes held (see harness/measure/memory_kinds.py)."""
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank; at most one of the three parts is set. None: it ended silently."""
+    """Result of a rank: at most one of three parts; none if it ended silently."""
 
     rank: int
     pid: int | None = None

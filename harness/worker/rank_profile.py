@@ -1,6 +1,6 @@
 """Profile of a cell's time, bytes and memory, in a separate trial of a few steps.
 
-This is the rank's side; harness/run/profile.py launches it and builds the row.
+This is the rank's side; harness/run/profile.py launches it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 
 PLAIN_STEPS = 5
-"""Steps without a profiler, for comparison."""
 PROFILED_STEPS = 6
-"""Profiled steps; the first is dropped, as ranks start their profilers at different times."""
+"""The first is dropped, as ranks start their profilers at different times."""
 _MARK = "bench:"
 _MARKS: dict[str, Kind] = {
     "wait": "wait",
@@ -63,18 +62,14 @@ class RawEvent(Protocol):
 
 
 def profiled_cell(cell: Cell) -> Cell:
-    """Returns the cell with the steps to profile after warm-up: plain, profiled, counted,
-    tracked."""
+    """Returns the cell with the steps after warm-up: plain, profiled, counted, tracked."""
     return cell.model_copy(
         update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
     )
 
 
 def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
-    """Profiles this rank. `answer`: its answer so far.
-
-    `traces`: folder for its trace rankN.json.gz.
-    """
+    """Profiles this rank. `answer`: its answer so far. `traces`: folder for its rankN.json.gz."""
     cell, train_state = loop.job.cell, loop.job.train_state
     assert train_state is not None
     indices = iter(range(cell.total_steps))
@@ -112,8 +107,8 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
             train_state, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
         )
     except Exception as error:
-        # Other ranks wait for this one in mid-step. Its exit frees them, and every rank's answer
-        # already has what is known so far.
+        # Other ranks wait for this one in mid-step. Its exit frees them; their answers already have
+        # what is known.
         write(f": {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         os._exit(1)
     return replace(
@@ -128,9 +123,9 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
 def _counted(
     loop: Loop, train_state: TrainState, index: int
 ) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
-    """Returns a step's collectives, and whether any operator was visible.
+    """Returns a step's collectives, if visible, and whether any operator was.
 
-    Collectives are (operation, bytes, group size, count); None if they are not visible.
+    A collective is (operation, bytes, group size, count).
     """
     import torch.distributed as dist
 
@@ -154,7 +149,7 @@ def _profiled(
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (loop.job.device.type == "cuda")
-    # Strategies and libraries also compute in threads other than the profiler's.
+    # Strategies and libraries also compute in other threads.
     everyone = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     took: list[float] = []
     with (
@@ -197,7 +192,7 @@ def _profiled(
             events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
         )
         parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
-        # What a library's own threads send, and thus overlap, is not visible.
+        # What a library's threads send, and thus overlap, is not visible.
         rows.append(
             {
                 "step": seconds,
@@ -210,10 +205,7 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[RawEvent]) -> None:
-    """Raises RuntimeError if the profiler recorded no GPU events.
-
-    Host events alone would show 0 % for the device.
-    """
+    """Raises RuntimeError without GPU events: host events alone would show an idle GPU."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -227,8 +219,7 @@ def _on_host(event: RawEvent) -> bool:
 
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
-    """Converts the profiler's events that show where time goes, in seconds after `zero`
-    nanoseconds."""
+    """Converts events that show where time goes, in seconds after `zero` nanoseconds."""
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
         for e in raw
@@ -242,7 +233,7 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
         if e.name() == f"{_MARK}backward":
             begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
             inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
-            # The rest after all gradients are there: wrappers wait for their collectives.
+            # After all gradients are there, wrappers wait for their collectives.
             if inside:
                 events.append(Event("hook", e.start_thread_id(), max(inside), end))
     return events
@@ -251,8 +242,8 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
 def training_thread(events: list[Event], calling: int) -> int:
     """Returns the thread that trains.
 
-    That is the one calling the step, unless it hardly computes and another does (a library's own
-    loop). Then the calling thread's data events are copied to that thread.
+    That is the thread calling the step, unless it hardly computes and a library's thread does. Then
+    the calling thread's data events are copied there.
     """
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:

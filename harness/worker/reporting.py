@@ -1,4 +1,4 @@
-"""What a running rank reports to its launcher: heartbeats, progress, and its last collectives."""
+"""Reports of a running rank to its launcher: heartbeats, progress, last collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _BEAT = struct.Struct("<qdd64s")
 RENDEZVOUS = "process group"
-"""Phase in which a trial's ranks wait for their rendezvous."""
+"""Phase in which ranks wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, self._steps, now, self._longest, doing.encode()[:64])
 
     def forget(self) -> None:
-        """Excludes the time since the last beat, spent waiting, from all phases."""
+        """Excludes the time since the last beat, spent waiting."""
         self._last = time.monotonic()
 
 
@@ -57,7 +57,6 @@ def beat_file(scratch: str | Path, rank: int) -> Path:
 
 
 def read_beat(scratch: str | Path, rank: int) -> Beat | None:
-    """Returns a rank's last heartbeat; None before the first."""
     try:
         content = beat_file(scratch, rank).read_bytes()
     except FileNotFoundError:
@@ -70,7 +69,7 @@ def read_beat(scratch: str | Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class GroupState:
-    """Progress of a rank in one process group's collectives."""
+    """A rank's progress in one process group."""
 
     group: str
     ranks: tuple[int, ...]
@@ -89,15 +88,15 @@ def groups_file(scratch: str | Path, rank: int) -> Path:
 
 
 def answer_questions(scratch: str | Path, rank: int) -> None:
-    """Answers each datagram to the rank's socket with a file of GroupStates, from a thread.
+    """Answers each datagram with a file of GroupStates, from a thread.
 
-    It works while a collective hangs, as torch waits without the GIL.
+    It works during a hanging collective, since torch waits without the GIL.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     question_file(scratch, rank).unlink(missing_ok=True)  # from before a restart
     try:
         listener.bind(str(question_file(scratch, rank)))
-    except OSError:  # the path is too long for a socket: nobody can ask
+    except OSError:  # the path is too long for a socket
         listener.close()
         return
 
@@ -112,10 +111,7 @@ def answer_questions(scratch: str | Path, rank: int) -> None:
 
 
 def group_states() -> list[GroupState]:
-    """Returns the state of each of this process's groups, by torch's flight recorder.
-
-    Empty without torch.distributed, or if the recorder is off.
-    """
+    """Returns the state of this process's groups, by torch's flight recorder, if it is on."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d
     from torch.distributed import distributed_c10d
@@ -138,7 +134,7 @@ def group_states() -> list[GroupState]:
 
 
 class Progress:
-    """Reports finished steps to the parent at most twice a second, without blocking."""
+    """Reports steps to the parent at most twice a second, without blocking."""
 
     def __init__(self, address: str | None) -> None:
         self.address = address

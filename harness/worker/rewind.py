@@ -20,28 +20,27 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 2**24
-"""Size of copies from or to a GPU, so that the host needs no full-size buffer."""
+"""Size of copies from or to a GPU, to avoid full-size host buffers."""
 
 
 class Checkpoint:
     """Copy of a rank's parameters, buffers, optimizer states and step counters.
 
-    It is an anonymous file in memory, so it does not count as the rank's memory, and no disk is
-    written while steps are timed.
+    An anonymous file in memory: it does not count as the rank's memory, nor cause disk writes.
     """
 
     def __init__(self, train_state: TrainState) -> None:
         """Copies the state; call between two steps."""
         self._file = os.memfd_create("state of a rank")
         self._places: dict[Hashable, tuple[int, int]] = {}
-        """Offset and size in bytes of each tensor in the file."""
+        """Offset and bytes of each tensor in the file."""
         self._counters: dict[Hashable, dict[str, int]] = {}
         place, copied = 0, set[tuple[str, int]]()
         for key, tensor in _tensors(train_state):
             storage = tensor.untyped_storage()
             owner = (str(storage.device), storage.data_ptr())
             if owner in copied:
-                continue  # a view of a storage copied as a whole
+                continue  # a view of a storage that is copied as a whole
             if tensor.nbytes == storage.nbytes():
                 copied.add(owner)
             self._places[key] = place, tensor.nbytes
@@ -54,9 +53,9 @@ class Checkpoint:
         self._steps_counted = [getattr(owner, name) for owner, name in train_state.counters]
 
     def restore(self, train_state: TrainState) -> None:
-        """Restores the state in place, and drops optimizer states created since.
+        """Restores the state in place, and drops newer optimizer states.
 
-        Raises RuntimeError if a tensor of the copy is missing or has another size.
+        Raises RuntimeError if a tensor is missing or has another size.
         """
         self._forget_later_states(train_state)
         restored = set()
@@ -99,7 +98,7 @@ class Checkpoint:
 
 
 def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
-    """Yields everything that determines further training, by keys that are stable between steps.
+    """Yields all that determines further training, by stable keys.
 
     Gradients are left out: each step computes them anew.
     """
@@ -131,13 +130,13 @@ def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yields integers such as step counts.
 
-    Learning rates and the like are not restored, so that a wrong one is noticed.
+    Learning rates and the like are not restored, so that wrong ones are noticed.
     """
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bytes: (bytes,); shares memory if contiguous."""
+    """Returns a tensor's bytes, shape (bytes,); shares memory if contiguous."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -162,28 +161,26 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
 
 
 REPLAYED_STEPS = 3
-"""Last steps of the parity segment that are replayed.
+"""Replayed steps at the end of the parity segment.
 
-Their losses, and the parameters after them, must match the reference; otherwise the training has
-changed.
+Their losses, and the parameters after them, must match the reference.
 """
 FIRST_WITHIN = 8
 """Most steps between the parity segment's end and the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
-"""Steps between a replay's end and the next rewind, too few for rounding to separate correct
-trainings (docs/explanation/parity.md)."""
+"""Steps from a replay to the next rewind, too few for rounding to separate correct trainings
+(docs/explanation/parity.md)."""
 
 
 class Rewinds:
     """Rewind schedule of one rank.
 
-    A step's number counts all steps taken; its training step is its place in the training, whose
-    batch it uses.
+    A step's number counts all steps taken; its training step selects the batch.
     """
 
     def __init__(self, seed: int, parity_steps: int, cycle: int) -> None:
-        """`seed`: equal on all ranks. `parity_steps`: length of the parity segment, at least 2.
-        `cycle`: steps after which the strategy's work repeats."""
+        """`seed`: equal on all ranks. `parity_steps`: at least 2. `cycle`: steps after which the
+        strategy's work repeats."""
         self.cycle = cycle
         self.random = random.Random(seed)
         self.from_step = max(parity_steps - REPLAYED_STEPS, 1)
@@ -192,11 +189,10 @@ class Rewinds:
         self._checkpoint: Checkpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
-        """Number of the step before the next rewind; None if not yet chosen."""
+        """Number of the step before the next rewind, if chosen."""
 
     @classmethod
     def of(cls, spec: TrialSpec, cycle: int) -> Rewinds | None:
-        """Returns a trial's schedule; None without rewinds."""
         seed = spec.rewind_seed
         return None if seed is None else cls(seed, spec.cell.parity_steps, cycle)
 
@@ -207,10 +203,7 @@ class Rewinds:
         self._checkpoint, self._kept_at = Checkpoint(train_state), number
 
     def due(self, number: int, steps_left: int) -> bool:
-        """Returns whether to rewind before the step of this number.
-
-        `steps_left`: steps still to be timed.
-        """
+        """Returns whether to rewind before this step. `steps_left`: steps still to be timed."""
         if self._at is None:
             most = max(0, min(FIRST_WITHIN, steps_left - REPLAYED_STEPS))
             between = (LEAST_BETWEEN, MOST_BETWEEN) if self.count else (0, most)

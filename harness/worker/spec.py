@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 CYCLES_IN_A_TURN = 2
-"""Cycles per turn of an interleaved trial: shorter turns are closer in time to their neighbours.
+"""Cycles per turn: shorter turns are closer in time to their neighbours.
 docs/studies/statistical-power.md compares turns of 2, 5, 10 and 20 steps."""
 
 
@@ -28,18 +28,16 @@ class TimeSlices:
     address: str
     """Address of the socket that grants turns."""
     steps: int
-    """Number of timed steps per slice, after a settling one."""
+    """Timed steps per slice, after a settling one."""
 
     @classmethod
     def of(cls, address: str, cycle: int) -> TimeSlices:
-        """Builds the slices; `cycle`: steps after which the strategy's work repeats."""
+        """`cycle`: steps after which the strategy's work repeats."""
         return cls(address, CYCLES_IN_A_TURN * cycle)
 
     def begins(self, number: int) -> bool:
-        """Returns whether a turn begins with this step.
-
-        `number`: counted from the first step after the warm-up, including settling ones.
-        """
+        """Returns whether a turn begins with step `number` after the warm-up (settling steps
+        count)."""
         return number >= 0 and number % (self.steps + 1) == 0
 
 
@@ -53,8 +51,8 @@ class TurnClient:
     def wait(self, step: int, seconds: float) -> float:
         """Ends the turn and waits for the next; returns its start in seconds after the epoch.
 
-        `step` and `seconds`: the last step and its time, for the progress display. Raises
-        ConnectionError if nobody grants turns any more.
+        `step`, `seconds`: the last step's, for the progress display. Raises ConnectionError if
+        nobody grants turns any more.
         """
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
         if not self.line.recv(8):
@@ -69,45 +67,43 @@ class TrialSpec:
     cell: Cell
     data: DataSource
     processes: int
-    """Number of ranks on all nodes."""
+    """Ranks on all nodes."""
     reference: str | None = None
-    """Folder of the reference run to compare with; None to skip."""
+    """Folder of the reference run to compare with."""
     reference_output: str | None = None
     """Folder to write this trial to as a reference run."""
     max_restarts: int = 0
     profile: bool = False
-    """Whether to profile instead of time the ranks (see harness/worker/rank_profile.py)."""
     traces: str | None = None
     turns: TimeSlices | None = None
     """Turns of an interleaved trial; None if it runs alone."""
     samples_per_control: int = 0
-    """Samples of a rank per control (see harness/worker/control_process.py); 0 for no control."""
+    """Samples of a rank per control (harness/worker/control_process.py); 0: no control."""
     timed_seconds: float = 0.0
     """With a control: least total time of the timed steps; never fewer than the cell's."""
     rewind_seed: int | None = None
-    """Seed of the rewind schedule (see harness/worker/rewind.py); None for no rewinds."""
+    """Seed of the rewind schedule (harness/worker/rewind.py); None: no rewinds."""
     node: int = 0
     node_name: str = ""
     """Name of this node; empty for the host's."""
     rendezvous: tuple[str, int] = ("127.0.0.1", 0)
-    """Address and port of the store for the nodes' rendezvous, on node 0."""
+    """Address and port of the store on node 0."""
     token: str = "trial"
-    """Prefix of this trial's keys in the store."""
+    """Prefix of the trial's keys in the store."""
     interface: str | None = None
-    """Network interface that reaches all ranks; None lets the libraries choose."""
+    """Interface that reaches all ranks; None lets the libraries choose."""
     scratch: str = ""
-    """Folder on this node for answers, logs, stacks and the strategy's files."""
+    """Folder for answers, logs, stacks and the strategy's files."""
     cores: tuple[tuple[int, ...], ...] = ()
     progress: str | None = None
-    """Datagram socket for rank 0's progress; None for no reports."""
+    """Datagram socket for rank 0's progress."""
     parent: int = 0
-    """Process id that the ranks must not outlive (fork server or launcher); 0 for an external
+    """Process that the ranks must not outlive (fork server or launcher); 0 for an external
     launcher."""
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks: equally many per node, plus any non-device processes on the
-        last."""
+        """Returns this node's ranks: equally many per node, plus other processes on the last."""
         each = self.processes // self.cell.nodes
         return range(
             self.node * each,

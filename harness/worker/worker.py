@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
-    """Returns a rank's environment, to be set before NCCL is loaded; empty without emulated links.
+    """Returns variables to set before NCCL is loaded; empty without emulated links.
 
-    Between nodes only TCP is left. Within a node peer-to-peer copies, shared memory and NVLink
-    multicasts stay on: NCCL uses them only within a host, which it identifies by NCCL_HOSTID.
-    (NCCL_P2P_DISABLE and NCCL_SHM_DISABLE would also disable them within a node.)
+    Between nodes only TCP is left. Within a node, which NCCL identifies by NCCL_HOSTID,
+    peer-to-peer copies, shared memory and NVLink multicasts stay on. NCCL_P2P_DISABLE and
+    NCCL_SHM_DISABLE would disable them.
     """
     if not links:
         return {}
@@ -64,8 +64,8 @@ def nccl_variables(links: str, node_name: str) -> dict[str, str]:
     }
 
 
-# Objects that must live until the process leaves by _exit. A rank that drops its DDP model can
-# hang: the Reducer's destructor holds the GIL and joins gloo's thread, which waits for the GIL.
+# Objects that must live until _exit. A rank that drops its DDP model can hang: the Reducer's
+# destructor holds the GIL and joins gloo's thread, which waits for the GIL.
 _KEPT: list[Any] = []
 
 # Messages of a rank that lost another one: the consequence of a failure, not its cause.
@@ -79,8 +79,7 @@ _LOST_PEER = (
     "horovod has been shut down",
     "this error originated at tensorpipe",
     "did the remote server shutdown or crash",  # torch's store
-    # From NCCL and torch. A timed-out collective is not among them: ranks that wait for each other
-    # may all be alive.
+    # From NCCL and torch. Timed-out collectives are not among them: their ranks may all be alive.
     "remote process exited or there was a network error",
     "ncclremoteerror",
     "connection closed by remote peer",
@@ -155,7 +154,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 
 def failure(error: BaseException) -> FailureAnswer:
-    """Returns status and reason of an exception, and whether another rank's failure caused it."""
+    """Returns an exception's status and reason, and whether another rank caused it."""
     lines = str(error).strip().splitlines()
     first_line = lines[0] if lines else ""
     text = " ".join(lines).lower()
@@ -173,7 +172,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """Returns the log line that reports a lack of memory, if any."""
+    """Returns the log line that reports a lack of memory."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",
@@ -220,7 +219,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
 
 
 def _device(cell: Cell, serves: bool) -> torch.device:
-    """Returns the device of this rank's model; servers use the CPU."""
+    """Returns the device of the model; servers use the CPU."""
     import torch
 
     if cell.device == "cuda" and not serves:
@@ -272,7 +271,7 @@ def _train(
         return profile_rank(loop, answer, spec.traces)
     gc.collect()
     meter.reset()
-    gc.disable()  # a collection in a timed step would be the harness's noise
+    gc.disable()  # a collection in a timed step would be noise
     while not loop.over():
         loop.run_step(len(loop.steps))
         if loop.training_step == cell.parity_steps:
@@ -289,7 +288,7 @@ def _train(
 def _prepare_device(
     cell: Cell, strategy: Strategy, workload: Workload, serves: bool
 ) -> torch.device:
-    """Imports what the rank needs and returns the device of its model."""
+    """Imports what the rank needs; returns its model's device."""
     import torch
 
     import harness.worker.preload
@@ -300,7 +299,7 @@ def _prepare_device(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
-    show("torchao")  # transformers has looked for it already
+    show("torchao")  # transformers already looked for it
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
     )
