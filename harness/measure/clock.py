@@ -37,10 +37,7 @@ Method: TypeAlias = Callable[..., Any]
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
-    """Wraps `owner.name` by `wrap` within the context.
-
-    `owner`: a class, an instance or a module.
-    """
+    """Wraps `owner.name` by `wrap` within the context. `owner`: class, instance or module."""
     own = vars(owner) if hasattr(owner, "__dict__") else {}
     inherited = name not in own
     before = getattr(owner, name)
@@ -61,10 +58,10 @@ def busy_fraction(
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the share of the wall time of `repeats` steps that this rank spent in `compute`.
+    """Returns the share of the wall time of `repeats` steps that this rank spends in `compute`.
 
-    `compute`: methods by owner and name, wrapped for these steps only. Synchronising the device
-    around each call makes GPU steps slower than timed ones; only the ratio is used.
+    `compute`: methods by owner and name, wrapped meanwhile. The added synchronisation makes GPU
+    steps slower than timed ones; only the ratio is used.
     """
     busy = 0.0
 
@@ -95,8 +92,8 @@ def busy_fraction(
 def bubble_fraction(busy: Iterable[float]) -> float:
     """Returns 1 - the ranks' mean busy share.
 
-    Theory for GPipe and 1F1B with p stages and m micro-batches: (p-1)/(m+p-1) (GPipe, arXiv
-    1811.06965, section 2.3).
+    Theory for GPipe and 1F1B, p stages and m micro-batches: (p-1)/(m+p-1) (GPipe, arXiv 1811.06965,
+    section 2.3).
     """
     shares = list(busy)
     return max(0.0, 1.0 - sum(shares) / len(shares))

@@ -1,6 +1,4 @@
-"""Benchmarks of the hardware: messages between two ranks, matrix products, memory copies and kernel
-launches.
-"""
+"""Benchmarks of messages between two ranks, matrix products, memory copies and kernel launches."""
 
 from __future__ import annotations
 
@@ -56,8 +54,8 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fits latency and 1 / bandwidth, both at least 0, by least squares of the relative error.
 
     Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
-    `seconds`: time of a message of each size. With the relative error, the noise of large messages
-    does not swamp the latency of small ones.
+    `seconds`: per message. The relative error keeps large messages' noise from swamping the
+    latency.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -100,15 +98,15 @@ class LinkFit:
 
 
 def repeats(size: int) -> int:
-    """Returns the repetitions for a message size in bytes; small messages vary more."""
+    """Returns the repetitions for a message of `size` bytes; small ones vary more."""
     return max(LEAST_MESSAGES, min(MOST_MESSAGES, BYTES_PER_SIZE // size))
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Returns the times of all operations between two ranks on this host.
+    """Times all operations between two ranks on this host.
 
-    `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: message sizes in bytes.
-    Raises RuntimeError with the reason of the first rank that fails. Leaves no process behind.
+    `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: bytes. Raises RuntimeError
+    with the reason of the first rank that fails. Leaves no process behind.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -173,7 +171,7 @@ def timed(
     synchronize: Callable[[], object],
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of each of `count` repetitions, after WARMUP untimed ones."""
+    """Returns the seconds of `count` repetitions, after WARMUP untimed ones."""
     repetitions = []
     for _ in range(WARMUP + count):
         synchronize()
@@ -187,9 +185,9 @@ def timed(
 def _operations(
     rank: int, size: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """Returns operations on messages of `size` bytes, and their number of sequential messages.
+    """Returns operations on `size` bytes, and their number of sequential messages.
 
-    Checks each result once; raises RuntimeError if it is wrong.
+    Checks each result once; raises RuntimeError if wrong.
     """
     import torch
     import torch.distributed as dist
@@ -218,7 +216,7 @@ def _operations(
         raise RuntimeError(
             f"rank {rank} received other numbers than were sent, in messages of {size} bytes"
         )
-    work.zero_()  # otherwise the repeated sums would overflow
+    work.zero_()  # repeated sums would overflow
     return {
         "all_reduce": (lambda: dist.all_reduce(work), 1),
         "all_gather": (lambda: dist.all_gather(gathered, own), 1),
@@ -229,7 +227,7 @@ def _operations(
 MEMORY_SHARE = 1 / 8
 """Largest share of the device's free memory that the measurement may use."""
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
-"""Rows and columns of the square matrices, ascending."""
+"""Rows and columns of square matrices."""
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
 SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
@@ -253,8 +251,8 @@ print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
     """Measures one GPU in about 5 s, or this process's CPU threads in about 2 s.
 
-    Initialises CUDA for a GPU, so call it in a separate process. Raises RuntimeError if the device
-    cannot be used.
+    Initialises CUDA for a GPU, so call it in a separate process. Raises RuntimeError for an
+    unusable device.
     """
     import torch
 
@@ -322,7 +320,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> float | None:
-    """Returns the FLOP/s of the fastest size; None if the device does not support the precision."""
+    """Returns the FLOP/s of the fastest size; None if the device lacks the precision."""
     best: float | None = None
     budget = SECONDS_PER_SIZE[device.type]
     for size in PRODUCT_SIZES[device.type]:
@@ -340,7 +338,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> f
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Returns a square product of random numbers: zeros would draw less power and run faster."""
+    """Returns a square product of random numbers, as zeros would draw less power and run faster."""
     import torch
 
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -360,7 +358,7 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Returns the median time of one call of `run` on the device, in seconds.
+    """Returns the median seconds of a call of `run` on the device.
 
     Makes as many calls as fit into `budget` seconds, at least LEAST_REPEATS, after a warm-up.
     """
@@ -387,7 +385,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget: floa
             run()
             event.record()
     _synchronize(device)
-    # Back to back, so that the clocks settle as they do in training.
+    # Back to back, so that the clocks settle as in training.
     between = itertools.pairwise(events)
     return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in between)
 
@@ -411,7 +409,7 @@ def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Returns the median over rounds too short for the host to wait for the launch queue."""
+    """Returns the median over rounds that are too short to fill the launch queue."""
     import torch
 
     tiny = torch.zeros(1, device=device)

@@ -62,8 +62,8 @@ def state_bytes(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by kind, and bytes of kind `library` by name.
 
-    An extra kind, `host`, counts tensors not on a device of this type. A storage counts once, for
-    its first tensor: list the owner of a storage before views of it.
+    Kind `host` counts tensors on devices of another type. A storage counts once, for its first
+    tensor: list its owner before views.
     """
     kinds: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
     library: dict[str, int] = {}
@@ -85,7 +85,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
-    """Returns the storage's bytes (0 if seen before) and device type (None if unknown)."""
+    """Returns the storage's bytes (0 if seen before) and device type."""
     if isinstance(tensor, int):
         return tensor, None
     local = local_part(tensor)
@@ -98,11 +98,11 @@ def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str |
 
 
 STEPS = 2
-"""Two steps, as the first one finds earlier memory that only C++ knows about."""
+"""Two, as the first finds earlier memory that only C++ knows about."""
 
 
 class PeakBreakdown(TypedDict):
-    """Bytes by kind at the memory peak of a step."""
+    """Bytes by kind at a step's memory peak."""
 
     parameters: int
     """Parameters, including gathered ones while a module holds them."""
@@ -142,7 +142,7 @@ def peak_split(
         newly_written: list[Tensor] = []
         tracker = _tracker(newly_written)
         tracker.track_external(train_state.model, *train_state.optimizers, *written)
-        for kind, _, tensor in reversed(states):  # first kind per storage counts
+        for kind, _, tensor in reversed(states):  # a storage's first kind counts
             if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type:
                 tracker._update_and_maybe_create_winfos(tensor, kinds[kind])
         with tracker:
@@ -185,7 +185,7 @@ def _tracker(written: list[Tensor]) -> MemTracker:
         def _pre_fw_hook(self, module: nn.Module, inputs: object) -> None:
             try:
                 self._track_module_params_and_buffers(module, install_grad_hooks=True)
-            except RuntimeError:  # views of a flat parameter cannot have their own hooks
+            except RuntimeError:  # views of a flat parameter cannot have hooks
                 self._track_module_params_and_buffers(module, install_grad_hooks=False)
 
         def _post_fw_hook(self, module: nn.Module, inputs: object, outputs: object) -> None: ...
@@ -235,7 +235,7 @@ class Shortage(TypedDict):
 
 
 def phase(error: BaseException) -> str:
-    """Returns which of PHASES the rank was in, from the traceback."""
+    """Returns which of PHASES the traceback shows."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:
@@ -251,14 +251,14 @@ def phase(error: BaseException) -> str:
 def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
     """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
-    `other`: tensors outside the states that Python can see (gathered parameters, flat copies,
+    `other`: tensors outside the states that Python sees (gathered parameters, flat copies,
     activations kept by a module); `largest`: their three largest groups. `stacks`: stacks of
-    threads started since the imports. The rest of `in_use` is invisible to Python: activations kept
-    by autograd, C++ buffers.
+    threads started since the imports. Python does not see the rest of `in_use`: autograd's
+    activations, C++ buffers.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []
-    # An interrupted library may not be able to name everything it holds.
+    # An interrupted library may be unable to name all it holds.
     with contextlib.suppress(Exception):
         states.extend(retained(train_state) if train_state else ())
     kinds, buffers = state_bytes(states, meter.device.type)
@@ -271,7 +271,7 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
     """Returns the bytes of this process's tensors outside the states.
 
-    If no states are known, nn.Parameters count as `parameters`.
+    Without states, nn.Parameters count as `parameters`.
     """
     import torch
 
@@ -282,7 +282,7 @@ def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
     alive: list[Tensor] = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     alive.sort(key=lambda tensor: not isinstance(tensor, torch.nn.Parameter))  # before their views
     for tensor in alive:
-        # Fake, meta and partly built tensors have no storage, and raise.
+        # Fake, meta and partly built tensors lack a storage, and raise.
         with contextlib.suppress(Exception):
             if tensor.device.type != device_type:
                 continue

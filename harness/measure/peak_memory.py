@@ -20,7 +20,7 @@ CUDA_METHOD = "torch.cuda.max_memory_allocated; reserved by max_memory_reserved"
 
 
 def _status() -> dict[str, int]:
-    """Returns the bytes by field of /proc/self/status, for fields given in kB."""
+    """Returns bytes by field of /proc/self/status."""
     fields: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -48,7 +48,7 @@ def _stacks() -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one rank in bytes; None if unknown."""
+    """Peak memory of one rank in bytes."""
 
     allocated: int | None
     """Peak allocated bytes, on the device with the most."""
@@ -56,18 +56,17 @@ class Peak:
     """Peak held by the CUDA caching allocator, on the device with the most."""
     method: str
     host: int | None = None
-    """Host peak of a GPU rank: resident memory without file pages, above the baseline after
-    imports. Pinned pages count if the kernel counts them as resident."""
+    """Resident memory of a GPU rank without file pages, above the baseline after imports. Pinned
+    pages count if the kernel counts them as resident."""
 
 
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
     CPU: the kernel's peak resident memory (VmHWM) includes file pages, which only grow. So VmHWM
-    minus the file and shared pages at the end is the peak anonymous memory, or slightly less. The
-    anonymous memory at construction, after imports, is subtracted. Steps are not slowed down. CUDA:
-    the caching allocator's counters for each device, and host memory, to which states may be
-    offloaded.
+    minus the file and shared pages at the end is the peak anonymous memory, or slightly less.
+    Anonymous memory at construction, after imports, is subtracted. Steps are not slowed down. CUDA:
+    the caching allocator's counters per device, and host memory, to which states may be offloaded.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`limit`: bytes; on GPUs, per device. `devices`: all devices of this process, if
-        several."""
+        """`limit`: bytes; on GPUs, per device. `devices`: of this process, if several."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit
@@ -116,16 +114,15 @@ class MemoryMeter:
     def _give_pages_back() -> None:
         """Makes glibc map tensors of 128 KiB or more separately, so freeing one returns its pages.
 
-        By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks in its
-        heap. The limit would then measure heap fragmentation: an FSDP2 rank needs 902 MB instead of
-        592 MB.
+        By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks. The
+        limit would then measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Removes a CPU memory limit, so that a rank that hit it has memory to report it.
+        """Removes a CPU memory limit, so that a rank that hit it can report it.
 
         `reserve` frees enough memory to get here.
         """
@@ -135,7 +132,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Lifts the limit within the context, for the harness's own work."""
+        """Lifts the limit within the context, for the harness's work."""
         if self.fractions:
             import torch
 
@@ -166,20 +163,20 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Returns the bytes of in_use in stacks of later threads: mapped, mostly not resident."""
+        """Returns the bytes of `in_use` in stacks of later threads: mapped, mostly not resident."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Returns freed heap memory to the kernel; otherwise setup would count as steps."""
+        """Returns freed heap memory to the kernel, or setup would count as steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
 
     def reset(self) -> bool:
-        """Forgets the peak; returns False if the kernel does not allow it."""
+        """Forgets the peak; returns False if the kernel forbids it."""
         if self.device.type == "cuda":
             import torch
 
@@ -221,6 +218,6 @@ def _without_files(status: dict[str, int]) -> int:
 
 
 def imbalance(peaks: list[int]) -> float | None:
-    """Returns the ranks' largest peak over their mean; None if empty or all 0."""
+    """Returns the largest peak over the ranks' mean; None if all are 0."""
     mean = sum(peaks) / len(peaks) if peaks else 0
     return max(peaks) / mean if mean else None

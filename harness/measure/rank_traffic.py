@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Call:
     operation: str
     tensor_bytes: int
-    """Bytes of the whole tensor (after a gather, before a scatter), or of all tensors of a list."""
+    """Bytes of the whole tensor (after a gather, before a scatter), or of a list's tensors."""
     group_size: int
 
 
@@ -55,16 +55,16 @@ An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, ar
 section 7.1, which neglects the factor (n-1)/n).
 """
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-"""Factors of torch's gloo backend.
+"""Factors of torch's gloo.
 
 It scatters after a full all-reduce, and reduces by a reduce-scatter and a gather to the root.
 """
 RING = THEORY
-"""Factors of a ring, which NCCL, MPI (for large messages) and Horovod's Gloo use."""
+"""Factors of a ring, as in NCCL, MPI (large messages) and Horovod's Gloo."""
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """Returns the least bytes a rank sends per step, given calls with their count per step."""
+    """Returns the least bytes a rank sends per step, given calls and their count."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
@@ -79,8 +79,8 @@ def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
     )
 
 
-# Operators of torch's namespaces c10d and _c10d_functional -> operation, and position of the
-# argument with the whole tensor.
+# Operators of torch's namespaces c10d and _c10d_functional -> operation, position of the whole
+# tensor.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -178,25 +178,21 @@ def tensor_bytes(tensors: object) -> int:
 
 
 _NOT_SENT, _BYTES_SENT = 144, 200
-"""Byte offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and newer).
-
-The first is the 32-bit tcpi_notsent_bytes; the second the 64-bit tcpi_bytes_sent, followed by
-tcpi_bytes_retrans.
-"""
+"""Byte offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and newer): 32-bit tcpi_notsent_bytes,
+and 64-bit tcpi_bytes_sent, followed by tcpi_bytes_retrans."""
 
 STILL_SECONDS = 0.002
 """Time within which a library's thread sends the data of its step."""
 MOST_LOOKS = 5
-"""Bound on waiting, as some libraries never stop sending small messages (Horovod's cycles)."""
+"""Bound on waiting, as some libraries never fall silent (Horovod's cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
     """Returns the payload bytes given to this process's open TCP connections; None on older
     kernels.
 
-    Bytes that the kernel still holds count as sent; otherwise, with a slow reader, a step's last
-    message would count in the next step. Retransmissions do not count: they depend on how busy the
-    machine is, not on the strategy.
+    Bytes that the kernel still holds count; otherwise, with a slow reader, a step's last message
+    would count in the next. Retransmissions do not: they depend on the machine's load.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -219,10 +215,7 @@ def tcp_bytes_sent() -> int | None:
 
 
 def wait_until_sent() -> None:
-    """Waits until a library's threads stop sending.
-
-    A step may end before its last messages have reached the kernel.
-    """
+    """Waits until libraries' threads stop sending, which may be after the step's end."""
     before = tcp_bytes_sent()
     for _ in range(MOST_LOOKS):
         time.sleep(STILL_SECONDS)
@@ -233,10 +226,7 @@ def wait_until_sent() -> None:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Returns the bytes this process read from and wrote to block devices; None if unknown.
-
-    Reads served by the page cache do not count.
-    """
+    """Returns the bytes this process read from and wrote to block devices, not the page cache."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -253,7 +243,7 @@ class Traffic:
     """Bytes over stretches of steps, read between steps; None if unknown."""
 
     over_tcp: bool
-    """Whether the ranks communicate over TCP (gloo, MPI); NCCL's traffic is not visible here."""
+    """Whether the ranks use TCP (gloo, MPI); NCCL's traffic is not visible here."""
     sent: int | None = 0
     """Bytes sent over TCP."""
     disk_read: int | None = 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_SECONDS = 0.03
-"""Three ticks of the kernel's clock per core: enough to see a busy core, with little delay."""
+"""Three ticks of the kernel's clock per core: enough to see a busy core."""
 
 
 FRESH_SECONDS = 0.2
@@ -26,10 +26,7 @@ writing a record takes."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Returns the busy and idle seconds of all cores together since boot; None if unknown.
-
-    Time that the hypervisor gave to others counts as busy.
-    """
+    """Returns busy and idle seconds of all cores since boot; steal time counts as busy."""
     try:
         user, nice, system, idle, iowait, irq, softirq, steal = (
             int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]
@@ -44,7 +41,7 @@ def idle_share(
     sleep: Callable[[float], None] = time.sleep,
     read: Callable[[], tuple[float, float] | None] = cpu_seconds,
 ) -> float | None:
-    """Returns the cores' idle share during the next WINDOW_SECONDS; None if unknown."""
+    """Returns the cores' idle share during the next WINDOW_SECONDS."""
     before = read()
     sleep(WINDOW_SECONDS)
     after = read()
@@ -56,7 +53,7 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """Idle shares before and after each trial, reused if the next one begins at once."""
+    """Idle shares before and after each trial; the next one reuses them if it begins at once."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -75,14 +72,13 @@ class Idle:
 
 @dataclass
 class Load:
-    """CPU time of this rank and the machine over stretches of steps; read between steps."""
+    """CPU time of this rank and the machine over stretches of steps."""
 
     seconds: float = 0.0
-    """Total length of the stretches."""
     own: float = 0.0
     """CPU seconds of this rank."""
     busy: float | None = 0.0
-    """CPU seconds of all processes; None if unknown."""
+    """CPU seconds of all processes."""
     _start: tuple[float, float, float | None] | None = None
 
     def _read(self) -> tuple[float, float, float | None]:
@@ -107,9 +103,9 @@ class Load:
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:
-    """Returns the mean number of cores that other processes kept busy during the timed steps.
+    """Returns the mean number of cores busy with other processes during the timed steps.
 
-    None if unknown. `ranks`: all ranks of one machine.
+    `ranks`: all of one machine.
     """
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
@@ -123,17 +119,16 @@ _LIMITERS = {
     "board limit": "NVML_PERF_POLICY_BOARD_LIMIT",
     "reliability": "NVML_PERF_POLICY_RELIABILITY",
 }
-"""Causes of throttling, and the nvmlDeviceGetViolationStatus counter of each.
+"""Counters of nvmlDeviceGetViolationStatus by cause.
 
-NVML's newer counters are unsafe: their numbers changed between releases of its header, so a number
-may select another counter.
+NVML's newer counters are unsafe: their numbers changed between releases of its header.
 """
 
 
 class RankGpus:
-    """The GPUs that a rank drives, as NVML sees them; none for a CPU rank.
+    """The GPUs that a rank drives, as NVML sees them.
 
-    NVML is not shut down: a rank's process ends soon.
+    NVML is not shut down, as the process ends soon.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -169,10 +164,10 @@ class RankGpus:
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Returns each GPU's joules since its driver was loaded, by UUID; None if any is unknown.
+        """Returns each GPU's joules since driver load, by UUID; None if any is unknown.
 
-        A slice has no counter of its own, and its GPU's counter includes the other slices. The
-        second number is where the counter wraps around: 0, as these never do.
+        A slice has no counter, and its GPU's includes the other slices. The second number is where
+        the counter wraps around: 0 for never.
         """
         if self.library is None or not self.complete:
             return None
@@ -235,7 +230,7 @@ class RankGpus:
     def _own_bytes(self) -> list[tuple[int, int]] | None:
         """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes.
 
-        None if NVML does not list this process: inside a container it has another process id.
+        None if NVML does not list this process, whose id differs inside containers.
         """
         import torch
 
@@ -255,10 +250,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
-    """Returns the RAPL counter in joules and its wrap-around value, by CPU package (Intel and AMD).
-
-    None if the host has no counters.
-    """
+    """Returns the RAPL counter in joules and its wrap-around value, by CPU package."""
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
@@ -281,7 +273,6 @@ class Energy:
     read: Callable[[], dict[str, tuple[float, float]] | None]
     """Counters by device in joules, with their wrap-around values."""
     joules: float | None = 0.0
-    """Total; None if unknown."""
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod

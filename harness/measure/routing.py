@@ -19,9 +19,9 @@ ExpertTokens = dict[int, tuple[int, ...]]
 
 
 def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
-    """Returns the routers of transformers' mixtures by block number, also for wrapped models.
+    """Returns the routers of transformers' mixtures by block number, even in wrapped models.
 
-    A router's last output is each token's expert indices: (tokens, experts per token).
+    Their last output has shape (tokens, experts per token).
     """
     ends = re.compile(
         rf"(?:^|\.){re.escape(workload.block_path)}\.(\d+)\."
@@ -40,10 +40,7 @@ def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
 
 @contextlib.contextmanager
 def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[None]:
-    """Adds up each expert's tokens on this rank in `counts`, over all micro-batches.
-
-    Recomputation during backward does not count again.
-    """
+    """Adds up each expert's tokens on this rank in `counts`, without backward's recomputations."""
     import torch
 
     def count(block: int, router: Router) -> Callable[..., None]:
@@ -64,6 +61,5 @@ def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[Non
 
 
 def imbalance_of_experts(counts: ExpertTokens) -> float:
-    """Returns the busiest expert's tokens over its block's mean (1: balanced), in the most uneven
-    block."""
+    """Returns the busiest expert's tokens over its block's mean, in the most uneven block."""
     return max(max(tokens) * len(tokens) / sum(tokens) for tokens in counts.values())

@@ -1,11 +1,11 @@
 """Breakdown of a step's time by component, and of a GPU's time by kind of kernel.
 
-The training thread's step is cut at each event boundary, and each piece is assigned to one
-component, so the components sum to the step. Overlapped communication is in flight during other
-components' pieces; it is reported separately and not part of the sum.
+The training thread's step is cut at each event boundary. Each piece is assigned to one component,
+so components sum to the step. Overlapped communication runs during other components' pieces; it is
+reported separately.
 
-Kernels are classified by the names that torch's libraries on NVIDIA GPUs give them (cuBLAS, cuDNN,
-CUTLASS, Triton, FlashAttention, NCCL).
+Kernels are classified by the names in torch's NVIDIA libraries (cuBLAS, cuDNN, CUTLASS, Triton,
+FlashAttention, NCCL).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 from harness.record.profile_record import COMPONENTS, GPU_PARTS
 
 STRAGGLES = 0.15
-"""Share by which a straggler's own time must exceed the median of the other ranks'."""
+"""Least excess of a straggler's own time over the other ranks' median."""
 
 
 Kind = Literal[
@@ -64,7 +64,7 @@ _COMPUTING = ("compute", "optimizer")
 
 @dataclass(frozen=True)
 class Event:
-    """A time span recorded by the profiler; `begin` and `end` in seconds of one clock.
+    """A span recorded by the profiler, in seconds of one clock.
 
     Events of one kind on one thread are nested or disjoint.
     """
@@ -76,7 +76,7 @@ class Event:
 
 
 Piece = tuple[float, float, tuple[str, ...]]
-"""Begin, end, and the kinds of the enclosing events, outermost first."""
+"""A span, and the kinds of the enclosing events, outermost first."""
 
 
 def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
@@ -102,7 +102,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
         until(event.begin)
         open_events.append(event)
         if len(open_events) > 1 and event.end > open_events[-2].end:
-            # Clock rounding may end an inner event after its outer one.
+            # Rounding may end an inner event after its outer one.
             open_events[-1] = Event(event.kind, event.thread, event.begin, open_events[-2].end)
     while open_events:
         until(open_events[-1].end)
@@ -140,11 +140,11 @@ def breakdown(
 ) -> dict[str, float]:
     """Returns the seconds of each component of the step [begin, end] on `thread`.
 
-    Also returns `overlapped`, and `operators`: the seconds in which an operator ran. Device kernels
+    Also returns `overlapped`, and `operators`: seconds with an operator running. Device kernels
     take precedence over host events, and inner host events over outer ones. Time without an
     operator goes to what the thread waits for, or to communication if a collective is in flight or
     gradient hooks run. The rest is the interpreter and dispatcher: `optimizer` inside the
-    optimizer's step, else `compute`. `pipeline`: waiting for a point-to-point message counts as the
+    optimizer's step, else `compute`. `pipeline`: waiting for a point-to-point message is the
     bubble. `alone`: there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
@@ -208,10 +208,10 @@ def own_seconds(step: dict[str, float]) -> float:
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """Returns the slowest rank of every step and its excess over the other ranks' median.
+    """Returns the rank that is slowest in every step, and its excess over the other ranks' median.
 
-    The excess is a share, the median over the steps. None if no rank is always slowest, or the
-    excess is at most STRAGGLES. `steps`: own seconds of each rank, for each step.
+    The excess is a share, the median over the steps. None without such a rank, or below STRAGGLES.
+    `steps`: own seconds of each rank, for each step.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:
@@ -231,7 +231,7 @@ _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""Kernels whose names may also contain the operator they are fused with."""
+"""Their names may contain the operator they are fused with."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -240,7 +240,7 @@ _MATMUL = re.compile(
 
 
 def kernel_kind(name: str) -> Kind:
-    """Classifies a kernel, other than a collective's, by name."""
+    """Classifies a kernel, except a collective's."""
     if _OPTIMIZER.search(name):
         return "device compute" if _LISTS_OF_TENSORS.search(name) else "device update"
     if _TORCHS_OWN.search(name):
@@ -267,9 +267,9 @@ def gpu_parts(
 ) -> dict[str, float]:
     """Returns the seconds of each of GPU_PARTS in [begin, end], with names prefixed by `gpu_`.
 
-    Empty if there are no device events. If kernels overlap, the first of GPU_PARTS counts. Compute
-    kernels within the device's optimizer step count as the optimizer. `step_seconds`: the step by
-    the clock, which the parts sum to; time without events is idle.
+    Empty without device events. If kernels overlap, the first of GPU_PARTS counts. Compute kernels
+    in the optimizer's step count as the optimizer. `step_seconds`: the step by the clock, which the
+    parts sum to; time without events is idle.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:
