@@ -57,8 +57,7 @@ def _agent_class() -> type[LocalElasticAgent]:
 def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
     """Returns torch's static rendezvous over an open store, which cannot lose its port.
 
-    Nodes know their numbers, so nothing needs electing. Ranks stay in node order, without c10d's
-    random wait of up to 0.3 s.
+    Nodes know their numbers, so ranks need no election, nor c10d's random wait of up to 0.3 s.
     """
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -97,8 +96,8 @@ def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     try:
         result = agent.run()
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        # The agent names one rank, which may have failed because another left. It ends the others
-        # by SIGTERM.
+        # The agent names one rank, which may have failed because of another, and ends the others by
+        # SIGTERM.
         context: Any = agent._pcontext
         for rank, process in zip(spec.ranks, context._pc.processes if codes else (), strict=False):
             if process.exitcode not in (None, -signal.SIGTERM):

@@ -89,7 +89,7 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None,
         interleave: bool,
     ) -> list[Outcome]:
-        """`folder`: for the sockets at which ranks wait for their turns."""
+        """`folder`: for the sockets at which ranks wait."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
@@ -260,7 +260,6 @@ class _Own:
 
     launcher: Launcher
     waited: MutableSequence[float]
-    """See `_LauncherProcess.waited`."""
 
 
 def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:

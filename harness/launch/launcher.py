@@ -44,8 +44,6 @@ Command = Callable[[Path], "list[str] | None"]
 
 
 class TrialOptions(TypedDict, total=False):
-    """Fields of TrialSpec for a launcher's caller."""
-
     reference: str | None
     reference_output: str | None
     max_restarts: int
@@ -59,7 +57,7 @@ class TrialOptions(TypedDict, total=False):
 
 class LaunchOptions(TrialOptions, total=False):
     command: Command
-    """The strategy's own command, see `Strategy.own_launcher`."""
+    """The strategy's own command (`Strategy.own_launcher`)."""
 
 
 class LauncherProtocol(Protocol):
@@ -125,8 +123,7 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Replaces a killed fork server. First kills one that Python started without the variables
-        above."""
+        """Restarts a killed fork server; kills one that Python started without these variables."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
@@ -152,11 +149,9 @@ class Launcher:
         waited: Callable[[], float] = float,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """Runs a trial and always returns its outcome; KeyboardInterrupt becomes the status
-        `interrupted`.
+        """Runs a trial; always returns its outcome, `interrupted` after KeyboardInterrupt.
 
-        `command`: see `Strategy.own_launcher`. `waited`: seconds that the time limit does not
-        count. `more`: further fields of TrialSpec.
+        `command`: see `Strategy.own_launcher`. `waited`: seconds excluded from the time limit.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
@@ -188,8 +183,7 @@ class Launcher:
                 self._restart_fork_server()
             try:
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-            # The fork server was just killed. The connection is refused if it had already closed
-            # its socket.
+            # The fork server was just killed; if its socket had closed, the connection is refused.
             except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
@@ -207,7 +201,7 @@ class Launcher:
         stop: threading.Event | None,
         waited: Callable[[], float],
     ) -> tuple[RankOutputs, str]:
-        """Raises OSError, RuntimeError or EOFError if the ranks cannot be started."""
+        """Raises OSError, RuntimeError or EOFError if the ranks cannot start."""
         cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
         with scratch_folder() as folder:
@@ -253,8 +247,7 @@ class Launcher:
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills the ranks' sessions and all descendants, including orphans and ranks that have not
-        yet registered."""
+        """Kills the ranks' sessions and all descendants, even orphans and unregistered ranks."""
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -277,8 +270,8 @@ def _pid_of_fork_server() -> int:
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
-    """Uses torch.multiprocessing.spawn as documented, a fresh interpreter per rank; returns the
-    first failure's exit code."""
+    """Uses torch.multiprocessing.spawn, a fresh interpreter per rank; returns the first failure's
+    exit code."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     store = open_store(LOOPBACK)

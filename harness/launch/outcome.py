@@ -37,7 +37,7 @@ class Outcome:
     nodes: list[dict[str, Any]] = field(default_factory=list)
     """Facts of its nodes (harness/nodes/node.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
-    """Record columns of the emulated link (harness/links); empty without one."""
+    """Record columns of the emulated link, if any."""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -62,19 +62,19 @@ class RankOutputs:
     """End of each rank's log."""
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of the first ranks to end, as far as known."""
+    """Known exit codes of the first ranks to end."""
     groups: dict[int, list[GroupState]] = field(default_factory=dict)
     """Entered collectives of asked ranks; empty without an answer."""
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
     not_started: str = ""
-    """Why the launcher could not start the ranks."""
+    """Why no rank could start."""
     oom_kills: int = 0
     """Processes of this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended; empty without one. Only it knows which rank ended first, and
-    logs that for rank 0."""
+    """How a library's launcher ended, if any. Only it knows which rank ended first, and logs that
+    for rank 0."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -112,7 +112,7 @@ class RankOutputs:
 def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Outcome:
     """Returns status and reason, without the trial's times and nodes.
 
-    `lost`: what became of a node that cannot report itself.
+    `lost`: what became of a node that cannot report.
     """
     answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
@@ -139,11 +139,11 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
     )
     causes = [(rank, failure) for rank, failure in failed if not failure.consequence]
     if not causes and silent:
-        # Other ranks' failures follow from one that left without an answer. If several did, the
-        # launcher knows which ended first.
+        # A rank that left without an answer makes others fail. If several did, the launcher knows
+        # the first.
         rank = next((r for r in outputs.exit_codes if r in silent), silent[0])
         reason = outputs.ended or ending(outputs.exit_codes.get(rank), by=f"rank {rank}")
-        # std::bad_alloc outside Python ends the process before it can answer.
+        # std::bad_alloc outside Python ends the process before it answers.
         if line := no_memory(outputs.logs.get(rank, "")):
             reason = f"{reason}; its log says: {line}"
         if outputs.oom_kills:
@@ -163,7 +163,6 @@ def _together(one: Hang | None, other: Hang | None) -> Hang | None:
 
 
 def ending(exit_code: int | None, by: str) -> str:
-    """Describes how a process without an answer ended."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{by} was killed by {name}, from outside" + (
@@ -173,10 +172,10 @@ def ending(exit_code: int | None, by: str) -> str:
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """Returns the last `size` bytes of text, without secrets; empty without a file."""
+    """Returns the last `size` bytes of text, without secrets."""
     try:
         with open(file, "rb") as content:
-            # Read some bytes before the tail, so that a secret cut in half is still redacted.
+            # Read some bytes before the tail, so that a secret cut in half is redacted.
             begin = max(0, content.seek(0, os.SEEK_END) - size - _LONGEST_SECRET)
             content.seek(begin)
             text = content.read(size + _LONGEST_SECRET).decode("utf-8", "replace")

@@ -65,9 +65,9 @@ class Hang:
 class Silence:
     """Tracks how long each rank has been silent while it could run.
 
-    Time counts only if seen in small steps: not while suspended or waiting for a turn. Before the
-    first step, any rank's work on a core or disk counts too: imports and compilation have no steps,
-    and other ranks wait for them.
+    Time counts in small steps only: not while suspended or waiting for a turn. Before the first
+    step, a rank's work on a core or disk counts too: imports and compilation have no steps, and
+    other ranks wait for them.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Silence:
         other_nodes: bool = False,
         on_gpus: bool = False,
     ) -> None:
-        """`pids`: returns the process ids of started ranks. `other_nodes`: the trial has ranks on
-        other nodes, whose work is unknown here. `on_gpus`: see COLD_GPU_SECONDS."""
+        """`pids`: returns the process ids of started ranks. `other_nodes`: whether other nodes have
+        ranks, whose work is unknown here. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {RENDEZVOUS: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
         """Least allowed silence in seconds, by phase."""
@@ -123,7 +123,6 @@ class Silence:
         return Hang(max(self._silent[rank] for rank in hanging), hanging) if hanging else None
 
     def _works(self, pid: int, passed: float) -> bool:
-        """Returns whether a rank or its children worked since the last check."""
         seconds = size = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -138,8 +137,7 @@ class Silence:
 
 
 def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
-    """Makes ranks dump their Python stacks, entered collectives and, if py-spy is installed, native
-    stacks."""
+    """Makes ranks dump Python stacks, entered collectives and, with py-spy, native stacks."""
     for rank, pid in pids.items():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ask:
             ask.setblocking(False)
@@ -170,7 +168,6 @@ def _py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
 
 
 def read_groups(scratch: str, rank: int) -> list[GroupState]:
-    """Returns a rank's process groups; empty without an answer."""
     try:
         content = json.loads(groups_file(scratch, rank).read_text())
         return [GroupState(**{**state, "ranks": tuple(state["ranks"])}) for state in content]
@@ -233,7 +230,6 @@ def _communicates(stack: str) -> bool:
 
 
 def pids_by_rank(scratch: str, ranks: range) -> dict[int, int]:
-    """Returns the process ids of ranks that have started."""
     files = {rank: pid_file(scratch, rank) for rank in ranks}
     return {r: int(text) for r, f in files.items() if f.exists() and (text := f.read_text())}
 
