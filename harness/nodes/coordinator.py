@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Nodes:
-    """The agents of a run; a lost one may rejoin under its number."""
+    """The agents of a run; lost ones may rejoin under their number."""
 
     max_unauthenticated = 64
     """Most unauthenticated connections at once; agents retry."""
@@ -43,9 +43,9 @@ class Nodes:
     ) -> None:
         """Listens on one address and writes it to `rendezvous_file`.
 
-        `interface`: one that reaches all nodes; None: that of the host's name, or the default
-        route. `socket_file`: Unix socket instead, reachable from any local network namespace,
-        bypassing links.
+        `interface`: reaches all nodes; None: that of the host's name, or the default route.
+        `socket_file`: Unix socket instead, reachable from any local network namespace, bypassing
+        links.
         """
         self.count, self.rendezvous_file = count, rendezvous_file
         self.connected: dict[int, Node] = {}
@@ -112,8 +112,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """Waits for the first `count` nodes by number; returns fewer if some do not come. Repeated
-        waits are short."""
+        """Waits for the first `count` nodes; returns fewer if some do not come. Repeated waits are
+        short."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -179,10 +179,10 @@ class Nodes:
 
 
 class NodesLauncher:
-    """Runs single-node cells as usual, others over the agents; replaces Launcher for the runner."""
+    """Runs single-node cells as usual, others over the agents; replaces the runner's Launcher."""
 
     wait_seconds = 30.0
-    """Seconds that a trial waits for missing nodes; lost agents may be restarted."""
+    """Seconds that a trial waits for missing nodes, which may be restarting."""
 
     def __init__(
         self,

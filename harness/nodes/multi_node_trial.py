@@ -16,8 +16,7 @@ from harness.worker.spec import TrialSpec
 OTHERS_SECONDS = 3.0
 """Seconds that other nodes have to report the effect of a failure before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds in which a coordinator learns that the whole job ends; the trial is then interrupted, not
-failed."""
+"""Seconds in which a coordinator notices that the whole job ends, and the trial is interrupted."""
 ANSWER_SECONDS = 15.0
 """Seconds for a node to answer after a kill or the time limit; then it is lost."""
 
@@ -99,7 +98,7 @@ class Trial:
             self._lose(node, "its agent is gone")
             return False
         except KeyboardInterrupt:
-            # Half a message may be on its way; the node could not parse the next one.
+            # After half a message, the node could not parse the next one.
             self._lose(node, "interrupted")
             raise
         return True

@@ -54,8 +54,8 @@ def node_facts(number: int, name: str, interface: str | None, address: str) -> d
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""The stream is measured between these seconds. Before, a shaped link passes a burst and TCP finds
-its rate."""
+"""The stream is measured between these. Before, a shaped link passes a burst and TCP finds its
+rate."""
 _TIMEOUT_SECONDS = 20.0
 _CHUNK = 2**18
 

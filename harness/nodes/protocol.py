@@ -1,15 +1,15 @@
 """Messages between coordinator and agents, authenticated with the run's key.
 
 A message is a word and a value of the word's type, as JSON. Nothing received is executed or
-unpickled; a value of the wrong type ends the connection.
+unpickled; a wrong type ends the connection.
 
-Each side sends a nonce, and proves with its first tag that it knows the key. Keys per direction are
+Each side sends a nonce, and its first tag proves that it knows the key. Each direction's key is
 derived from it and both nonces, so recorded connections are useless. Numbered tags prevent
 repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted. An unproved
 peer can make this side read at most 64 bytes.
 
 `multiprocessing.connection` authenticates only the connection (by HMAC-MD5 before Python 3.12), so
-that whoever is on the path could forge, change or repeat its messages.
+anyone on the path could forge, change or repeat messages.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def encoded(word: str, value: object = None) -> bytes:
 
 
 def decoded(body: bytes) -> Message:
-    """Returns the message of `encoded`; raises ProtocolError for anything else."""
+    """Inverse of `encoded`; raises ProtocolError for anything else."""
     try:
         word, value = json.loads(body)
         if word not in _VALUES:
@@ -90,12 +90,11 @@ MOST_BYTES = 2**26
 _PURPOSE = b"parallelism-bench nodes 2"
 """Prefix of the first tag, so that keys are useless to other protocol versions."""
 _SIZE = 32
-"""Bytes of a nonce, and of a tag."""
+"""Bytes of a nonce or tag."""
 _HEADER = struct.Struct(">II")
-"""Bytes of the message, and of padding after its tag."""
+"""Bytes of the message and of the padding after its tag."""
 _TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
-# A node without power sends nothing: the kernel probes after 10 idle seconds, and gives up after
-# four probes.
+# A node without power sends nothing: the kernel gives up after 10 idle seconds and four probes.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
@@ -168,7 +167,7 @@ def read_exactly(connection: socket.socket, size: int, deadline: float | None = 
 def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
     """Authenticates both sides within HANDSHAKE_SECONDS; raises OSError or EOFError if that fails.
 
-    The coordinator keeps that timeout, since a node may stall in the middle of a message.
+    The coordinator keeps that timeout, since a node may stall in mid-message.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:
@@ -188,7 +187,8 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
             _tag(secret, _PURPOSE, direction, nonces) for direction in (_TO_AGENT, _TO_COORDINATOR)
         )
         sends, hears = (to_agent, to_coordinator) if coordinator else (to_coordinator, to_agent)
-        # The agent proves first: the coordinator tells strangers nothing that depends on the key.
+        # The agent proves first, so the coordinator tells strangers nothing that depends on the
+        # key.
         if not coordinator:
             raw.sendall(_tag(sends, b"proof"))
         if not hmac.compare_digest(read_exactly(raw, _SIZE, deadline), _tag(hears, b"proof")):
@@ -204,8 +204,7 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
 
 
 def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
-    """Connects to the coordinator, which may not have written its file yet; raises UsageError after
-    `seconds`."""
+    """Waits for the coordinator's file and connects; raises UsageError after `seconds`."""
     deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
     while time.monotonic() < deadline:
         if file.exists():

@@ -79,8 +79,7 @@ def machine_id() -> str:
 
 
 def addresses_of(interface: str | None = None) -> list[str]:
-    """Returns IPv4 addresses of this host or one interface: the host name's first, then the default
-    route's, loopback last.
+    """Returns IPv4 addresses of this host or one interface: the host name's first, loopback last.
 
     Raises UsageError for an unknown interface.
     """
@@ -106,7 +105,6 @@ def addresses_of(interface: str | None = None) -> list[str]:
 
 
 def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
-    """Returns the interface of IPv4's default route, if any."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             name, destination, _, flags, *_ = line.split()
