@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 MEASUREMENTS = 2
-"""Measurements per link. The best counts, since other work only slows a link."""
+"""Measurements per link; the best counts, since other work only slows a link."""
 
 
 class NoLinks(Exception):
@@ -40,8 +40,6 @@ class NoLinks(Exception):
 
 
 class _Process:
-    """The process of the switch (harness/links/switch.py)."""
-
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.links.switch"],
@@ -76,8 +74,7 @@ class _Process:
 
 @functools.cache
 def unsupported_reason() -> str:
-    """Returns why links cannot be emulated, with a remedy; empty if they can. Tried once per
-    process."""
+    """Returns why links cannot be emulated, with a remedy; empty if they can. Tried once."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
     if missing := {tool: package for tool, package in TOOLS.items() if not shutil.which(tool)}:
@@ -108,11 +105,10 @@ class EmulatedNodes:
         self._files: contextlib.ExitStack | None = None
         self._link = ""
         self._columns: dict[str, dict[str, object]] = {}
-        """Record columns, by link."""
 
     @property
     def pid(self) -> int | None:
-        """Returns the switch's process id, the parent of all others; None if not started."""
+        """Returns the switch's process id, the parent of all others, once started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
@@ -129,7 +125,7 @@ class EmulatedNodes:
             {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
         ]
         self._switch.ask({"nodes": parts, "rendezvous_file": str(rendezvous_file)})
-        # Only after the answer, which comes when the nodes' interfaces are up.
+        # Only after the answer, when the nodes' interfaces are up.
         self._nodes = nodes = Nodes(
             self.count, rendezvous_file, socket_file=rendezvous_file.with_name("socket")
         )
@@ -142,8 +138,8 @@ class EmulatedNodes:
         return nodes
 
     def use(self, link: str) -> dict[str, object]:
-        """Sets all links' rate and delay, written as in a cell; returns the record columns.
-        Measures a link on first use.
+        """Sets all links' rate and delay; returns the record columns, measured on a link's first
+        use.
 
         Raises NoLinks on failure.
         """
@@ -209,7 +205,6 @@ def shares(count: int) -> list[tuple[list[int], str | None]]:
 
 
 def _cards() -> list[str]:
-    """Returns this process's GPUs in the format of CUDA_VISIBLE_DEVICES."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",") if names else [str(number) for number in range(len(gpus()))]
 
@@ -241,7 +236,7 @@ class LinksLauncher:
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
-            # Measured before the agents import packages, which keeps cores busy.
+            # Before the agents import packages, which keeps cores busy.
             columns = self.emulated.use(cell.links)
             over = NodesLauncher(self.emulated.ready(), self.packages)
         except KeyboardInterrupt:

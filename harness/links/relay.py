@@ -2,8 +2,8 @@
 without netem.
 
 Replaces the kernel's bridge by packet sockets. Large frames pass unsegmented; the virtio header
-tells the kernel how to segment them. The kernel still limits the ports' rates. Imports nothing from
-the suite, to start quickly.
+tells the kernel how to segment them. The kernel still limits the ports' rates. Starts quickly, as
+it imports nothing from the suite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST = 2**17
 """Largest frame in bytes."""
 _BUFFER_BYTES = 2**26
 _AT_ONCE = 16
-"""Frames read from a port before another port's turn."""
+"""Frames read from a port per turn."""
 
 
 def open_port(name: str) -> socket.socket:
@@ -48,7 +48,7 @@ def open_port(name: str) -> socket.socket:
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
     """Forwards frames forever, each `seconds` after it arrived.
 
-    Uses the port where the destination was last seen as a source, else all other ports.
+    Uses the port where the destination was last seen as a source, else all others.
     """
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}
@@ -64,7 +64,7 @@ def relay(ports: Sequence[socket.socket], seconds: float) -> None:
             _, frame, source = waiting.popleft()
             target = port_of.get(frame[_HEADER : _HEADER + 6])
             for port in [target] if target else [port for port in ports if port is not source]:
-                with contextlib.suppress(OSError):  # the queue is full: a switch drops the frame
+                with contextlib.suppress(OSError):  # a full queue drops the frame, as a switch does
                     port.send(frame)
 
 

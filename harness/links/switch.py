@@ -2,8 +2,8 @@
 children.
 
 Each agent has its own namespace and host name. Namespaces are unnamed and processes die with their
-parent, so the kernel always removes interfaces and shaping. The process reads JSON requests line by
-line from standard input, answers each with a line, and exits at end of input.
+parent, so the kernel always removes interfaces and shaping. The process answers each line of JSON
+on standard input with a line, and exits at end of input.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NodeShare(TypedDict):
 
 class Request(TypedDict, total=False):
     """`nodes` and `rendezvous_file`: start these agents, which wait for that file. `link`: set rate
-    and delay, written as in a cell. Empty: check whether this is permitted here."""
+    and delay, written as in a cell. Empty: check whether this is permitted."""
 
     nodes: list[NodeShare]
     rendezvous_file: str
@@ -56,8 +56,10 @@ class Request(TypedDict, total=False):
 
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
-    """Runs a command with `lines` as input. `inside`: process whose network namespace to use; None:
-    this one. Raises RuntimeError with the first line of its errors."""
+    """Runs a command with `lines` as input; raises RuntimeError with its first error line.
+
+    `inside`: process whose network namespace to use; None: this one.
+    """
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
     done = subprocess.run(
         [*enter, *command], input="\n".join(lines), capture_output=True, text=True
@@ -120,8 +122,8 @@ class Switch:
         return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """Shapes outgoing packets, at `rate` bits per second. tbf is a child of netem, as in the
-        examples of tc-netem(8)."""
+        """Shapes outgoing packets, at `rate` bits per second; tbf is netem's child, as in
+        tc-netem(8)."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
@@ -189,7 +191,6 @@ def start_node(
 
 
 def serve(request: Request, switch: Switch | None) -> tuple[Switch, str]:
-    """Returns the switch and the answer."""
     if "nodes" in request:
         names = [
             "127.0.0.1 localhost",
