@@ -1,4 +1,4 @@
-"""python -m bench. Kept tiny: multiprocessing imports it again in every rank."""
+"""python -m bench. Tiny, as multiprocessing imports it again in every rank."""
 
 
 def main() -> None:

@@ -21,29 +21,29 @@ from harness.host.nvml import nvml
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
 BUSY_SHARE = 0.1
-"""Reported load by other processes, as a share of all cores."""
+"""Reported load of other processes, as a share of all cores."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""NCCL takes tens of MiB of shared memory per pair of ranks; containers get 64 MiB by default."""
+"""NCCL takes tens of MiB per pair of ranks; containers get 64 MiB by default."""
 LOCKED_BYTES = GIB
 HOT_CELSIUS = 83
-"""Reported GPU temperature at rest; most GPUs throttle from 83 to 90 degrees Celsius."""
+"""Reported temperature at rest; most GPUs throttle from 83 to 90 degrees Celsius."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A condition of this host that skews or misrepresents its results."""
+    """A condition of this host that skews or misrepresents results."""
 
     subject: str
     """Affected part: `GPU 0`, `CPU`, `disk`."""
     what: str
     why: str
     mend: str
-    """Command that fixes it, or advice."""
+    """A command, or advice."""
 
 
 def troubles() -> list[Trouble]:
-    """Returns all troubles found, GPU ones first."""
+    """Returns all troubles, GPUs' first."""
     return [*gpu_troubles(), *host_troubles()]
 
 
@@ -156,7 +156,7 @@ def _software() -> Iterator[Trouble]:
 
 
 def _stand_ins() -> Iterator[Trouble]:
-    """Yields strategies with a substitute on GPUs, because a library was built without NCCL."""
+    """Yields strategies with a substitute on GPUs, for a library built without NCCL."""
     from importlib.util import find_spec
 
     from harness.spec.cell import Cell
@@ -209,7 +209,7 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
 
 
 def host_troubles(root: Path = Path("/")) -> list[Trouble]:
-    """`root`: folder that contains /sys and /dev."""
+    """`root`: parent of /sys and /dev."""
     checked = (_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk())
     return [trouble for trouble in checked if trouble]
 
@@ -228,8 +228,7 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Reports turbo: clocks fall as the processor warms up, so the first cells of a run are
-    faster."""
+    """Reports turbo: clocks fall as the processor warms up, so a run's first cells are faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),

@@ -1,4 +1,4 @@
-"""Expands a matrix on a host to cells, with a reason for every one left out."""
+"""Expands a matrix on a host to cells, with a reason for each one left out."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COUNTED = (
     "timed_steps",
     "parity_steps",
 )
-"""Axes whose value may be the name of a number."""
+"""Axes whose value may name a number."""
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """Cells to run, and cells left out with status and reason."""
+    """Cells to run, and left-out cells with status and reason."""
 
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...]
@@ -50,8 +50,8 @@ def expand(
 ) -> Expanded:
     """Returns a matrix's cells on a host.
 
-    `only`, `skip`: strategies or patterns, see bench/select.py. Raises UsageError for an unknown
-    axis, value or pattern.
+    `only`, `skip`: strategies or patterns (bench/select.py). Raises UsageError for an unknown axis,
+    value or pattern.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
@@ -73,7 +73,7 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """Returns a matrix's cells with `axis=value` settings, including those that cannot run here."""
+    """Returns a matrix's cells with `axis=value` settings, even those that cannot run here."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )

@@ -20,21 +20,21 @@ class Host:
 
     device: str
     num_devices: int
-    """Number of GPUs, or of CPU cores, which more ranks may share."""
+    """GPUs, or CPU cores, which more ranks may share."""
     memory_bytes: int
     """Memory of one GPU, or of the host."""
     nodes: int = 1
     """Nodes of the run, including this host."""
     name: str | None = None
-    """GPU name from NVML; None: unknown."""
+    """GPU name from NVML, if known."""
     elsewhere: bool = False
     """Whether this is another host, about which local installations tell you nothing."""
     cores: int | None = None
-    """CPU cores per node that a process may use; None: unknown."""
+    """Usable CPU cores per node; None: unknown."""
 
     @property
     def many(self) -> int:
-        """Returns the meaning of `devices: many` here."""
+        """Returns the meaning of `devices: many`."""
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
@@ -78,7 +78,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 def admit_here(cell: Cell, host: Host) -> None:
-    """Raises UsageError, Refused or Unavailable if the cell cannot run on this host."""
+    """Raises UsageError, Refused or Unavailable if the cell cannot run here."""
     workload = make_workload(cell.workload)
     if cell.device == "cuda":
         if host.device != "cuda":

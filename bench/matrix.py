@@ -31,8 +31,8 @@ Words that stand for a number:
   many tokens at a time per data-parallel rank
 
 `parity` adds an fp32 twin to each cell that names no precision. It runs once, under the tightest
-tolerance, because bf16's rounding would hide a small mistake. Its workloads, numbers and defaults
-override all others, so that a twin is small.
+tolerance, since bf16's rounding would hide small mistakes. Its workloads, numbers and defaults
+override all others, to keep twins small.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "de
 
 
 class Sizes(BaseModel):
-    """Meanings of names, and default axes of cells."""
+    """Meanings of names, and default axes."""
 
     model_config = ConfigDict(extra="forbid")
     workloads: dict[str, str] = Field(default_factory=dict)
@@ -78,7 +78,7 @@ class Sizes(BaseModel):
 
 
 class Rule(Sizes):
-    """Additions to a matrix for a kind of host."""
+    """Additions for a kind of host."""
 
     device: Literal["cpu", "cuda"] | None = None
     memory_at_least: str = "0B"
@@ -95,14 +95,12 @@ class Rule(Sizes):
 
 
 class Matrix(Sizes):
-    """A matrix file as written."""
-
     description: str = ""
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Whether to leave out cells that by their formulas need more memory than a device has."""
+    """Whether to leave out cells that need more memory than a device has, by their formulas."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
@@ -148,7 +146,7 @@ def read_matrix(name: str) -> Matrix:
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """Reads a matrix of a kind with more keys, see read_matrix."""
+    """Reads a matrix of a kind with more keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -188,7 +186,7 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def parse_changes(settings: Sequence[str]) -> Axes:
-    """Parses `axis=value` options. Values are YAML: `devices=[1,2]` is a list."""
+    """Parses `axis=value` options; values are YAML: `devices=[1,2]` is a list."""
     changes: Axes = {}
     for setting in settings:
         axis, sign, value = setting.partition("=")

@@ -24,13 +24,13 @@ from harness.spec.yaml_text import parse_yaml
 __all__ = ["find_run"]
 
 REFERENCES = "reference"
-"""Folder of named baselines, below the results."""
+"""Named baselines, below the results."""
 MOST_NAMED = 12
-"""Cells that an error names at most."""
+"""Most cells in an error."""
 
 
 class Recorded(Protocol):
-    """A cell in any table; its recorded id is the key."""
+    """A cell in any table, with its recorded id as the key."""
 
     @property
     def cell_id(self) -> str: ...
@@ -48,7 +48,7 @@ class RecordedCell:
 
 
 def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
-    """Returns the ids of matching runs, oldest first; by default the newest. Raises UsageError."""
+    """Returns matching runs' ids, oldest first; by default the newest. Raises UsageError."""
     if every and words:
         raise UsageError(
             "--all means every run of the folder: leave out the names of runs, or --all"
@@ -78,7 +78,7 @@ def find_sides(
 
 
 def matches(cell: Cell, pattern: str) -> bool:
-    """Returns whether the pattern is the cell's strategy or id, or fits its label or name."""
+    """Returns whether the pattern fits the cell's strategy, id, label or name."""
     return (
         pattern in (cell.strategy, cell.id)
         or fnmatch.fnmatchcase(cell.label, pattern)
@@ -91,8 +91,8 @@ def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns the results that the baseline's name means; None without a name. Raises UsageError if
-    it matches no cell."""
+    """Returns the results that the baseline's name means; None without one. Raises UsageError
+    without match."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -104,7 +104,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
-    """Matches the word by id, else name, else label, else as a strategy or pattern."""
+    """Matches the word by id, else name, else label, else strategy or pattern."""
     by_id = [row for row in recorded if row.cell_id == word]
     by_name = [row for row in recorded if row.cell.name == word]
     by_label = [row for row in recorded if row.cell.label == word]
@@ -122,7 +122,7 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
     """Returns a run's tables (without steps), by default the newest with the cell, and the cell's
     id.
 
-    Raises UsageError if the word matches no or several cells.
+    Raises UsageError unless one cell matches.
     """
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
@@ -192,7 +192,7 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 
 def with_options(cell: Cell, text: str) -> Cell:
-    """Returns the cell with these options (`name=value,...`) only; raises UsageError."""
+    """Replaces a cell's options by `name=value,...`; raises UsageError."""
     from harness.strategy.registry import make_strategy
 
     pairs = [pair.partition("=") for pair in text.split(",")]

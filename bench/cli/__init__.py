@@ -56,7 +56,7 @@ REMEDIES: dict[type[UsageError], str] = {
     ),
     NotWritable: "choose another with --results DIR",
 }
-"""What to do about a mistake, in terms of the command line."""
+"""Fixes for mistakes, in terms of the command line."""
 
 app = typer.Typer(
     name="bench",
@@ -91,8 +91,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a user's mistake or a file that the system refuses; empty for the
-    suite's own errors."""
+    """Returns the message for a user's mistake or a refused file, empty for the suite's errors."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -101,7 +100,7 @@ def refusal(error: Exception) -> str:
 
 
 def with_remedy(error: UsageError) -> str:
-    """Returns an error's sentence, with the option that helps if there is one."""
+    """Returns an error's sentence, with the option that helps, if any."""
     remedy = REMEDIES.get(type(error))
     return f"{error}; {remedy}" if remedy else str(error)
 
@@ -109,7 +108,7 @@ def with_remedy(error: UsageError) -> str:
 def _show_warning(
     otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *where: object
 ) -> None:
-    """Shows a warning about damaged files without its source line."""
+    """Shows warnings about damaged files without their source lines."""
     if issubclass(kind, DamagedFileWarning):
         print(f"bench: {message}", file=sys.stderr)
     else:
@@ -117,8 +116,8 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command. A user's mistake, or a file that the system refuses, becomes one sentence on
-    stderr and exit code 2."""
+    """Runs a command. A user's mistake, or a refused file, becomes a sentence on stderr and exit
+    code 2."""
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:

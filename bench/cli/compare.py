@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.analysis.selection import MeasuredCell
 
 WIDTH = 28
-"""Most runs in a line of a cell's history."""
+"""Most runs in a cell's history."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 Sides: TypeAlias = Annotated[
@@ -171,7 +171,6 @@ def _give(text: str, out: Path | None) -> None:
 
 
 def _table(comparison: RunComparison, out: Path | None) -> None:
-    """Prints the comparison, its decision rule, and what could not be compared."""
     import io
 
     from rich.console import Console
@@ -228,7 +227,7 @@ def _colour(regression: bool, kind: str) -> str:
 def _show_history(
     results: Path, pattern: str | None, figure: Literal["throughput", "memory"], json_output: bool
 ) -> None:
-    """Prints one line per run of a single cell, else one line per cell."""
+    """Prints one line per run of a single cell, else one per cell."""
     from bench.cli import terminal
     from harness.analysis.history import MIN_RUNS, histories, method
 
@@ -278,7 +277,7 @@ def _mark(series: Series, change: float) -> str:
 
 
 def _runs(out: Console, series: Series) -> None:
-    """Prints one line per run; the bar spans the smallest to the largest value."""
+    """Prints one line per run; bars span the smallest to the largest value."""
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -336,7 +335,7 @@ def _cells(out: Console, all_series: list[Series]) -> None:
 
 
 def sparkline(values: list[float]) -> str:
-    """Returns one block character per value, scaled to their range."""
+    """Returns a block character per value, scaled to their range."""
     low, high = min(values), max(values)
     return "".join(
         (

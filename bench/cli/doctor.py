@@ -62,14 +62,11 @@ Steps: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Options of a GPU check."""
-
     out: Path
     resume: bool = False
     budget_seconds: float = 600.0
     device: CheckDevice = "cuda"
     again: tuple[str, ...] = ()
-    """Names of settled steps to repeat."""
     plan: Path | None = None
     """Plan to run; None: the suite's."""
 
@@ -109,7 +106,7 @@ def doctor(
 
 
 def _check_host(links: bool, json_output: bool) -> None:
-    """Prints what this host has; exit code 1 if links could not be measured."""
+    """Prints what this host has; exit code 1 if links cannot be measured."""
     from bench.checks import troubles
     from bench.cli import terminal
     from harness.measure.hardware_benchmark import METHOD
@@ -208,8 +205,8 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
-    """Measures gloo between two cores, and NCCL between two GPUs; returns the fits, and a reason
-    per failed backend."""
+    """Measures gloo between two cores and NCCL between two GPUs; returns fits, and reasons by
+    failed backend."""
     from harness.host.environment import device_type, gpus
     from harness.measure.hardware_benchmark import RANKS, measure_links
 
@@ -331,8 +328,7 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """Returns `ready`, or the first missing requirement and the command that provides it, by
-    strategy."""
+    """Returns `ready`, or the first missing requirement and the command for it, by strategy."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError

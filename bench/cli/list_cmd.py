@@ -17,9 +17,9 @@ class StrategyEntry:
     name: str
     description: str
     options: dict[str, str]
-    """Default and meaning by name."""
+    """Defaults and meanings by name."""
     requires: list[str]
-    """Required packages in addition to torch."""
+    """Packages besides torch."""
 
 
 @dataclass(frozen=True)

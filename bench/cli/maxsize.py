@@ -133,7 +133,6 @@ def _ended_well(row: MaxsizeResult) -> bool:
 def _conclude(
     console: Console, runner: Runner, report: bool, json_output: bool
 ) -> list[MaxsizeResult]:
-    """Prints the tables and writes the report; returns the results."""
     from bench.cli import terminal
     from harness.analysis.maxsize import maxsize_results
 
@@ -224,7 +223,7 @@ def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A matrix of cells to search, and chains of labels in their theoretical order."""
+        """A matrix to search, and chains of labels in their theoretical order."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -307,7 +306,7 @@ class Progress:
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, the bytes responsible, and where the order departs from theory; returns
+    """Prints the table, the bytes responsible, and departures from the theoretical order; returns
     these notes."""
     from rich.markup import escape
 

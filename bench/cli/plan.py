@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from harness.planner.follow_up import StrategyOptions
 
 MAX_EXPORTED = 1000
-"""Number of best layouts that are searched for one with an export."""
+"""Best layouts that are searched for one with an export."""
 MAX_PRICE = 1e9
 """Highest price of a device-hour, in any currency."""
 TRIED_MATRIX = "full"
-"""Source of the options to try for each strategy."""
+"""Source of each strategy's options to try."""
 
 Model: TypeAlias = Annotated[
     str,
@@ -55,7 +55,7 @@ Price: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Files:
-    """Files to write next to the answer; None: not written."""
+    """Files to write next to the answer, if any."""
 
     matrix: Path | None
     """New file for the cells that would settle which strategy is best."""
@@ -115,7 +115,7 @@ def plan(
 
 
 def calibration_file(given: Path | None) -> Path:
-    """Returns the file of the planner's constants; None and `default` mean the suite's own."""
+    """Returns the constants' file; None and `default` mean the suite's own."""
     from harness.planner.cluster.calibration import DEFAULT
 
     return DEFAULT if given is None or str(given) == "default" else given
@@ -170,7 +170,6 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
 
 
 def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
-    """Writes the cells of the best layout and its ties; returns sentences to print."""
     from bench.cli.terminal import measure_command
     from harness.planner.follow_up import cells_of_layout, write_matrix
 

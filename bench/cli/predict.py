@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from harness.planner.local.local_plan import LocalCandidate, LocalPlan, LocalVariant
 
 MAX_REASONS = 6
-"""Reasons for left-out strategies printed on a terminal."""
+"""Reasons for left-out strategies on a terminal."""
 
 Unseen: TypeAlias = Annotated[
     bool,
@@ -119,7 +119,6 @@ def _show(answer: LocalPlan, top: int, sentences: Sequence[str], last_lines: Seq
 
 
 def _written(answer: LocalPlan, variants: Sequence[LocalVariant], files: Files) -> list[str]:
-    """Writes the requested matrix and export; returns a sentence for each."""
     from bench.cli.terminal import measure_command
     from harness.planner.follow_up import export_first, write_matrix
     from harness.planner.local.local_plan import open_questions

@@ -69,8 +69,8 @@ def _require_runnable(cell: Cell) -> None:
 
 
 def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
-    """Runs a cell under the profiler; returns its record and traces, which replace the folder's
-    if it succeeds."""
+    """Runs a cell under the profiler; returns its record and traces, which replace the folder's on
+    success."""
     from harness.launch.launcher import Launcher
     from harness.links.emulated import over_links
     from harness.run.prepared import packages
@@ -91,8 +91,8 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name; else the plainest of the matrix with this
-    strategy and options."""
+    """Returns the recorded cell of this id or name; else the matrix's plainest with this strategy
+    and options."""
     from bench.expand import cells_of
     from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store
@@ -109,14 +109,14 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Moves the traces to the folder, replacing earlier ones; returns their new paths."""
+    """Moves the traces to the folder, replacing earlier ones; returns the new paths."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Names each rank's process in its trace and writes one timeline of all ranks, all.json.gz."""
+    """Names each rank's process in its trace; writes all ranks' timeline, all.json.gz."""
     traces = {}
     for file in sorted(
         folder.glob("rank*.json.gz"),
@@ -153,8 +153,8 @@ def name_ranks(folder: Path) -> list[Path]:
 
 
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
-    """Returns the GPU time of the profiled step and this host's peak rate (measured in about 8 s).
-    None for CPU cells and failures."""
+    """Returns the profiled step's GPU time and this host's peak rate (measured in about 8 s). None
+    for CPU cells and failures."""
     from harness.analysis.utilization import gpu_time
     from harness.measure.hardware_benchmark import measure_apart
     from harness.run.rows import peaks_of

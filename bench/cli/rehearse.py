@@ -1,4 +1,4 @@
-"""bench rehearse: finds the memory that a training needs by running its code without data."""
+"""bench rehearse: finds a training's memory by running its code without data."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
 
 
 def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
-    """Returns one row per rehearsed rank: its peak memory, and what it holds then."""
+    """Returns one row per rehearsed rank: its peak, and what it holds then."""
     from rich.markup import escape
 
     from bench.cli import terminal

@@ -103,7 +103,7 @@ def report(
 
 
 def _check(options: ReportOptions, open_browser: bool) -> None:
-    """Raises UsageError for options that exclude each other."""
+    """Raises UsageError for conflicting options."""
     from harness.spec.errors import UsageError
 
     out, chosen = options.out, options.format_name
@@ -126,7 +126,7 @@ def _check(options: ReportOptions, open_browser: bool) -> None:
 def _reports(
     store: Store, words: Sequence[str], every: bool, each: bool, options: ReportOptions
 ) -> tuple[list[Path], list[str]]:
-    """Writes or prints the reports; returns the written files and the runs."""
+    """Writes or prints the reports; returns the files and the runs."""
     from bench.select import find_runs
     from harness.spec.errors import UsageError
 
@@ -149,7 +149,6 @@ def _by_suffix(out: Path | None) -> Format:
 
 
 def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None:
-    """Returns the written file; None if the report was printed."""
     from harness.spec.errors import UsageError
     from reports import write_whole
 

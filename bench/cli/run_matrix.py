@@ -1,4 +1,4 @@
-"""Runs a planned matrix, then prints its ranking, answer and report."""
+"""Runs a planned matrix; prints its ranking, answer and report."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class RunOptions:
     dry_run: bool
     baseline_cell: str
     profile: bool
-    """Whether to run each cell once more for a profile."""
+    """Whether to profile each cell afterwards."""
     with_parent: bool
-    """Whether to end with the parent process: the run then continues in another job."""
+    """Whether to end with the parent process, as another job continues the run."""
     agents: AgentOptions
 
 
@@ -95,12 +95,11 @@ class Prepared:
     part: tuple[int, int]
     baseline: Choice | None
     seconds: dict[str, float]
-    """Expected seconds of a trial, by cell id."""
+    """Expected seconds per trial, by cell id."""
     references: References
 
 
 def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) -> int:
-    """Plans a matrix and runs it; returns the exit code."""
     began_at = time.monotonic()
     if options.with_parent:
         from harness.host.process import die_with_parent
@@ -131,7 +130,7 @@ def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) 
 
 
 def _prepare(console: Console, plan_options: PlanOptions, options: RunOptions) -> Prepared:
-    """Prints the plan; raises UsageError for a mistake in the options."""
+    """Prints the plan; raises UsageError for mistaken options."""
     host_name, nodes = plan_options.host, options.agents.nodes
     store = Store(options.results)
     store.require_writable()
@@ -186,8 +185,8 @@ def _begin(console: Console, prepared: Prepared) -> Plan:
 def _launchers(
     options: AgentOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the factory of a run's launchers, over the agents if there are any. Agents
-    connect while the run begins; `say` prints a line."""
+    """Yields the factory of a run's launchers, over the agents if any, which connect as the run
+    begins."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 
@@ -213,20 +212,19 @@ class Ended:
     """False if it was interrupted."""
     wall_seconds: float
     all_recorded: bool
-    """Whether every share of the run is complete."""
+    """Whether every share is complete."""
 
 
 @dataclass(frozen=True)
 class EndOptions:
     report: bool
-    """Whether to write the HTML report."""
     json_output: bool
 
 
 def conclude(
     store: Store, plan: Plan, ended: Ended, baseline: Choice | None, options: EndOptions
 ) -> int:
-    """Prints the ranking, the answer and the paths; writes the report. Returns the exit code."""
+    """Prints ranking, answer and paths; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)

@@ -127,8 +127,8 @@ def _new_plan(options: PlanOptions) -> Plan:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """Parses `1/4` to (1, 4): a run's share of cells, counted from 0, and the number of shares.
-    Raises UsageError."""
+    """Parses `1/4` to (1, 4): a share of cells, counted from 0, and their number. Raises
+    UsageError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not match or int(match[1]) >= int(match[2]):
         raise UsageError(f"--share {text!r} is not a share; the second of four is 1/4")
@@ -186,7 +186,7 @@ def show_plan(
     todo: Sequence[tuple[int, Cell, TrialKey]],
     host: Host,
 ) -> tuple[dict[str, float], References]:
-    """Prints the plan for this `host`; returns expected seconds by cell id, and the references."""
+    """Prints the plan for `host`; returns expected seconds by cell id, and the references."""
     from harness.host.cores import oversubscribed
     from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over

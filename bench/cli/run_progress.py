@@ -25,7 +25,7 @@ tells you little about the others."""
 class RunProgress:
     """A progress bar on a terminal, a line per trial elsewhere.
 
-    Draws only when the runner reports something; has no thread.
+    Has no thread; draws only when the runner reports something.
     """
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
@@ -95,7 +95,7 @@ class RunProgress:
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
         if not self.done:
-            self.last_end = time.monotonic()  # references were trained until now
+            self.last_end = time.monotonic()  # until now, references were trained
         self._draw(cell.name, f"{duration(self.seconds_left)} left")
 
     def step(self, step: int, seconds: float) -> None:
@@ -123,7 +123,7 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Scales the expected time left by how long finished trials took against expectation."""
+        """Scales the expected time left by how finished trials compare with expectation."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

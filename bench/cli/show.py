@@ -277,7 +277,7 @@ def _parity(out: Console, cell: CellResult) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Returns a table that folds; the first column and charts are left-aligned."""
+    """Returns a table that folds; its first column and charts are left-aligned."""
     from bench.cli import terminal
 
     charts = [column for column in columns if column == "" or column.startswith("steps")]

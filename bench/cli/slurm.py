@@ -130,8 +130,7 @@ def _submit(site: Site, job: Job, json_output: bool) -> None:
 
 
 def _readable(matrix: str) -> str:
-    """Returns the matrix with a path that is valid from any folder; raises UsageError if there is
-    none."""
+    """Returns the matrix with a path valid in any folder; raises UsageError if there is none."""
     from bench.matrix import HOME, read_matrix
     from harness.spec.errors import UsageError
 
@@ -150,11 +149,10 @@ class RunStatus:
     cells: int
     trials: int
     recorded: int
-    """Trials that ended and need not run again."""
+    """Trials that need not run again."""
     left_out: int
     statuses: dict[str, int]
     newest: str | None
-    """Newest trial."""
     newest_at: str | None
     """Its start, as ISO 8601."""
 
@@ -237,7 +235,7 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """`forgotten`: whether SLURM has dropped the run's jobs."""
+    """`forgotten`: whether SLURM has dropped the jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal

@@ -25,7 +25,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Uses colour only on a terminal, and is silent if a machine reads stdout."""
+    """Uses colour only on a terminal; silent if a machine reads stdout."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
         chosen
@@ -35,7 +35,7 @@ def console(quiet: bool = False) -> Console:
 
 
 def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
-    """Returns an empty table. The first column and those in `left` are left-aligned and fold."""
+    """Returns an empty table. Its first column and those in `left` are left-aligned and fold."""
     made = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
         if place == 0 or column in left:
@@ -48,7 +48,7 @@ def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table
 def say_unused_gpus(out: Console) -> str | None:
     """Prints and returns why this host's GPUs are unused, if they are.
 
-    Uses stderr unless people read `out`, so that it is not lost in a pipe or a file.
+    Uses stderr unless people read `out`, so that pipes and files do not swallow it.
     """
     from harness.host.environment import unused_gpus
 
@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 def measure_command(file: Path) -> str:
-    """Returns how to measure the cells of a matrix that was just written."""
+    """Returns the command that measures a new matrix file's cells."""
     return f"measure them with: python -m bench run --matrix {file}"
 
 
@@ -91,8 +91,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
-    """Prints the cells by throughput, per workload, then the unranked ones with the reason.
-    `cells`: in ranking order."""
+    """Prints `cells`, in ranking order, per workload, then the unranked ones with the reason."""
     from harness.analysis.setting import systems
     from harness.analysis.trials import CAUSES
 

@@ -205,9 +205,9 @@ def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
 
 
 def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
-    """Prints the scores of each workload and emulated link, predicted from all others.
+    """Prints scores of each workload and emulated link, predicted from all others.
 
-    Raises UsageError if there are too few cells.
+    Raises UsageError for too few cells.
     """
     from bench.cli import terminal
     from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score
@@ -249,7 +249,6 @@ def _link(facts: CellFacts) -> str:
 
 
 def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
-    """Returns the cells that are tied with the fastest of these."""
     from harness.analysis.answer import may_be_fastest
 
     cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]

@@ -19,12 +19,12 @@ from harness.spec.errors import UsageError
 class Job:
     matrix: str
     run_id: str
-    """Empty: the job names its run itself once it has begun."""
+    """Empty: the job names its run once it has begun."""
     results: Path
     options: tuple[str, ...] = ()
     """Further options of `bench run`."""
     tasks: int = 0
-    """Array tasks that share the run's cells; 0: no array."""
+    """Array tasks that share the cells; 0: no array."""
     nightly: bool = False
 
     @property
@@ -38,8 +38,8 @@ class Job:
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """Returns directives and set-up of the site, then a script of slurm/. It has all options, so
-    sbatch needs no others."""
+    """Returns the site's directives and set-up, then a script of slurm/, with all options that
+    sbatch needs."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -135,8 +135,6 @@ def sbatch(script: str) -> str:
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job or array task."""
-
     job_id: str
     state: str
     reason: str
@@ -182,11 +180,11 @@ class Submission:
 
     job: str
     run_id: str
-    """Empty: the job names its run itself once it has begun."""
+    """Empty: the job names its run once it has begun."""
     matrix: str
     nodes: int
     tasks: int
-    """Array tasks that share the run's cells; 0: no array."""
+    """Array tasks that share the cells; 0: no array."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -20,18 +20,18 @@ from bench.gpu_check.steps import Plan, Step
 from harness.host.cores import allowed_cores
 
 LEAST_SECONDS = 15.0
-"""Shortest time in which a step can show anything."""
+"""Shortest useful time of a step."""
 COLLECT_SECONDS = 30.0
 """Seconds of records that a call loses at most when cut off."""
 REHEARSAL_FACTOR = 3.0
-"""Factor on time limits, made for GPUs, in a rehearsal on a CPU."""
+"""Factor on GPUs' time limits in a rehearsal on a CPU."""
 TAIL = 20
 CORES_PER_LANE = 2
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time limits of one call, in seconds."""
+    """One call's limits, in seconds."""
 
     budget_seconds: float
     stop_seconds: float = STOP_SECONDS
@@ -39,7 +39,7 @@ class Timing:
 
 
 class Driver:
-    """Runs unsettled steps, and writes the report around each."""
+    """Runs unsettled steps; writes the report around each."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Driver:
         self._late: set[str] = set()
         """Steps that used all of their time without finishing."""
         self.at_the_gate = False
-        """Whether the check ended because nothing trained."""
+        """Whether nothing trained, which ended the check."""
         self._section = {step.name: section for section, step in plan.steps()}
         self._cores = allowed_cores()
         self.report = replace(
@@ -112,15 +112,14 @@ class Driver:
         return False
 
     def _alone_seconds(self) -> float:
-        """Returns the seconds reserved for timed steps."""
         return sum(self._limit(step) for step in self.plan.alone if not self._is_settled(step))
 
     def _limit(self, step: Step) -> float:
-        """Returns the seconds that a step may take on this device."""
+        """Returns a step's limit in seconds on this device."""
         return step.limit_seconds * (REHEARSAL_FACTOR if self.report.stand_in else 1.0)
 
     def _lanes(self, lanes: Sequence[Sequence[Step]], end: float) -> None:
-        """Runs lanes until `end` (time.monotonic), side by side if they share one GPU."""
+        """Runs lanes until `end` (time.monotonic), side by side if they share a GPU."""
         open_lanes = [[s for s in lane if self._is_open(s)] for lane in lanes]
         open_lanes = [sorted(lane, key=self._was_late) for lane in open_lanes if lane]
         if not open_lanes:
@@ -144,11 +143,10 @@ class Driver:
         return len(visible_gpus()) if self.report.device == "cuda" else 0
 
     def _wait_for(self, pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -> None:
-        """Runs the tasks and collects results regularly."""
         futures = [pool.submit(task) for task in tasks]
         collected = time.monotonic()
         while not all(future.done() for future in futures):
-            time.sleep(0.1)  # signals are handled in this thread
+            time.sleep(0.1)  # this thread handles signals
             if time.monotonic() - collected > COLLECT_SECONDS:
                 self._collect()
                 collected = time.monotonic()
@@ -169,7 +167,7 @@ class Driver:
         return before is not None and before.seconds >= self._limit(step)
 
     def _step(self, step: Step, end: float | None = None, cores: Sequence[int] = ()) -> None:
-        """`end`: the step's deadline (time.monotonic); None: the call's."""
+        """`end`: deadline (time.monotonic); None: the call's."""
         if not self._is_open(step):
             return
         left = (self._end if end is None else end) - time.monotonic() - self.timing.stop_seconds

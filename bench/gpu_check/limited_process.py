@@ -1,8 +1,8 @@
 """Runs a step's process with a time limit, and leaves no process behind.
 
 `python -m bench.gpu_check.limited_process CORES MODULE WORDS...` becomes `python -m MODULE
-WORDS...` on these cores, and ends when its parent does. It needs its own process because a check
-has threads: no Python code is safe after a fork from one of them.
+WORDS...` on these cores, and ends with its parent. It needs its own process because a check has
+threads: no Python code is safe after a fork from one.
 """
 
 from __future__ import annotations

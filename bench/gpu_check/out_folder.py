@@ -1,7 +1,7 @@
 """The results folder of a check: few files, complete at any moment and small enough to send.
 
-Steps write to a working folder in the cache. The next call on the same machine can resume even if
-the results folder was emptied.
+Steps write to a working folder in the cache, so the next call can resume even if the results folder
+was emptied.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_BYTES = 15 * 2**20
-"""Largest file; some machines send back no larger ones."""
+"""Largest file that all machines send back."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
 """Archived part of the working folder, by archive."""
 REPORT = "report.json"
 MOST_OF_A_REASON = 160
-"""Characters of a trial's reason in cells.txt."""
+"""Characters of a reason in cells.txt."""
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -48,7 +48,7 @@ class Folders:
 
     @classmethod
     def prepare(cls, out: Path) -> Folders:
-        """Creates both folders; raises UsageError if they are not writable."""
+        """Creates both folders; raises UsageError if not writable."""
         folders = cls(out.resolve(), cache_folder() / "gpu-check")
         for folder in (folders.out, folders.work):
             try:
@@ -70,12 +70,12 @@ class Folders:
         return self.work / "traces"
 
     def log(self, name: str) -> Path:
-        """Returns the path of a step's output, without `.out` or `.err`."""
+        """Returns a step's output path, without `.out` or `.err`."""
         return self.work / "logs" / name
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the working folder; raises UsageError if another check is running."""
+        """Locks the working folder; raises UsageError during another check."""
         descriptor = os.open(self.work / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,8 +86,7 @@ class Folders:
             os.close(descriptor)
 
     def start(self, device: str) -> Report:
-        """Empties the working folder; raises UsageError if the results folder already has a
-        report."""
+        """Empties the working folder; raises UsageError if the results folder has a report."""
         if (self.out / REPORT).exists():
             raise UsageError(
                 f"{str(self.out)!r} has the report of an earlier check: continue it with --resume,"
@@ -97,8 +96,8 @@ class Folders:
         return Report.new(device)
 
     def resume(self, device: str) -> Report:
-        """Returns the results folder's report, else that of this machine's last check. Raises
-        UsageError without one, or for another device."""
+        """Returns the results folder's report, else this machine's last. Raises UsageError without
+        one, or for another device."""
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
         if not file.exists():
@@ -128,7 +127,7 @@ class Folders:
             write_whole(folder / REPORT, report.to_json().encode())
 
     def collect(self) -> list[str]:
-        """Writes the tables and archives; returns the names of too large files."""
+        """Writes tables and archives; returns the names of files that are too large."""
         table = trials(self.results)
         if table is not None:
             write_whole(self.out / "cells.csv", table.to_csv(index=False).encode())
@@ -143,8 +142,8 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """Returns an archive of a folder, empty without files, and the largest files left out to
-    respect the limit."""
+    """Returns a folder's archive, empty without files, and the largest files left out to respect
+    the limit."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
         with contextlib.suppress(OSError):  # a step removes its temporary files
@@ -166,7 +165,7 @@ def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes
 
 
 def trials(results: Path) -> pd.DataFrame | None:
-    """Returns a results folder's trials, worst first; None without any."""
+    """Returns a results folder's trials, worst first, if any."""
     from harness.record.store import Store
 
     try:

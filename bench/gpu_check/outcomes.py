@@ -32,7 +32,7 @@ class Outcome:
     exit_code: int | None = None
     """Exit code; None: not begun or stopped, so the next call runs it."""
     log: tuple[str, ...] = ()
-    """Last lines of its error output."""
+    """End of its error output."""
     shown: dict[str, object] = field(default_factory=dict)
     """JSON object that it printed."""
 
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def trained(self) -> bool:
-        """Returns whether any cell trained, or its probe was confirmed."""
+        """Returns whether any cell trained, or the probe was confirmed."""
         return self.verdict == "confirmed" or any(
             cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
         )
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Report so far, over all calls."""
+    """Report over all calls so far."""
 
     check_id: str
     device: str
@@ -108,7 +108,6 @@ def cells_of(shown: Mapping[str, object]) -> list[ShownCell]:
 
 
 def step_verdict(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]:
-    """Returns the verdict and its reason."""
     if step.probe:
         verdicts: dict[str, Verdict] = {"confirmed": "confirmed", "refuted": "refuted"}
         return verdicts.get(str(shown.get("verdict")), "not checked"), str(shown.get("reason"))
@@ -135,7 +134,7 @@ def _is_as_claimed(step: Step, cell: ShownCell) -> bool:
 
 
 def last_object(text: str) -> dict[str, object]:
-    """Returns the JSON object that ends the text; empty without one."""
+    """Returns the JSON object at the end of a text, if any."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(ValueError):

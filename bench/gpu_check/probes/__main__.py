@@ -1,4 +1,4 @@
-"""`python -m bench.gpu_check.probes NAME DEVICE`: prints a probe's finding as one JSON object.
+"""`python -m bench.gpu_check.probes NAME DEVICE`: prints a probe's finding as JSON.
 
 NAME is a probe of this package, or MODULE:FUNCTION elsewhere.
 """
@@ -18,7 +18,7 @@ MODULES = {
     "one_device": ("memory", "profiler", "speed", "float8"),
     "numerics": ("numerics", "weights", "collectives"),
 }
-"""Probes, which are functions, by module of this package."""
+"""Probes by module of this package."""
 
 
 def main(name: str, device: str) -> None:

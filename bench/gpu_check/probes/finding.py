@@ -46,13 +46,12 @@ def attempt(name: str, ask: Callable[[], object]) -> Attempt:
     began = time.perf_counter()
     try:
         answer, error = str(ask()), ""
-    except Exception as raised:  # whatever a library raises is the answer
+    except Exception as raised:  # any exception is the answer
         answer, error = "", f"{type(raised).__name__}: {raised}"[:MOST_OF_AN_ERROR]
     return Attempt(name, answer, error, round(time.perf_counter() - began, 3))
 
 
 def failed(attempts: tuple[Attempt, ...]) -> str:
-    """Returns names and errors of failed attempts; empty without any."""
     return "; ".join(f"{a.name}: {a.error}" for a in attempts if a.error)
 
 
@@ -63,7 +62,7 @@ def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
     if pid == 0:
         try:
             answer = ask()
-        except BaseException as error:  # the child ends here in any case
+        except BaseException as error:  # the child always ends here
             answer = {"error": f"{type(error).__name__}: {error}"[:MOST_OF_AN_ERROR]}
         with os.fdopen(write, "w") as file:
             json.dump(answer, file, default=str)

@@ -33,11 +33,11 @@ SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro",
 @dataclass(frozen=True)
 class Numerics:
     matmul_error: float
-    """Error of an fp32 product relative to fp64."""
+    """Relative error of an fp32 product against fp64."""
     matmul_depends_on_rows: float
     """Largest change of an element if half of the rows are multiplied alone."""
     attention_errors: tuple[Attempt, ...]
-    """Errors of fp32 attention relative to fp64, by backend."""
+    """Relative errors of fp32 attention against fp64, by backend."""
     convolution_error: float
     same_twice: bool
     """Whether two equal trainings end bitwise identical."""
@@ -121,7 +121,6 @@ def _model(sizes: Sizes, device: str) -> Module:
 
 
 def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Returns parameters and losses of a training with each batch in `parts`."""
     import torch
 
     from harness.workloads import make_workload
@@ -161,9 +160,9 @@ class Weights:
     digest: str
     """Digest of all initial weights; differs between kinds of GPU."""
     same_on_cpu: bool
-    """Whether CPU weights are initialised to the device's values."""
+    """Whether the CPU's initial weights equal the device's."""
     variants: tuple[Attempt, ...]
-    """Device of each variant's weights, and first loss."""
+    """Device and first loss of each variant."""
 
 
 def weights(device: str) -> Finding:

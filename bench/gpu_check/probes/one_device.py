@@ -20,7 +20,7 @@ BUDGET_BYTES = 4 * 2**20
 @dataclass(frozen=True)
 class MemoryFacts:
     listed: bool
-    """Whether NVML lists this process; in some containers its process id differs."""
+    """Whether NVML lists this process, whose id differs in some containers."""
     context_bytes: int | None
     """CUDA context, by NVML."""
     over_budget: Attempt

@@ -1,4 +1,4 @@
-"""Probes of the host, and of processes that are forked on it."""
+"""Probes of the host, and of processes forked on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIABLES = (
 @dataclass(frozen=True)
 class HostFacts:
     environment: dict[str, object]
-    """Recorded environment: versions, processor, memory, GPUs."""
+    """Versions, processor, memory, GPUs."""
     python: str
     python_header: bool
     """Whether extensions can be compiled."""
@@ -39,7 +39,7 @@ class HostFacts:
     temporary_bytes_free: int
     cgroup: str
     unused_gpus: str | None
-    """Why this torch cannot use the GPUs."""
+    """Why torch cannot use the GPUs."""
     topology: list[list[str]]
     """Connection from GPU i to GPU j."""
     troubles: list[dict[str, object]]
@@ -75,7 +75,7 @@ def host(device: str) -> Finding:
 
 @dataclass(frozen=True)
 class RankView:
-    """NVML's answers to one process on GPU 0; None: no answer."""
+    """NVML's answers to one process on GPU 0."""
 
     joules: float | None
     sm_mhz: int | None
@@ -186,8 +186,8 @@ def fork(device: str) -> Finding:
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
-    """Returns whether each import initialises CUDA in any library; None: it fails. Uses a forked
-    child per package, all at once."""
+    """Returns whether each import initialises CUDA; None: it fails. Forks a child per package, all
+    at once."""
     children = {name: begin_in_fork(partial(_import, name)) for name in names}
     answers = {name: end_of_fork(child) for name, child in children.items()}
     return {
