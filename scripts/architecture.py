@@ -1,10 +1,10 @@
 """Draws the packages and their imports from the code into docs/explanation/architecture.svg.
 
 Rows are the layers of the import contract in pyproject.toml. A box shows the first sentence of a
-package's docstring, and an arrow points to a package that it imports. Arrows that follow from
-others are left out: if A imports B and C, and B imports C, the arrow from A to C is not drawn.
+package's docstring; an arrow points to a package that it imports. Arrows that follow from others
+(the transitive ones) are left out.
 
-`.venv/bin/python scripts/architecture.py` writes the picture anew.
+Run `.venv/bin/python scripts/architecture.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "explanation" / "architecture.svg"
 
 WIDTH, HEIGHT = 218, 76
-"""Size of a box, in pixels."""
+"""Size of a box in pixels."""
 COLUMN, ROW = 252, 122
-"""Distance from box to box in a row, and from row to row."""
+"""Distance between boxes in a row, and between rows."""
 GAP = 24
 """Room next to a box for an arrow that passes by."""
 TOP, MARGIN = 24, 24
 TIP = 7
-"""Length of an arrow's tip."""
 
 
 def package_of(module: str) -> str:
-    """The box that a module is in: a package of harness by its own name, else bench or reports."""
+    """Returns a module's box: a package of harness, bench or reports."""
     parts = module.split(".")
     return parts[1] if parts[0] == "harness" and len(parts) > 1 else parts[0]
 
 
 def imports() -> dict[str, set[str]]:
-    """The packages that each package imports, also those for types only."""
+    """Returns the packages that each package imports, even if only for types."""
     graph = grimp.build_graph("bench", "harness", "reports", cache_dir=None)
     imports: dict[str, set[str]] = defaultdict(set)
     for module in sorted(graph.modules):
@@ -53,7 +52,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The edges without those that a longer path implies (the transitive reduction)."""
+    """Returns the transitive reduction: edges that no longer path implies."""
 
     def reached(package: str) -> set[str]:
         direct = edges.get(package, set())
@@ -70,14 +69,14 @@ def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def layers() -> list[list[str]]:
-    """Rows of harness packages, the topmost first, as the import contract has them."""
+    """Returns rows of harness packages in the order of the import contract, topmost first."""
     contracts = api.read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
     contract = next(c for c in contracts if c.get("containers") == ["harness"])
     return [[name.strip() for name in row.split("|")] for row in contract["layers"]]
 
 
 def description(package: str) -> str:
-    """The first sentence of the package's docstring."""
+    """Returns the first sentence of the package's docstring."""
     below = ROOT / package if package in ("bench", "reports") else ROOT / "harness" / package
     file = below / "__init__.py" if below.is_dir() else below.with_suffix(".py")
     text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
@@ -86,21 +85,19 @@ def description(package: str) -> str:
 
 @dataclass(eq=False)
 class Box:
-    """A package in the drawing."""
-
     name: str
     row: int
     x: float = 0.0
-    """Its middle, in pixels."""
+    """Middle, in pixels."""
 
     @property
     def y(self) -> int:
-        """Its upper edge, in pixels."""
+        """Upper edge, in pixels."""
         return TOP + self.row * ROW
 
 
 def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
-    """A box for each package. Boxes of a row are ordered by the mean position of what they import
+    """Returns a box per package. A row's boxes are ordered by the mean position of what they import
     and what imports them (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
 
     Reports stand outside, to the right.
@@ -137,7 +134,7 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 
 def _part(row: list[Box]) -> None:
-    """Moves boxes of a row apart that overlap, keeping their order and their mean place."""
+    """Separates overlapping boxes of a row, keeping their order and mean place."""
     mean = _mean([box.x for box in row], 0.0)
     for left, right in itertools.pairwise(row):
         right.x = max(right.x, left.x + COLUMN)
@@ -147,8 +144,8 @@ def _part(row: list[Box]) -> None:
 
 
 def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> float:
-    """The position nearest to its target at which an arrow can go straight down between the boxes
-    of the rows that it passes."""
+    """Returns the position nearest to the target at which an arrow can pass straight down between
+    the boxes of the rows in between."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
     return min(
         (
@@ -163,7 +160,7 @@ def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float])
 
 
 def _arrow(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> str:
-    """A path from the lower edge of the one box to the upper edge of the other."""
+    """Returns a path from a box's lower edge to another's upper edge."""
     x, y, end = source.x, source.y + HEIGHT, target.y - TIP
     path = f"M{x:.0f},{y}"
     if target.row > source.row + 1:
@@ -208,7 +205,7 @@ path.tip { fill: #556; stroke: none; marker-end: none }
 
 
 def picture() -> str:
-    """The whole picture as SVG."""
+    """Returns the picture as SVG."""
     edges = without_shortcuts(imports())
     boxes = placed(edges)
     inside = [box for box in boxes.values() if box.name not in ("bench", "reports")]

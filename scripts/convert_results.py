@@ -1,9 +1,9 @@
-"""Rewrites gathered runs of an earlier schema version in the present one.
+"""Rewrites collected runs of an earlier schema version in the current one.
 
 python -m scripts.convert_results FOLDER [OLD=NEW ...]
 
 OLD=NEW renames a column, or a field of the plan. New columns are null or empty. Cell ids are
-computed anew.
+recomputed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures how long commands take in a large results folder, start of the process included.
+"""Measures how long commands take in a large results folder, including process start.
 
-`python -m scripts.large_folder [FOLDER] [--runs 700]` makes a folder with this many runs, each with
-one trial of the 147 cells of the kept full run. Exit code 1 if a command is too slow. Missing runs
-are added to an existing folder; without FOLDER a temporary one is made. Only the newest run has
-steps, because no measured command reads those of others.
+`python -m scripts.large_folder [FOLDER] [--runs 700]` makes a folder with this many runs of one
+trial per cell of the kept full run. Exit code 1 if a command is too slow. Adds missing runs to an
+existing folder; without FOLDER, makes a temporary one. Only the newest run has steps, as no
+measured command reads others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from harness.record.trial import TrialRecord
 KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
-"""Measurements of each command, of which the best counts: others use the machine too."""
+"""Measurements per command; the best counts, since others use the machine too."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the suite, and how long it may take."""
+    """A command of the suite, and its time limit."""
 
     words: tuple[str, ...]
     seconds: float
@@ -56,7 +56,7 @@ def name_of(number: int) -> str:
 
 
 def write_first(store: Store, number: int) -> None:
-    """A run by the store's own functions, with the steps of its trials."""
+    """Writes a run and its steps by the store's functions."""
     kept = load(KEPT)
     run = RunRecord.from_frame(kept.runs)[-1]
     name = name_of(number)
@@ -77,13 +77,13 @@ def write_first(store: Store, number: int) -> None:
 
 @functools.cache
 def trials_of(folder: Path, run_id: str) -> dict[str, pa.Table]:
-    """Table `trials` of a run, by the names of its files."""
+    """Returns a run's table `trials`."""
     files = sorted((folder / "trials" / run_id).glob("*.parquet"))
     return {file.name: read_file("trials", file) for file in files}
 
 
 def write_like(store: Store, first: int, number: int) -> None:
-    """Another run, with the rows of the first one's trials; nothing where it is there already."""
+    """Writes another run with the first one's trials, unless it exists."""
     name, schema, files = name_of(number), arrow_schema("trials"), RunFiles(store.folder)
     if files.copy("trials", name).exists():
         return
@@ -100,7 +100,7 @@ def write_like(store: Store, first: int, number: int) -> None:
 
 
 def make(store: Store, runs: int) -> None:
-    """Writes so many runs, those that are missing, with a process for each of two cores."""
+    """Writes the missing runs, with a process for each of two cores."""
     last = runs - 1
     if name_of(last) not in store.run_ids():
         write_first(store, last)
@@ -109,7 +109,7 @@ def make(store: Store, runs: int) -> None:
 
 
 def seconds_of(words: Sequence[str], store: Store) -> float:
-    """The shortest of several times that a command takes in this folder."""
+    """Returns a command's shortest time in this folder."""
     took = []
     with tempfile.TemporaryDirectory() as out:
         given = [word.format(out=out) for word in words]
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def slow(store: Store, runs: int) -> bool:
-    """Whether a command takes longer than it may."""
+    """Returns whether a command exceeds its limit."""
     if len(store.run_ids()) < runs:
         make(store, runs)
     late = False

@@ -1,8 +1,8 @@
-"""python -m scripts.lock [FILE]: writes a lock file, by default requirements.lock: the SHA-256 of
-the wheel that pip takes of each version in constraints.txt, on this platform and Python.
+"""python -m scripts.lock [FILE]: writes a lock file, by default requirements.lock.
 
-Installs nothing. Packages that set-up builds from their sources are left out: scripts/native.sh
-compares these sources with their own SHA-256.
+It has the SHA-256 of the wheel that pip picks for each version in constraints.txt on this platform
+and Python. Installs nothing. Packages that setup builds from source are left out: scripts/native.sh
+checks their own SHA-256.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ FROM_SOURCE = {"deepspeed", "horovod", "fairscale"}
 
 
 def with_wheels(lines: Iterable[str]) -> list[str]:
-    """The lines of a constraints file, without comments and what has no wheel."""
+    """Returns a constraints file's lines, without comments and what has no wheel."""
     pins = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return [pin for pin in pins if re.split("[=;@ ]", pin)[0] not in FROM_SOURCE]
 
 
 def locked(report: Mapping[str, Any]) -> list[str]:
-    """Requirements with hashes, by name, of pip's report on an installation (its documentation
-    calls the form "Installation Report")."""
+    """Returns requirements with hashes, by name, from pip's "Installation Report"."""
     lines = []
     for item in report["install"]:
         name = re.sub("[-_.]+", "-", item["metadata"]["name"]).lower()
@@ -40,7 +39,7 @@ def locked(report: Mapping[str, Any]) -> list[str]:
 
 
 def asked(pins: Sequence[str]) -> dict[str, Any]:
-    """Pip's report on what it would install for these pins."""
+    """Returns pip's report on what it would install for these pins."""
     with tempfile.TemporaryDirectory() as folder:
         requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         requirements.write_text("\n".join(pins) + "\n")

@@ -1,8 +1,8 @@
 """Watches the process of one run with many short trials for leaks.
 
 `python -m scripts.long_run [--trials 2000]` exits with 1 if memory grows by more than 20 MB, or if
-there are more open files, threads, children, files in shared memory or temporary files. Growth is
-from the first tenth of the run, when everything has been imported, to its last tenth.
+open files, threads, children, shared-memory files or temporary files increase. Growth is from the
+run's first tenth, after all imports, to its last.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ cells: [{{strategy: single}}]
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process of a run holds at a moment."""
+    """Resources that a run's process holds."""
 
     memory_bytes: int
-    """Resident."""
+    """Resident memory."""
     fork_server_bytes: int
-    """Resident, of the process that ranks are forked from."""
+    """Resident memory of the process that ranks are forked from."""
     open_files: int
     threads: int
     children: int
-    """With their children."""
+    """Number of children and their children."""
     temporary_files: int
 
 
 def sample(run: psutil.Process, temporary: Path) -> Sample:
-    """Raises psutil.NoSuchProcess where the run has ended."""
+    """Raises psutil.NoSuchProcess if the run has ended."""
     below = run.children(recursive=True)
     servers = [child for child in below if child.ppid() == run.pid and _is_fork_server(child)]
     return Sample(
@@ -65,7 +65,7 @@ def _is_fork_server(process: psutil.Process) -> bool:
 
 
 def watched(trials: int, folder: Path) -> list[Sample]:
-    """Samples of a run with this many trials, about four a second while trials end."""
+    """Returns samples of a run with this many trials, about four a second while trials end."""
     temporary, results = folder / "tmp", folder / "results"
     temporary.mkdir()
     matrix = folder / "long.yaml"
@@ -80,7 +80,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
     recorded = results / "trials" / "long"
     while process.poll() is None:
         done = len(os.listdir(recorded)) if recorded.exists() else 0
-        if 0 < done < trials:  # the end of a run loads its results
+        if 0 < done < trials:  # the run's end loads its results
             try:
                 samples.append(sample(run, temporary))
             except psutil.NoSuchProcess:  # a rank that has just ended
@@ -90,7 +90,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
     print(f"{done} trials in {time.monotonic() - began:.0f} s, {len(samples)} looks")
     if process.returncode or done != trials:
         sys.exit(f"the run ended with exit code {process.returncode} and {done} trials")
-    # torch keeps what it compiled for later processes.
+    # torch keeps compiled code for later processes.
     remaining = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
     if remaining:
         sys.exit(f"left in temporary folders: {remaining}")
@@ -98,7 +98,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
 
 
 def typical(samples: Sequence[Sample], name: str) -> float:
-    """Median of memory; of everything else the minimum, which is its value between two trials."""
+    """Returns the median of memory; for everything else the minimum, its value between trials."""
     values = [getattr(each, name) for each in samples]
     return statistics.median(values) if name.endswith("_bytes") else min(values)
 

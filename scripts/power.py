@@ -1,15 +1,15 @@
-"""How often a run of this design is right, by resampling the noise of a recorded one.
+"""How often a run of this design is right, by resampling a recorded run's noise.
 
-`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs with the recorded one's cells and
-launches, and then further rounds by the rule in force, for a quarter as many launches. The noise is
-the recorded launches' deviations from their cells' means (after the control). They keep the order
-of the launches but are shifted by a random number of places. This preserves heavy tails, slow
-spells and what neighbours share. Deviations are scaled by the usual one for their number of steps.
+`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs with the recorded cells and
+launches, then further rounds by the current rule, for a quarter as many launches. The noise is the
+recorded launches' deviations from their cells' means, after the control. They keep their order but
+are shifted by a random number of places, which preserves heavy tails, slow spells and what
+neighbours share. Deviations are scaled by the usual one for their number of steps.
 
 Prints how often equals are called different, planted differences are seen, 95 % intervals hold, and
-the set of the best holds the best, each with its 95 % bounds. Differences are planted twice. First,
-one cell differs from all others, which are equal, so that further rounds go to all of them. Second,
-the two fastest cells differ, and the answer depends on this pair alone.
+the set of the best holds the best, with 95 % bounds. Differences are planted twice. First, one cell
+differs from all others, which are equal, so further rounds go to all of them. Second, the two
+fastest cells differ, and the answer depends on this pair alone.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from harness.run.allocation import FURTHER_SHARE
 RUNS = int(os.environ.get("RUNS", "2000"))
 PLANTED = (0.0, 0.02, 0.05, 0.10)
 BEHIND = 0.15
-"""What all other cells are slower by, at least, where the answer depends on two of them."""
+"""Least lag of all other cells if the answer depends on two."""
 SHARE_LEFT = float(os.environ.get("SHARE_LEFT", FURTHER_SHARE))
-"""Further launches that fit in the time left after the planned ones, as a share of these."""
+"""Further launches that fit in the time left, as a share of the planned ones."""
 
 
 class Design:
-    """The cells of a recorded run, the order of its launches, and their noise."""
+    """A recorded run's cells, order of launches, and noise."""
 
     def __init__(self, folder: str, run_id: str) -> None:
         store = Store(folder)
@@ -71,7 +71,7 @@ class Design:
         common = prior(list(spreads.values()))
         assert common is not None
         self.usual = {cell: math.sqrt(common.of(spread)) for cell, spread in spreads.items()}
-        """Usual deviation of a launch for its number of steps."""
+        """Usual deviation of a launch, by number of steps."""
         self.noise = [
             (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(logs[trial.cell_id]))
             * math.sqrt(len(logs[trial.cell_id]) / (len(logs[trial.cell_id]) - 1))
@@ -83,14 +83,14 @@ class Design:
             if len(logs.get(cell.cell_id, [])) > 1:
                 groups[Setting.of(cell.cell)].append(cell.cell_id)
         self.group = max(groups.values(), key=len)
-        """The cells of the largest setting."""
+        """Cells of the largest setting."""
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
         self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
         """Logarithms of their recorded throughputs over the fastest one's."""
 
     def simulated(self, chance: random.Random, true: Mapping[str, float]) -> dict[str, LogEstimate]:
-        """Estimates of a run whose cells have these logarithms of throughput (0 where none)."""
+        """Returns estimates of a run whose cells have these log throughputs (0 by default)."""
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
         values: dict[str, list[float]] = defaultdict(list)
@@ -110,12 +110,12 @@ class Design:
                 wanted = list(self.usual)
             if not wanted or further <= 0:
                 return estimates
-            for cell in wanted[:further]:  # the shortest of them, whatever they are
+            for cell in wanted[:further]:  # the shortest
                 launch(cell)
             further -= len(wanted)
 
     def known_well(self, cells: Mapping[str, LogEstimate]) -> bool:
-        """As `not_known_well` looks at all settings together."""
+        """Mirrors `not_known_well`, over all settings together."""
         ratios = [
             ratio(cells[cell], cells[self.baseline], CONFIDENCE)
             for cell in self.group
@@ -133,7 +133,7 @@ class Design:
 def estimated(
     values: Mapping[str, list[float]], steps: Mapping[str, float]
 ) -> dict[str, LogEstimate]:
-    """Estimates as `estimates_of` makes them from launches with these numbers of steps."""
+    """Mirrors `estimates_of`, for launches with these numbers of steps."""
     own = [Spread(statistics.variance(v), len(v) - 1, steps[cell]) for cell, v in values.items()]
     return {
         cell: LogEstimate(
@@ -144,7 +144,7 @@ def estimated(
 
 
 def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
-    """As `undecided` chooses them in one setting."""
+    """Mirrors `undecided` in one setting."""
     bounds = dict(
         zip(cells, against_best(list(cells.values()), ELIMINATION_CONFIDENCE), strict=True)
     )
@@ -156,7 +156,7 @@ def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
 
 
 def of_the_two_fastest(design: Design, chance: random.Random, planted: float) -> str:
-    """How often a difference between the two fastest cells is found."""
+    """Returns how often a difference between the two fastest cells is found."""
     seen = alone = launches = 0
     for _ in range(RUNS):
         winner, second = chance.sample(design.group, 2)
@@ -174,7 +174,7 @@ def of_the_two_fastest(design: Design, chance: random.Random, planted: float) ->
 
 
 def rate(successes: int, of: int) -> str:
-    """`95.0 % (93.1 to 96.5 %)`: with its 95 % bounds (Clopper and Pearson)."""
+    """Formats a rate and its 95 % bounds (Clopper and Pearson): `95.0 % (93.1 to 96.5 %)`."""
     from scipy.stats import binomtest
 
     bounds = binomtest(successes, of).proportion_ci(CONFIDENCE)

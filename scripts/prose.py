@@ -1,6 +1,6 @@
 """Checks the prose of documents, docstrings and messages: coined words, dangling openings, length.
 
-`.venv/bin/python -m scripts.prose` prints each finding and exits with 1 if one must be fixed.
+`.venv/bin/python -m scripts.prose` prints findings and exits with 1 if one must be fixed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ ROOT = Path(__file__).parents[1]
 LONG, TOO_LONG = 30, 40
 """Words in a sentence above which it is reported, and rejected."""
 MOST_WORDS = 25_000
-"""Words in all documents outside docs/studies/, tables and code included."""
+"""Words in all documents outside docs/studies/, including tables and code."""
 
 MESSAGE_FOLDERS = ("bench", "harness", "reports", "scripts")
-"""Folders whose docstrings and messages are checked."""
 LEAST_WORDS = 4
 """Words that make a string literal a message."""
 
@@ -41,7 +40,7 @@ WORDS = {
     r"\bnews\b": "warnings; what is new",
     r"\bperson can act on\b": "the user can act on",
 }
-"""What the project must not write, as a pattern, and what to write instead."""
+"""Patterns to avoid, and what to write instead."""
 OPENINGS = {
     r"Of\b": "start with the subject",
     r"By (?!default\b)": "start with the subject",
@@ -49,7 +48,7 @@ OPENINGS = {
     r"The same(?= (?:of|as|for|in|with|without|where|by|if|when)\b|[,.:;]|$)": "name what it is",
     r"Where\b(?!.*\?$)": "use If or When; keep Where for places",
 }
-"""How no sentence may begin."""
+"""Forbidden openings of sentences."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Finding:
 
 
 def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
-    """Every rule that a sentence breaks."""
+    """Yields every rule that a sentence breaks."""
     for sentence in sentences:
         for pattern, instead in WORDS.items():
             if found := re.search(pattern, sentence.text, re.IGNORECASE):
@@ -95,7 +94,7 @@ def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
 
 
 def documents() -> list[Path]:
-    """All Markdown files outside docs/studies/."""
+    """Returns all Markdown files outside docs/studies/."""
     folders = (ROOT, ROOT / "slurm", ROOT / "results")
     files = [file for folder in folders for file in sorted(folder.glob("*.md"))]
     files += sorted((ROOT / "docs").rglob("*.md"))
@@ -103,7 +102,7 @@ def documents() -> list[Path]:
 
 
 def markdown_sentences(text: str, file: str) -> Iterator[Sentence]:
-    """The sentences of a document, without code, addresses and generated tables."""
+    """Yields a document's sentences, without code, addresses and generated tables."""
     blank = lambda found: re.sub(r"[^\n]", "", found[0])  # noqa: E731 - keeps line numbers
     text = re.sub(r"^( *)```.*?^\1```$", blank, text, flags=re.M | re.S)
     text = re.sub(r"^<!-- (\w+) -->$.*?^<!-- end of \1 -->$", blank, text, flags=re.M | re.S)
@@ -125,7 +124,7 @@ def markdown_sentences(text: str, file: str) -> Iterator[Sentence]:
 
 
 def docstring_sentences(tree: ast.Module, file: str) -> Iterator[Sentence]:
-    """The sentences of all docstrings, those of attributes included, without indented code."""
+    """Yields sentences of all docstrings, including attributes', without indented code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = re.sub(r"^ {4}.*$", "", inspect.cleandoc(str(node.value.value)), flags=re.M)
@@ -134,7 +133,7 @@ def docstring_sentences(tree: ast.Module, file: str) -> Iterator[Sentence]:
 
 
 def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
-    """The string literals of at least LEAST_WORDS words, with `X` for what an f-string inserts."""
+    """Yields string literals of at least LEAST_WORDS words, with `X` for an f-string's values."""
     skipped: set[int] = set()
     """Docstrings, and parts of f-strings, by id."""
     for node in ast.walk(tree):
@@ -153,7 +152,7 @@ def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Returns the name and syntax tree of each module with docstrings and messages to check."""
+    """Yields name and syntax tree of each module to check."""
     for folder in MESSAGE_FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file != Path(__file__):
@@ -161,7 +160,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def all_messages() -> str:
-    """Returns every message of the tree, by module: help, errors, and what reports say."""
+    """Returns every message by module: help, errors, and what reports say."""
     lines: list[str] = []
     for name, tree in sources():
         ordered = sorted(messages(tree, name), key=lambda message: message.line)
@@ -171,7 +170,7 @@ def all_messages() -> str:
 
 
 def main() -> int:
-    """Prints all findings; 1 if one of them is fatal."""
+    """Prints all findings; returns 1 if one is fatal."""
     found: list[Finding] = []
     total = 0
     for file in documents():

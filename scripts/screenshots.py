@@ -1,4 +1,4 @@
-"""Pictures of the finished page for docs/, of the full run under results/reference: `make
+"""Pictures of the finished page for docs/, from the full run under results/reference: `make
 screenshots`."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ FUNCTION_LINES = 60
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yields the name of each function and its number of lines, without decorators."""
+    """Yields each function's name and number of lines, without decorators."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1

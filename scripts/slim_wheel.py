@@ -19,7 +19,7 @@ RECORD = ".dist-info/RECORD"
 
 
 def slim(wheel: Path, keep: tuple[str, ...], strip: bool) -> None:
-    """Rewrites the wheel, its RECORD included, so that pip installs it without complaint."""
+    """Rewrites the wheel and its RECORD, so that pip installs it without complaint."""
     slimmer = wheel.with_suffix(".slim")
     lines: dict[str, bytes] = {}
     with (
