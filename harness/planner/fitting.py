@@ -16,14 +16,13 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 LEVEL = 0.8
-"""Share of measurements that the 80 % intervals cover."""
+"""Share of measurements in the 80 % intervals."""
 SCALE = 0.05
 """Logarithm of an ordinary error; much larger errors hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
-"""Error of a row, in units of SCALE, that costs as much as a constant one standard deviation off
-its prior."""
+"""Error of a row, in units of SCALE, as costly as a constant one standard deviation off its
+prior."""
 MOST_EVALUATIONS = 60
-"""Limit on the steps of a fit."""
 ENOUGH = 1e-4
 """Relative change of the loss that ends a fit."""
 STEP = 1e-5
@@ -39,7 +38,6 @@ class Prior:
 
     value: float
     spread: float
-    """Standard deviation of the belief."""
     low: float
     high: float
     unit: str
@@ -64,12 +62,11 @@ def fit(
     effect_spread: float | Floats = 1.0,
     scale: float = SCALE,
 ) -> tuple[Constants, Floats]:
-    """Returns the constants and effects that bring predictions closest to measurements.
+    """Returns the constants and effects that bring log predictions closest to measurements.
 
-    Differences are taken between logarithms. `predict` maps constants and effects to predictions in
-    the shape and unit of `measured`. Effects are further unknowns with prior 0 and standard
-    deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) holds
-    the numbers, from 0, of each row's effects.
+    `predict` maps them to predictions in the shape and unit of `measured`. Effects are further
+    unknowns with prior 0 and standard deviation `effect_spread`, one for all or one each. `effects`
+    (shape [measured, kinds]) numbers each row's effects from 0.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -91,7 +88,7 @@ def fit(
     def slopes(x: Floats) -> Floats:
         """Returns slopes of residuals (rows) by unknowns (columns).
 
-        A row depends on one effect of each kind, so all effects of a kind vary at once.
+        A row has one effect of each kind, so all effects of a kind vary at once.
         """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
@@ -121,7 +118,7 @@ def _descend_numerically(
     bounds: tuple[Floats, Floats],
     scale: float,
 ) -> Floats:
-    """Returns the unknowns with the smallest Cauchy loss, by scipy with numerical slopes."""
+    """Minimises the Cauchy loss by scipy with numerical slopes."""
     solution: Floats = least_squares(
         residuals,
         start,
@@ -142,11 +139,10 @@ def _descend(
     highest: Floats,
     scale: float,
 ) -> Floats:
-    """Returns the unknowns with the smallest Cauchy loss, within bounds.
+    """Minimises the Cauchy loss within bounds.
 
-    Takes Levenberg-Marquardt steps on residuals reweighted before each step (Holland and Welsch,
-    1977). scipy decomposes all slopes in every step, which is tens of times slower with hundreds of
-    effects.
+    Takes Levenberg-Marquardt steps on residuals reweighted before each (Holland and Welsch, 1977).
+    scipy decomposes all slopes in every step: tens of times slower with hundreds of effects.
     """
 
     def loss(errors: Floats) -> float:

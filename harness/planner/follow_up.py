@@ -1,5 +1,4 @@
-"""Writes the cells that would settle a prediction's open questions, as a matrix or as standalone
-files."""
+"""Writes cells that would settle a prediction's open questions: as a matrix or standalone files."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from harness.strategy.registry import make_strategy, strategies, validate, with_
 from harness.workloads import make_workload
 
 TRIALS = 5
-"""Trials of each cell in a written matrix: enough for an interval."""
+"""Trials of each written cell: enough for an interval."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class StrategyOptions:
 
 
 def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
-    """Writes a matrix of these cells, best first; returns a sentence that says so.
+    """Writes a matrix of these cells, best first; returns a sentence about it.
 
     Raises UsageError without cells, or if the file exists or cannot be written.
     """
@@ -64,11 +63,9 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Exports the best exportable cell, with a folder below `folder` for each target; returns a
-    sentence that says so.
+    """Exports the best exportable cell into a folder per target; returns a sentence about it.
 
-    `ranked`: cells with step times in seconds, best first. Raises UsageError if no cell has an
-    export.
+    `ranked`: cells with step times in seconds, best first. Raises UsageError if none has an export.
     """
     fastest: float | None = None
     for cell, seconds in ranked:
@@ -97,8 +94,7 @@ def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def workload_of(model: str) -> str:
-    """Returns the suite's workload for a planner model; raises UsageError if the suite cannot build
-    it."""
+    """Returns the suite's workload for a planner model; raises UsageError if there is none."""
     try:
         return make_workload(model).name
     except UsageError:
@@ -111,10 +107,10 @@ def workload_of(model: str) -> str:
 def cells_of_layout(
     question: ClusterQuestion, model: str, layout: PlannedLayout, tried: Sequence[StrategyOptions]
 ) -> list[Cell]:
-    """Returns the cells that train with a layout; empty if no strategy of the suite does.
+    """Returns the cells that train with a layout; empty if no strategy does.
 
-    They use the matching strategies that need the fewest packages, and among these those with an
-    export, if any. `tried`: strategies with options to consider besides the defaults.
+    Prefers strategies that need few packages, then those with an export. `tried`: strategies with
+    options to consider besides the defaults.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -137,10 +133,10 @@ def cells_of_layouts(
     layouts: Iterable[tuple[PlannedLayout, float]],
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """Yields the cells of many layouts, each with its layout's number.
+    """Yields cells of many layouts, each with its layout's number.
 
-    If no exportable strategy divides the devices as a layout does, later layouts with equal axes
-    are skipped.
+    If no exportable strategy divides the devices like a layout, later ones with equal axes are
+    skipped.
     """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:
@@ -164,7 +160,7 @@ def _matching(
     layout: PlannedLayout,
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, Strategy]]:
-    """Yields the cells that can run and whose strategy divides the devices as the layout does."""
+    """Yields the cells that can run and divide the devices as the layout does."""
     axes = (layout.data, layout.pipeline, layout.tensor)
     for choice in _choices(tried):
         fields = strategies()[choice.strategy].model_fields
@@ -195,7 +191,6 @@ def _matching(
 
 
 def _choices(tried: Sequence[StrategyOptions]) -> list[StrategyOptions]:
-    """Returns each strategy with its defaults, then `tried`, without duplicates."""
     choices: dict[str, StrategyOptions] = {}
     for name, kind in strategies().items():
         if not any(field.is_required() for field in kind.model_fields.values()):

@@ -1,4 +1,4 @@
-"""Measured runs: reads them, fits the planner's constants to them, and scores predictions."""
+"""Reads measured runs, fits the planner's constants to them, and scores predictions."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ COLUMNS = (
     "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",
 )  # fmt: skip
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
-"""Shapes of the models in the Ultra-Scale Playbook's table."""
+"""Model shapes in the Ultra-Scale Playbook's table."""
 MEMORY_UNIT = 2.0**30
 """Unit of the column gpu_mem_gb: nanotron divides by 1024**3 (its `create_table_log`)."""
 LAPSE = 0.03
-"""Share of runs that fail, or succeed, for reasons unrelated to memory."""
+"""Share of runs that fail, or succeed, regardless of memory."""
 SHARPEST = 0.04
-"""Smallest standard deviation of a limit's logarithm: the median error of predicted memory."""
+"""Smallest standard deviation of a limit's log: the median error of predicted memory."""
 NEAR_LIMIT = 0.8
-"""Share of the device's memory above which a run may be slow."""
+"""Share of device memory above which a run may be slow."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the logarithmic slowdown near the limit, if fewer than FEW_SLOW
-runs were slow. Assumed."""
+"""Mean and standard deviation of the log slowdown near the limit with fewer than FEW_SLOW slow
+runs. Assumed."""
 FEW_SLOW = 5
 FEWEST = 20
-"""Smallest number of rows for a calibration."""
+"""Fewest rows for a calibration."""
 FEWEST_RANKED = 20
 """Fewest consistent rows for a rank correlation."""
 NEAR = 0.5
-"""Speed, as a share of the group's best, from which a layout is worth considering."""
+"""Speed, as a share of the group's best, that makes a layout worth considering."""
 
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Rows of a table of runs (arrays of shape [rows])."""
+    """Rows of a table of runs (shape [rows])."""
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
@@ -81,8 +81,7 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Rows that failed although another row ran the same model and layout, so memory was not
-        the cause."""
+        """Failed rows whose model and layout ran in another row, so memory was not the cause."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
@@ -99,11 +98,11 @@ class MeasuredRuns:
         )
 
     def consistent(self) -> Bools:
-        """Returns the rows that do not contradict others; failed rows never do.
+        """Returns the rows that contradict no others; failed rows never do.
 
         A row contradicts another that does at least as much work in less than half its time. As
-        much work means a model at least as large, on no more nodes. It also means at least as many
-        stages and tensor shards, and as many micro-batches that are no larger.
+        much work means no smaller model on no more nodes, no fewer stages, tensor shards and
+        micro-batches, and no larger micro-batches.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -127,7 +126,7 @@ def read_runs(
     """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
 
     Skips rows whose data axis, micro-batch and accumulation do not multiply to the global batch.
-    Raises UsageError if the file cannot be read, lacks a column or names an unknown model.
+    Raises UsageError for an unreadable file, a missing column or an unknown model.
     """
     try:
         table = pd.read_csv(file)
@@ -175,8 +174,6 @@ def read_runs(
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Rows of one model on one number of nodes, and their question."""
-
     rows: Bools
     question: ClusterQuestion
 
@@ -203,13 +200,13 @@ def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
 def predicted(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> Iterator[tuple[RunGroup, Predictions]]:
-    """Yields the predictions for each group of rows, with the memory of rank 0."""
+    """Yields each group's predictions, with the memory of rank 0."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
 
 def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalibration:
-    """Returns the calibration fitted to these runs; raises UsageError if there are too few."""
+    """Fits a calibration to these runs; raises UsageError if there are too few."""
     ran = runs.take(runs.ran)
     if len(ran) < FEWEST:
         raise UsageError(
@@ -276,7 +273,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     doublings = np.log2(runs.nodes[rows])
 
     def loss(x: Floats) -> float:
-        """Returns the pinball loss of the half-width at LEVEL (Koenker and Bassett, 1978)."""
+        """Pinball loss of the half-width at LEVEL (Koenker and Bassett, 1978)."""
         over = errors - (abs(x[0]) + abs(x[1]) * doublings)
         return float(np.mean(np.maximum(LEVEL * over, (LEVEL - 1) * over)))
 
@@ -304,7 +301,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Returns the maximum-likelihood limit; `passed`: which shares of memory stayed below it."""
+    """Fits a limit by maximum likelihood; `passed`: which shares of memory stayed below it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -318,7 +315,7 @@ def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
 
 @dataclass(frozen=True)
 class HeldOutRuns:
-    """Predictions of rows that the calibration has not seen (arrays of shape [rows])."""
+    """Predictions of rows unseen by the calibration (shape [rows])."""
 
     seconds: Floats
     half_width: Floats
@@ -332,31 +329,28 @@ class HeldOutRuns:
 
 @dataclass(frozen=True)
 class ClusterScores:
-    """Scores, as shares unless noted; consistent rows contradict no others."""
+    """Scores, as shares unless noted."""
 
     rows: int
     consistent_rows: int
     time_error: float
-    """Median error over consistent rows."""
+    """Median over consistent rows."""
     time_error_all: float
     near_error: float
-    """Median error over consistent rows at least half as fast as their group's best."""
+    """Likewise, of rows at least half as fast as their group's best."""
     memory_error: float
-    """Median error over all measured rows."""
+    """Median over all measured rows."""
     rank_correlation: float
     """Smallest Spearman correlation of a large enough group; NaN without one."""
     pick_loss: float
-    """Mean share by which the best-predicted layout is slower than the group's best; 1 if it
-    failed."""
+    """Mean slowdown of the best-predicted layout against the group's best; 1 if it failed."""
     top_three_loss: float
-    """Like `pick_loss`, for the best of the three best-predicted layouts."""
+    """Like `pick_loss`, for the best of the three best-predicted."""
     failures_foreseen: float
-    """Share of failed rows that were predicted to fail."""
     false_alarms: float
-    """Share of successful rows that were predicted to fail."""
     false_alarms_consistent: float
     covered: float
-    """Share of consistent rows within the 80 % interval of the time."""
+    """Share of consistent rows within the 80 % interval."""
     covered_all: float
     memory_covered: float
 
@@ -368,7 +362,6 @@ class PartErrors:
     part: str
     rows: int
     time: float
-    """Error over consistent rows."""
     time_all: float
     memory: float
 
@@ -398,9 +391,8 @@ def errors_by(
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
-    Estimated from twins that differ only in ZeRO stage (0 or 1), which hardly changes the time:
-    their median distance over 0.954 (that of two standard normal values). NaN with fewer than three
-    twins.
+    Twins differ only in ZeRO stage (0 or 1), which hardly changes the time. The estimate is their
+    median distance over 0.954, its value for two standard normals; NaN with fewer than three twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}
@@ -498,9 +490,9 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 
 
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    """Returns the share by which each layout is slower than the best, best-predicted first.
+    """Returns each layout's slowdown against the best, best-predicted first; 1 if it failed.
 
-    Failed layouts get 1. A layout measured several times counts once, by its best run.
+    Repeated measurements of a layout count once, by the best.
     """
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}

@@ -130,9 +130,8 @@ class TimeConstants:
 class MemoryConstants:
     """Constants of the memory that the allocator takes from the device.
 
-    Priors that count tensors are believed to within 1 to 3 %, because little is left out (masks,
-    statistics of norms). The allocator's own behaviour (`fragmentation`, `overhead`, `knee`) is
-    less certain.
+    Priors that count tensors are accurate to 1 to 3 %: they omit little (masks, norm statistics).
+    The allocator's behaviour (`fragmentation`, `overhead`, `knee`) is less certain.
     """
 
     fragmentation: float = constant(
@@ -185,9 +184,9 @@ class MemoryConstants:
 @dataclass(frozen=True)
 class MemoryLimit:
     share: float
-    """Share of the device's memory at which the probability to stay below the limit is one half."""
+    """Share of device memory that half of the runs can use."""
     spread: float
-    """Standard deviation of the logarithm of that share."""
+    """Standard deviation of its logarithm."""
 
     def passed(self, demand: Floats, memory_bytes: float) -> Floats:
         """Returns the probability that a demand in bytes stays below the limit."""
@@ -197,33 +196,31 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Spread of measurements around predictions."""
+    """Spread of measurements around predictions; half-widths are of 80 % intervals of
+    logarithms."""
 
     time: float
-    """Half-width of the 80 % interval of the logarithmic step time, on one node."""
+    """Half-width for step time on one node."""
     time_per_doubling: float
     """Growth of `time` with each doubling of the nodes."""
     memory: float
-    """Half-width of the 80 % interval of the logarithm of peak memory."""
+    """Half-width for peak memory."""
     room: MemoryLimit
-    """Limit beyond which the allocator frees memory in every micro-batch, which is many times
-    slower."""
+    """Limit beyond which the allocator frees memory in every micro-batch, many times slower."""
     end: MemoryLimit
-    """Limit beyond which a run fails although everything possible is freed."""
+    """Limit beyond which a run fails even with everything possible freed."""
     slow: float
-    """Mean logarithm of the slowdown beyond `room`."""
+    """Mean log slowdown beyond `room`."""
     slow_spread: float
-    """Standard deviation of that logarithm."""
     outside: float = 0.025
-    """Growth of half-widths with each doubling beyond the calibrated range. Assumed: no calibration
-    measures beyond its own range."""
+    """Growth of half-widths with each doubling beyond the calibrated range. Assumed: nothing was
+    measured there."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
-        """Returns the half-width above the predicted logarithm of the step time, at least
-        `half_width`.
+        """Returns the half-width above the predicted log step time, at least `half_width`.
 
-        It is the 0.9-quantile of a mixture of two normal distributions: runs at full speed, with
-        `half_width`, and a share `slow` of slow runs (shape of both arrays).
+        It is the 0.9-quantile of two mixed normal distributions: full-speed runs, and a share
+        `slow` of slow runs (shape of both arrays).
         """
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
@@ -236,15 +233,13 @@ class ClusterSpread:
 
 @dataclass(frozen=True)
 class CalibratedRange:
-    """Range of the measurements behind a calibration."""
-
     parameters: tuple[float, float]
     nodes: tuple[int, int]
     tensor: int
     pipeline: int
 
     def beyond(self, parameters: float, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Returns the doublings outside the range, summed over its sides; 0 inside."""
+        """Returns the doublings outside the range, summed over its sides."""
         low, high = self.parameters
         model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
         few, many = self.nodes
@@ -267,9 +262,9 @@ class ClusterCalibration:
     links: str
 
     def time_on(self, links: str) -> TimeConstants:
-        """Returns the constants of the step time on a cluster with these links.
+        """Returns the step-time constants of a cluster with these links.
 
-        `pipeline_stall` is a property of the measured software, so it is 0 on other links.
+        On other links `pipeline_stall` is 0: it belongs to the measured software.
         """
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
@@ -281,8 +276,7 @@ class ClusterCalibration:
 
 
 def load(file: Path = DEFAULT) -> ClusterCalibration:
-    """Reads a calibration file; raises UsageError if it is unreadable or a constant is out of
-    bounds."""
+    """Reads a calibration file; raises UsageError if unreadable or a constant is out of bounds."""
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
         calibration = TypeAdapter(ClusterCalibration).validate_python(values)

@@ -34,11 +34,10 @@ from harness.spec.errors import UsageError
 
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
-"""Number of layouts, best first, whose pipelines are simulated."""
+"""Layouts, best first, whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits of a simulated pipeline; each further micro-batch takes as long as the slowest stage."""
+"""Limits of a simulated pipeline; more micro-batches take as long as the slowest stage."""
 MOST_DEVICES = 2**16
-"""Largest number of devices tried if nothing fits."""
 SURE = 0.9
 """Probability from which a layout fits, if memory is the goal."""
 MOST_SIZES = 5
@@ -71,9 +70,8 @@ class ClusterCandidate:
     seconds_low: float
     seconds_high: float
     tokens_per_second: float
-    """Throughput of all devices."""
     parts: dict[str, float]
-    """Seconds by part of PART_WORDS, which add up to `seconds`."""
+    """Seconds by part of PART_WORDS, adding up to `seconds`."""
     states_bytes: float
     activations_bytes: float
     working_bytes: float
@@ -83,12 +81,11 @@ class ClusterCandidate:
     reserved_high: float
     """Upper bound; may exceed the device's memory."""
     fits: float
-    """Probability to run at full speed."""
     doublings_beyond: float
     price: float | None = None
-    """Price of a billion tokens; None if no price is given."""
+    """Price per billion tokens; None if no price is given."""
     joules_per_token: float | None = None
-    """Energy of all devices, with its interval; None unless energy is the goal."""
+    """Energy of all devices, with its interval, if it is the goal."""
     joules_low: float | None = None
     joules_high: float | None = None
 
@@ -100,11 +97,9 @@ class ClusterPlan:
     candidates: tuple[ClusterCandidate, ...]
     considered: int
     dropped: dict[str, int]
-    """Numbers of layouts that cannot run, by reason."""
 
 
 def strategy_of(layout: PlannedLayout) -> str:
-    """Returns a layout's common name, such as `ZeRO-1 + tensor`."""
     words = []
     shards = layout.data * layout.context
     if shards > 1:
@@ -125,8 +120,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is that of one device. Raises UsageError, with the nearest question that has an
-    answer, if no layout divides or none fits.
+    `price_per_hour` is per device. Raises UsageError if no layout divides or none fits, with the
+    nearest question that has an answer.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -259,7 +254,6 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
 def _nothing_fits(
     question: ClusterQuestion, result: Predictions, calibration: ClusterCalibration
 ) -> str:
-    """Explains why no layout fits; suggests a larger batch, more devices, or a shorter sequence."""
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
         return (
@@ -290,7 +284,6 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    """Describes the least memory needed, and offload that exceeds a node."""
     cluster, words = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
@@ -313,8 +306,7 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the fewest devices, by doubling up to MOST_DEVICES, that fit a layout; 0 if none do
-    or the links between nodes are unknown."""
+    """Doubles the devices until a layout fits; 0 if none does or nodes have no known links."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -347,7 +339,6 @@ class SweepSquare:
     parameters: float
     devices: int
     winner: str
-    """Strategy; empty if nothing fits."""
     tokens_per_second: float
     """Throughput of all devices; all figures are 0 if nothing fits."""
     tokens_low: float
@@ -359,8 +350,7 @@ class SweepSquare:
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:
-    """Returns the model and published ones of similar size, smallest first, without near
-    duplicates."""
+    """Returns the model and published ones of similar size, without near duplicates."""
     chosen = [shape]
     near = [
         other
@@ -376,7 +366,6 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 
 def device_counts(question: ClusterQuestion) -> list[int]:
-    """Returns the question's devices, with doublings that fill whole nodes."""
     counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
     per_node = question.cluster.per_node
     return [n for n in counts if n >= 1 and (n <= per_node or n % per_node == 0)]

@@ -19,7 +19,7 @@ from harness.spec.errors import UsageError
 GIGA = 1e9
 TERA = 1e12
 USUAL_SHARE = 0.8
-"""Share of peak that the best matrix product of an unmeasured device reaches."""
+"""Share of peak that an unmeasured device's best matrix product reaches."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth as a share of one direction of a node's links. Measured: 436 and 250 of 450 GB/s on
 H100 nodes (Ultra-Scale Playbook); all-reduce on A100 nodes usually reaches 230 to 240 of 300 GB/s.
@@ -37,7 +37,7 @@ SIZES = tuple(2**power for power in range(11))
 class BandwidthCurve:
     """Bus bandwidth of a collective over all devices, by number of nodes.
 
-    It counts bytes across the slowest link, independent of the number of ranks (nccl-tests,
+    It counts bytes across the slowest link, whatever the number of ranks (nccl-tests,
     PERFORMANCE.md).
     """
 
@@ -45,7 +45,7 @@ class BandwidthCurve:
     bytes_per_second: tuple[float, ...]
 
     def at(self, nodes: Ints) -> Floats:
-        """Returns bytes per second, interpolated between logarithms.
+        """Interpolates bytes per second between logarithms.
 
         Beyond the last point it follows the last three points' slope, but never rises.
         """
@@ -63,7 +63,7 @@ class Cluster:
     flops_per_second: float
     """Dense peak in bf16, or in fp16 without bf16."""
     reached_flops_per_second: float
-    """Measured rate of the best matrix product."""
+    """Measured rate of its best matrix product."""
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
@@ -73,7 +73,7 @@ class Cluster:
     """Bandwidth of all-gather and reduce-scatter."""
     links: str = ""
     host_bytes_per_second: float = 25e9
-    """Rate between a device and host memory, each direction."""
+    """Rate between device and host memory, each direction."""
     disk_bytes_per_second: float = 3e9
     """Rate of a node's disks, shared by its devices."""
     host_memory_bytes: float = 2e12
@@ -91,9 +91,8 @@ class MeasuredLinks:
     reduce: float
     """Bus bandwidth of all-reduce within a node."""
     gather: float
-    """Bus bandwidth of all-gather within a node."""
     rate: float
-    """Rate of each device to other nodes."""
+    """Rate of a device to other nodes."""
 
 
 @functools.cache
@@ -105,14 +104,14 @@ def measured_links() -> dict[str, MeasuredLinks]:
 
 @functools.cache
 def _reached() -> dict[str, float]:
-    """Returns the TFLOP/s of each device's best matrix product, from hardware.yaml."""
+    """Reads the TFLOP/s of each device's best matrix product from hardware.yaml."""
     text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
     table = TypeAdapter(dict[str, float])
     return table.validate_python(yaml.safe_load(text)["best_products"])
 
 
 def device_named(name: str) -> GpuModel:
-    """Returns a device; raises UsageError with similar names if it is unknown."""
+    """Raises UsageError with similar names for an unknown device."""
     models = gpu_models()
     if name not in models:
         near = difflib.get_close_matches(name.lower(), models, 3, 0.4) or list(models)
@@ -123,9 +122,9 @@ def device_named(name: str) -> GpuModel:
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """Returns a cluster of these devices and links.
 
-    `link` is a name of hardware.yaml, or two parts with a comma. The first is the link inside a
-    node: `nvlink`, `pcie` or a rate of each device and direction, such as `450gbyte`. The second is
-    the rate of each device to other nodes (`400gbit`). Raises UsageError for other texts.
+    `link` is a name in hardware.yaml, or `INSIDE,BETWEEN`. INSIDE is `nvlink`, `pcie` or a rate per
+    device and direction (`450gbyte`), BETWEEN the rate of a device to other nodes (`400gbit`).
+    Raises UsageError for other texts.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -170,10 +169,10 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
 def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
     """Returns the bandwidth of a collective with `inside` bytes per second within a node.
 
-    `rate` is that of each device to other nodes; None for a single node. Nodes first reduce or
-    gather inside. With n ranks in k nodes, only (k - 1) / (n - 1) of the bytes that bus bandwidth
-    counts cross a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's
-    times (n - 1) / (k - 1), at most `inside`.
+    `rate`: each device's to other nodes; None for a single node. Nodes first reduce or gather
+    inside. With n ranks in k nodes, (k - 1) / (n - 1) of the bytes that bus bandwidth counts cross
+    a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's times (n - 1) /
+    (k - 1), at most `inside`.
     """
     if rate is None:
         return BandwidthCurve((1,), (inside,))
@@ -183,7 +182,7 @@ def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve
 
 
 def _rate(text: str, link: str) -> float:
-    """Returns the bytes per second of `400gbit` or `450gbyte`."""
+    """Parses `400gbit` or `450gbyte` into bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
     rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
     if match and float(match[1]) == 0:

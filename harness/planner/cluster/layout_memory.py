@@ -1,5 +1,4 @@
-"""Predicts the memory of the fullest stage: states, activations, and what the allocator
-reserves."""
+"""Predicts the fullest stage's memory: states, activations, and what the allocator reserves."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from harness.planner.cluster.question import PlannedLayouts
 from harness.planner.fitting import Bools, Floats, Ints
 
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
-"""Bytes per parameter in mixed precision: bf16 parameter and gradient; fp32 copy and two moments of
-Adam (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
+"""Bytes per parameter in mixed precision: bf16 parameter and gradient; fp32 copy and Adam's two
+moments (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
 ACCUMULATED_BYTES = 4.0
 """Bytes per gradient accumulated in fp32."""
 UNGATED = 0.5
-"""Feed-forward tensors that an ungated layer keeps, as a share of a gated one's: the activation's
-input and output, against two more with a gate."""
+"""Feed-forward tensors kept by an ungated layer, as a share of a gated one's: the activation's
+input and output, against four."""
 GIGA = 1e9
 
 
@@ -29,17 +28,16 @@ class LayoutMemory:
     """Bytes per device of the fullest stage (shape [layouts])."""
 
     states: Floats
-    """Parameters, gradients and optimizer state."""
     activations: Floats
-    """Tensors kept for backward, of all micro-batches in flight."""
+    """Tensors kept for backward by all micro-batches in flight."""
     pending: Floats
-    """Part of the activations that is free once the device has caught up."""
+    """Activations that are free once the device has caught up."""
     working: Floats
-    """Buckets of gradients, gathered parameters, workspaces."""
+    """Gradient buckets, gathered parameters, workspaces."""
     demand: Floats
     """Bytes that the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved on this device; near the limit, the allocator frees its cache."""
+    """Bytes reserved, less near the limit, where the allocator frees its cache."""
 
     @property
     def allocated(self) -> Floats:
@@ -54,7 +52,7 @@ def model_states(
 ) -> Floats | float:
     """Returns bytes of parameters, gradients and optimizer state on one of `data` ranks.
 
-    `zero`: stage 0 to 3 (arXiv 1910.02054, section 5, table 1).
+    Formulas: arXiv 1910.02054, section 5, table 1.
     """
     return parameters * (
         PARAMETER_BYTES / (data if zero >= 3 else 1)
@@ -64,7 +62,7 @@ def model_states(
 
 
 def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns the parameters on one rank of a stage before ZeRO shards them (shape [layouts]).
+    """Returns one rank's parameters before ZeRO shards them (shape [layouts]).
 
     The tensor axis splits them evenly (Megatron-LM, arXiv 1909.08053, section 3).
     """
@@ -72,7 +70,7 @@ def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 
 
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns the parameters that one rank of a stage updates (shape [layouts]).
+    """Returns the parameters that one rank updates (shape [layouts]).
 
     From ZeRO stage 1 the data axis shares them (arXiv 1910.02054, section 5.1). Experts count as
     shared over the whole axis, which gives the same number.
@@ -92,8 +90,8 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
     """Returns the bytes of model states on the device, without offloaded ones.
 
-    Gradients are accumulated in fp32; those of offloaded parameters leave layer by layer
-    (ZeRO-Infinity, arXiv 2104.07857).
+    Gradients accumulate in fp32; those of offloaded parameters leave layer by layer (ZeRO-Infinity,
+    arXiv 2104.07857).
     """
     parameters = PARAMETER_BYTES * np.where(layouts.zero >= 3, owned, held)
     gradients = ACCUMULATED_BYTES * np.where(layouts.zero >= 2, owned, held)
@@ -119,8 +117,8 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bo
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns how many micro-batches' activations a stage holds under 1F1B.
 
-    As many as stages follow, itself included (PipeDream-2BW, arXiv 2006.09503), more with
-    interleaved chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
+    One for each stage from itself on (PipeDream-2BW, arXiv 2006.09503), more with interleaved
+    chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
@@ -134,15 +132,15 @@ def _layer_activations(
     """Returns a layer's bytes per micro-batch (each of shape [layouts]): kept, needed during
     recomputation, and pending among the kept.
 
-    Tensors are counted as in Korthikanti and others (arXiv 2205.05198, section 4). Full
-    recomputation keeps only a layer's inputs (section 5).
+    Counts tensors as Korthikanti and others do (arXiv 2205.05198, section 4). Full recomputation
+    keeps only a layer's inputs (section 5).
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     pending = tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
-    # Half of the tensors have the hidden size, a quarter the width of all heads, and a quarter that
-    # of keys and values.
+    # Half of the tensors have the hidden size, a quarter the width of all heads, a quarter that of
+    # keys and values.
     width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
     hidden = width * c.layer_hidden
     whole = tokens * (hidden + feed * c.layer_feed) / tensor + pending
@@ -162,12 +160,12 @@ def memory(
     ahead: Floats,
     first_stage_only: bool = False,
 ) -> LayoutMemory:
-    """Returns the memory of each layout's fullest stage in bytes.
+    """Returns the bytes of each layout's fullest stage.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
-    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1) is how far launches run
+    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1): how far launches run
     ahead of the device. Tensor-parallel buffers are reused only after the device is done, so a
-    waiting device needs fewer. `first_stage_only` is for comparisons with rank 0.
+    waiting device needs fewer. `first_stage_only`: for comparisons with rank 0.
     """
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
     tokens = layouts.micro_batch * float(sequence) / layouts.context

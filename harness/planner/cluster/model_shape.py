@@ -1,4 +1,4 @@
-"""Shapes of transformers, and their layers' distribution over pipeline stages."""
+"""Transformer shapes, and their layers' distribution over pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from harness.spec.errors import UsageError
 
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
-"""Upper limits for layers and for other sizes; larger numbers are mistakes."""
+"""Limits for layers and for other sizes, against mistakes."""
 
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. nanotron's source has more than 1; only
@@ -32,17 +32,15 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Heads of keys and values; 0 means `heads`."""
+    """Key and value heads; 0 means `heads`."""
     head_size: int = 0
     """Width of a head; 0 means hidden / heads."""
     gated: bool = True
-    """Whether the feed-forward block has three matrices (SwiGLU), not two."""
+    """Whether feed-forward blocks have three matrices (SwiGLU), not two."""
     tied: bool = False
-    """Whether the head uses the embedding's matrix."""
     experts: int = 1
-    """Feed-forward blocks in each layer."""
+    """Feed-forward blocks per layer."""
     experts_per_token: int = 1
-    """Feed-forward blocks that each token passes through."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -86,7 +84,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's query, key, value and output projections."""
+        """Parameters of a layer's query, key, value and output projections."""
         return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
@@ -95,7 +93,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer with all experts, norms and router."""
+        """Parameters of a layer, all experts included."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return (
             self.attention_parameters
@@ -110,15 +108,15 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied matrix counts once."""
+        """All parameters, a tied matrix once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer_parameters + ends
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Returns the floating-point operations of forward and backward for one token.
+        """Returns the floating-point operations of forward and backward per token.
 
-        Six for each parameter used in a matrix product, and 6 x sequence x width for causal
-        attention (PaLM, arXiv 2204.02311, appendix B, halved for the mask).
+        Six per parameter in a matrix product, and 6 x sequence x width for causal attention (PaLM,
+        arXiv 2204.02311, appendix B, halved for the mask).
         """
         passed = self.layers * (
             self.attention_parameters + self.experts_per_token * self.expert_parameters
@@ -143,7 +141,7 @@ def named_shapes() -> dict[str, ModelShape]:
 
 
 def parse_shape(text: str) -> ModelShape:
-    """Returns the shape of a name, of `hf:PATH` (transformers' config.json or its folder), or of
+    """Parses a name, `hf:PATH` (transformers' config.json or its folder), or
     `layers=32,hidden=4096,...`; raises UsageError for other texts."""
     if text in named_shapes():
         return named_shapes()[text]
@@ -203,8 +201,8 @@ def _from_sizes(text: str) -> ModelShape:
 
 
 def from_config(path: Path) -> ModelShape:
-    """Returns the shape in transformers' config.json; raises UsageError if the file is missing, not
-    JSON, or lacks a size."""
+    """Reads transformers' config.json; raises UsageError if it is missing, not JSON, or lacks a
+    size."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -268,12 +266,12 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
-    """Returns the kinds of stages of a pipeline, balanced by cost, and the indices of each.
+    """Returns a pipeline's kinds of stages, balanced by cost, and the indices of each.
 
     Layers and head are assigned in order. A stage is full once the cost so far passes its share of
     the total; cost is the number of parameters that a token passes through (nanotron, `build_model`
-    and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they divide
-    and make the slowest stage faster. A stage may get no modules.
+    and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they make the
+    slowest stage faster. A stage may get no modules.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters
@@ -303,7 +301,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
 @functools.lru_cache(maxsize=4096)
 def empty_stages(shape: ModelShape, pipeline: int) -> int:
-    """Returns the number of stages without layer, head or loss."""
+    """Counts the stages without layer, head or loss."""
     empty = sum(
         stage.count
         for stage in stages(shape, pipeline)

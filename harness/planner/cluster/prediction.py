@@ -20,26 +20,24 @@ from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Shares of maximum power that a device draws while it computes, and while it communicates or
-waits. Assumed: idle devices draw about 0.1, but waiting kernels keep clocks high."""
+"""Shares of maximum power while computing, and while communicating or waiting. Assumed: idle
+devices draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Half-width of the 80 % interval of these shares' logarithm. Assumed: never compared with measured
-energy."""
+"""Half-width of the 80 % interval of their log. Assumed: never compared with measured energy."""
 
 PENDING_DONE = 0.5
 """Share of pending activations that is free once the allocator waits for them. Assumed."""
 REFUSED_BELOW = 1 / 3
-"""Probability to run below which layouts are refused. Not even odds, because false alarms are
-worse. No value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
+"""Probability to run below which layouts are refused. Not even odds: false alarms are worse, and no
+value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
 TIE = 0.01
-"""Difference in the logarithm of speed below which layouts are tied; less memory then wins."""
+"""Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
-"""Number of first ranks to be tried together."""
+"""First ranks to be tried together."""
 CONSIDERED = 512
-"""Number of layouts considered for these ranks: the fastest, and the best by speed times
-probability to fit."""
+"""Layouts considered for them: the fastest, and the best by speed times probability to fit."""
 STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations that it spans on each side."""
+"""Points of the integral over speed, and standard deviations spanned on each side."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class LayoutEnergy:
 
 @functools.cache
 def watts() -> dict[str, float]:
-    """Returns each device's maximum power in watts, from power.yaml."""
     text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, float]).validate_python(yaml.safe_load(text)["watts"])
 
@@ -81,18 +78,18 @@ def energy(
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for each layout (arrays of shape [layouts])."""
+    """Predictions (shape [layouts]); half-widths are of 80 % intervals of logarithms."""
 
     layouts: PlannedLayouts
     time: LayoutStepTime
     memory: LayoutMemory
     seconds: Floats
     half_width: Floats
-    """Half-width of the 80 % interval of the logarithmic seconds, if memory suffices."""
+    """Half-width for seconds, if memory suffices."""
     upper: Floats
-    """Upper half-width, with the risk of slowness near the memory limit; at least `half_width`."""
+    """Upper half-width, with the risk of slowness near the memory limit."""
     memory_half_width: Floats
-    """Half-width of the 80 % interval of the logarithm of the reserved bytes."""
+    """Half-width for reserved bytes."""
     least: Floats
     """Bytes on the fullest device that cannot be freed."""
     fits: Floats
@@ -100,13 +97,12 @@ class Predictions:
     runs: Floats
     """Probability to run at all, perhaps many times slower."""
     filled: Bools
-    """Whether no stage of the pipeline is empty."""
+    """Whether no pipeline stage is empty."""
     fed: Bools
-    """Whether the pipeline's schedule has enough micro-batches."""
+    """Whether the schedule has enough micro-batches."""
     stored: Bools
-    """Whether a node's memory and disks hold what its devices offload."""
+    """Whether a node can hold what its devices offload."""
     beyond: Floats
-    """Doublings outside the calibrated range; 0 inside."""
 
     @property
     def refused(self) -> Bools:
@@ -124,10 +120,7 @@ def predict(
     calibration: ClusterCalibration,
     first_stage_only: bool = False,
 ) -> Predictions:
-    """Predicts every layout.
-
-    `first_stage_only` returns the memory of rank 0, for comparisons with measurements.
-    """
+    """Predicts every layout; `first_stage_only`: the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     time = step_time(question, layouts, calibration.time_on(cluster.links))
     needed = memory(
@@ -175,14 +168,13 @@ def predict(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first rank suits users who run one layout: the largest product of speed and probability to
-    fit, in classes of TIE, then the least memory. The next ranks, up to TRIED, suit users who try
-    them all and keep the fastest: each adds the largest expected improvement (Jones, Schonlau and
-    Welch, 1998). So a faster layout that may not fit beats a slower one that surely fits. All
-    others follow by speed times probability.
+    The first rank suits users who run one layout: the most speed times probability to fit, in
+    classes of TIE, then the least memory. The next, up to TRIED, suit users who try them all and
+    keep the fastest. Each adds the largest expected improvement (Jones, Schonlau and Welch, 1998),
+    so a faster layout that may not fit beats a slower one that surely fits. Others follow by speed
+    times probability.
 
-    `half_width` belongs to the 80 % interval of the logarithmic seconds. Layouts are treated as
-    independent.
+    `half_width`: of the 80 % interval of log seconds. Layouts are treated as independent.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -213,11 +205,10 @@ class _Gains:
         self.slower = 1 - fits[:, None] * (1 - passed)
         """Probability that a layout is slower than each point (shape [rows, STEPS])."""
         self.all_slower = np.ones(STEPS)
-        """Probability that all picked layouts are slower than each point."""
         self.not_picked = np.ones(len(log_speed), bool)
 
     def after(self, picked: int) -> int:
-        """Picks a row; returns the row that would then add most."""
+        """Picks a row; returns the one that would then add most."""
         self.all_slower = self.all_slower * self.slower[picked]
         self.not_picked[picked] = False
         # E[max(a, b)] - E[b] is the integral of P(a > x) P(b < x) over x.

@@ -19,34 +19,30 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
 """What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Upper limits of a question, against mistakes and overflow of 64 bits."""
+"""Limits of a question, against mistakes and overflow of 64 bits."""
 MOST_TENSOR_NODES = 4
-"""Most nodes that the tensor axis may span."""
 LEAST_TOKENS = 1024
-"""Fewest tokens of a sequence per device of the context axis."""
+"""Fewest tokens of a sequence per context device."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One layout over data x pipeline x tensor x context devices.
-
-    The pipeline is outermost, and tensor innermost (its ranks share a node).
-    """
+    """A layout; the pipeline is outermost, and tensor innermost (its ranks share a node)."""
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    """Devices that share each sequence, each with part of its tokens."""
+    """Devices that share each sequence's tokens."""
     expert: int = 1
-    """Devices of the data axis that share the experts of a mixture."""
+    """Data-axis devices that share a mixture's experts."""
     zero: int = 0
     """ZeRO stage; 3 also stands for FSDP with full sharding."""
     micro_batch: int = 1
     """Sequences in one forward pass."""
     accumulation: int = 1
-    """Micro-batches in one step, those of a pipeline included."""
+    """Micro-batches in one step, also those of a pipeline."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
@@ -82,7 +78,7 @@ AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
 
 @dataclass(frozen=True)
 class PlannedLayouts:
-    """Many layouts, as one array per field (shape [layouts])."""
+    """Many layouts (each field of shape [layouts])."""
 
     data: Ints
     pipeline: Ints
@@ -183,7 +179,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
-    """Returns the sizes of data, pipeline, tensor and context axes that the model allows."""
+    """Returns (data, pipeline, tensor, context) sizes that the model allows."""
     shape, devices = question.shape, question.devices
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
@@ -209,7 +205,7 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
     Pipelines exclude stages 2 and 3, which shard gradients with every micro-batch (DeepSpeed
-    refuses it). Offloaded parameters need stage 3 or a single device.
+    refuses it). Parameters are offloaded only with stage 3 or on a single device.
     """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
@@ -223,9 +219,8 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
     """Returns every layout whose sizes divide (see `_axes`).
 
-    Combines micro-batches of powers of two with all applicable kinds of recomputation, ZeRO stages,
-    offload and interleaved chunks. Raises UsageError with the nearest batch that divides if there
-    is none.
+    Combines power-of-two micro-batches with all applicable recomputation, ZeRO stages, offload and
+    interleaved chunks. Raises UsageError with the nearest batch that divides if there is none.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
@@ -257,7 +252,6 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
 
 
 def _nothing(question: ClusterQuestion, least: int) -> str:
-    """Returns an error text; `least` is the smallest data axis that the model allows."""
     batch = question.global_batch
     nearest = max(least, round(batch / least) * least)
     return (

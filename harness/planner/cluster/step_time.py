@@ -25,12 +25,12 @@ BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
 """Collectives of a layer with sequence parallelism: two gathers and two reduce-scatters each in
-forward and backward (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two more gathers
-of inputs for weight gradients."""
+forward and backward (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two gathers of
+inputs for weight gradients."""
 
 UNGATED = 0.4
 """Memory passes of an ungated activation as a share of a gated one's: 2 of 5. SiLU reads and
-writes; its product with the gate reads two and writes one. Backward has the same share."""
+writes; its product with the gate reads two and writes one. Backward is alike."""
 AHEAD_POWER = 2.0
 """Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r
 times as long as its launches. Assumed; errors hardly change between 2 and 4."""
@@ -38,7 +38,7 @@ times as long as its launches. Assumed; errors hardly change between 2 and 4."""
 
 @dataclass(frozen=True)
 class AxisBandwidths:
-    """Bandwidth of each axis of a layout, in bytes per second (shape [layouts])."""
+    """Bytes per second on each axis of a layout (shape [layouts])."""
 
     nodes: Ints
     tensor_nodes: Ints
@@ -51,14 +51,14 @@ class AxisBandwidths:
     gather: Floats
     """Bandwidth of all-gather and reduce-scatter on the data axis."""
     stage: Floats
-    """Bandwidth from one device to the next stage."""
+    """Bandwidth to the next stage."""
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
         """Returns the bandwidths with tensor innermost, then context and data, pipeline outermost.
 
-        A group with g ranks per node uses g of its links: g / per_node of the bandwidth of a
-        collective over all devices.
+        A group with g ranks per node gets g / per_node of the bandwidth of a collective over all
+        devices.
         """
         per_node = cluster.per_node
         one = np.ones_like(layouts.devices)
@@ -106,22 +106,21 @@ class AxisBandwidths:
     ) -> Floats:
         """Returns the exposed seconds of a layer's collectives, forward and backward.
 
-        Covers the tensor axis (arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed share is
-        fitted), the context axis (ring attention, arXiv 2310.01889) and the expert axis (GShard,
-        arXiv 2006.16668).
+        Tensor axis: arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed share is fitted. Context
+        axis: ring attention, arXiv 2310.01889. Expert axis: GShard, arXiv 2006.16668.
         """
         shape = question.shape
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
         hidden = tokens * shape.hidden * ELEMENT_BYTES
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
-        # The whole tensor, not (n - 1) / n of it: behind one switch, 2 to 8 ranks take nearly equal
+        # The whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take nearly equal
         # times.
         seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
-        # hidden behind attention to the previous part (ring attention, arXiv 2310.01889).
+        # hidden behind attention to the previous part.
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor
         seconds = seconds + np.maximum(0.0, passed / self.gather - 3.5 * attention)
-        # Two all-to-alls forward and two back (GShard, arXiv 2006.16668).
+        # Two all-to-alls forward and two back.
         expert = layouts.expert.astype(float)
         moved = 4.0 * shape.experts_per_token * hidden / tensor * (expert - 1) / expert
         result: Floats = seconds + moved / self.gather
@@ -157,15 +156,13 @@ class AxisBandwidths:
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
-        # Neighbouring layers hide all gathers and scatters but the first gather and the last
-        # scatter.
+        # Neighbouring layers hide all but the first gather and the last scatter.
         each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
         ends = each / question.shape.layers
         hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
         each = ends + np.maximum(0.0, each - ends - hides)
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
-        # Gradients out, parameters back. The host updates states at its memory's rate, assumed to
-        # be the bus's.
+        # Gradients out, parameters back. The host's memory is assumed to be as fast as its bus.
         moved = owned * (ACCUMULATED_BYTES + PARAMETER_BYTES + 2 * OPTIMIZER_BYTES) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
         fetched = 2 * steps * PARAMETER_BYTES * np.where(zero >= 3, owned, parameters) / host
@@ -185,9 +182,9 @@ class LayoutStepTime:
     data: Floats
     """Exposed communication of gradients and sharded parameters."""
     bubble: Floats
-    """Pipeline bubble: filling, draining, and waiting for the slowest stage."""
+    """Pipeline filling, draining, and waiting for the slowest stage."""
     launch: Floats
-    """Time that the device waits for its processor's launches."""
+    """Time that the device waits for launches."""
     offload: Floats
     update: Floats
     owned: Floats
@@ -213,7 +210,6 @@ class _Layer:
     """Seconds of one layer for one micro-batch (shape [layouts])."""
 
     compute: Floats
-    """Forward and backward on the device."""
     head: Floats
     communication: Floats
     launch: Floats
@@ -224,15 +220,15 @@ class _Layer:
     """Exponent of the smooth maximum of device and processor."""
 
     def of_stage(self, stage: LayerStage, rows: Ints) -> tuple[Floats, Floats]:
-        """Returns a stage's seconds of compute, and of communication within it."""
+        """Returns a stage's seconds of compute, and of communication."""
         computed = stage.layers * self.compute[rows] + stage.head * self.head[rows]
         return computed, stage.layers * self.communication[rows]
 
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
-        """Returns the seconds that a stage takes if its device needs `device` seconds.
+        """Returns the seconds of a stage whose device needs `device` seconds.
 
-        Long kernels hide the launches of later ones; short ones wait for theirs. Assumes a smooth
-        maximum of both, with fitted sharpness (`launch_sharpness`).
+        Long kernels hide later launches; short ones wait for theirs. Assumes a smooth maximum of
+        both, with fitted sharpness (`launch_sharpness`).
         """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
@@ -324,7 +320,7 @@ def _layer(
 def step_time(
     question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants
 ) -> LayoutStepTime:
-    """Returns the step time of each layout, in seconds.
+    """Returns each layout's step time in seconds.
 
     Pipelines follow 1F1B: the sum over stages for the first micro-batch, then the slowest stage for
     each further one (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
@@ -376,10 +372,9 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage, shape [layouts, stages], with the same
-    formulas as `step_time`.
+    """Returns the seconds of a micro-batch in each stage, shape [layouts, stages].
 
-    All layouts must have equally long pipelines.
+    Uses the same formulas as `step_time`. All layouts need equally long pipelines.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
@@ -397,9 +392,8 @@ def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeCon
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
     """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step, shape [layouts].
 
-    `forward` and `backward` are seconds of a micro-batch, shape [layouts, stages]. Stage s first
-    runs up to `stages - s - 1` forwards, alternates forward and backward, then runs the remaining
-    backwards. Sending takes no time.
+    `forward` and `backward`: seconds of a micro-batch, shape [layouts, stages]. Stage s runs up to
+    `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending takes no time.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)
@@ -434,7 +428,7 @@ def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: i
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """Returns a stage's passes in order: whether forward, and the micro-batch."""
+    """Returns a stage's passes: (whether forward, micro-batch)."""
     first = min(stages - stage - 1, micro_batches)
     order = [(True, batch) for batch in range(first)]
     for batch in range(micro_batches - first):

@@ -19,37 +19,34 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 class CellFacts:
     """Unmeasured properties of a cell, from its strategy and workload.
 
-    Bytes and counts are those of one rank, the fullest if ranks differ, unless noted.
+    Bytes and counts are those of one rank, the fullest if they differ, unless noted.
     """
 
     workload: str
     setting: str
-    """Text of the setting; only cells of one setting are comparable."""
+    """Text of the setting; only its cells are comparable."""
     links: str
-    """Emulated link between the nodes; empty without one."""
+    """Emulated link between nodes, or empty."""
     label: str
     engine: str
     """Strategy whose library does the work besides the model's."""
     precision: str
-    """Arithmetic: fp32, bf16 or fp16."""
     exact: bool
-    """Whether the strategy declares to train as one process does, up to rounding."""
+    """Whether it trains as one process does, up to rounding."""
     stand_in: bool
-    """Whether a stand-in replaces the real arithmetic, so the cell must not be recommended."""
+    """Whether a stand-in replaces the real arithmetic; never recommended."""
     data: int
-    """Ranks that train the same part of the model on different data."""
+    """Ranks that train the same part of the model."""
     pipeline: int
     tensor: int
     cores: int
-    """CPU cores for all ranks together."""
     micro_batches: int
     flops: float
-    """Floating-point operations of a step over all ranks, recomputation included."""
+    """Operations over all ranks, recomputation included."""
     operators: int
-    """Operators of the unsplit model in forward and backward of a micro-batch."""
+    """Operators in a micro-batch of the unsplit model."""
     moved_bytes: float
-    """Bytes that operators other than matrix products read and write, for a micro-batch of the
-    unsplit model."""
+    """Bytes read and written outside matrix products by a micro-batch of the unsplit model."""
     tensors: int
     """Trained tensors of the unsplit model; 1 with fused AdamW."""
     state_bytes: float
@@ -57,39 +54,36 @@ class CellFacts:
     library_bytes: float
     """A library's copies and buffers."""
     transient_bytes: float
-    """Temporary memory of a step: gradients, gathered parameters."""
+    """Gradients and gathered parameters."""
     trained_bytes: float
     """Trained parameters of one rank's part, before sharding."""
     optimizer_bytes: float
-    """Optimizer state, which each update reads and writes."""
+    """Optimizer state read and written by each update."""
     activation_bytes: float
-    """Activations kept for backward by a micro-batch of the unsplit model."""
+    """Activations of a micro-batch of the unsplit model."""
     sent_bytes: float
-    """Bytes sent in a step by the strategy's collectives."""
+    """Bytes sent by the strategy's collectives."""
     messages: float
-    """Number of collectives or transfers in a step."""
     sharded: bool = False
-    """Whether collectives gather parameters and scatter gradients."""
     uses_shared_memory: bool = False
-    """Whether collectives use shared memory instead of TCP."""
     flat: bool = False
-    """Whether the library copies parameters or gradients to and from flat buffers."""
+    """Whether the library copies to and from flat buffers."""
     served: bool = False
     """Whether a process that does not train holds the model."""
     disk_bytes: float = 0.0
-    """Bytes to and from a disk in a step over all ranks."""
+    """Bytes read and written over all ranks."""
     threads: int = 1
-    """Devices driven by threads of one process, which share the interpreter lock."""
+    """Devices driven by threads of one process."""
     optimizer_flops: float = 0.0
-    """Floating-point operations of matrix products in a rank's update, in bf16."""
+    """Matrix products of a rank's update, in bf16."""
     coded_elements: float = 0.0
-    """Elements of optimizer state that a rank's update converts from and to 8 bits."""
+    """Optimizer elements that a rank's update converts from and to 8 bits."""
     convolutions: int = 0
-    """Convolutions among the operators; one backward counts twice."""
+    """Convolutions among the operators; a backward counts twice."""
     link_bytes_per_second: float = float("inf")
-    """Rate between the nodes, each direction; infinite on one node."""
+    """Rate between nodes, each direction; infinite on one node."""
     link_seconds: float = 0.0
-    """One-way delay between the nodes."""
+    """One-way delay between nodes."""
 
     @property
     def ranks(self) -> int:
@@ -97,12 +91,12 @@ class CellFacts:
 
     @property
     def variant(self) -> tuple[str, str, bool]:
-        """Key of cells whose library does the same work: label, precision, several ranks."""
+        """Key of cells whose library does the same work."""
         return self.label, self.precision, self.ranks > 1
 
     @property
     def family(self) -> tuple[str, str, bool]:
-        """Key of all strategies and options of one library."""
+        """Key of a library's strategies and options."""
         return self.engine, self.precision, self.ranks > 1
 
 
@@ -114,13 +108,13 @@ class Observation:
     peak_bytes: float | None
     """Memory of the fullest rank above its imports."""
     seconds_low: float | None = None
-    """Bounds of the 95 % interval; None with one trial."""
+    """Bounds of the 95 % interval, after several trials."""
     seconds_high: float | None = None
 
 
 @dataclass(frozen=True)
 class CpuTimeConstants:
-    """Constants of the step time on CPU cores; a rank has one core unless the cell has more."""
+    """Step-time constants; a rank has one core unless the cell has more."""
 
     fp32_rate: float = constant(
         Prior(80.0, spread=30.0, low=5.0, high=400.0, unit="GFLOP/s"),
@@ -304,11 +298,11 @@ class CpuStep:
     """Seconds of a step (shape [cells]); the parts add up to `total`."""
 
     compute: Floats
-    """The model's arithmetic, independent of the strategy, with a pipeline's filling."""
+    """The model's arithmetic, whatever the strategy, with a pipeline's filling."""
     calls: Floats
     update: Floats
     exchange: Floats
-    """Collectives on one machine, and transfers to a disk and back."""
+    """Collectives on one machine, and disk transfers."""
     link: Floats
     """Exposed transfers between nodes."""
 
@@ -318,11 +312,10 @@ class CpuStep:
 
 
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
-    """Returns the step time of each cell in seconds.
+    """Returns each cell's step time in seconds.
 
-    `effects` (shape [cells]): logarithm of the factor by which a strategy's library slows down
-    everything except the model's arithmetic and the link. Units are bytes, operations and seconds;
-    rates of the constants are in 1e9 per second.
+    `effects` (shape [cells]): log factor by which a strategy's library slows down everything except
+    the model's arithmetic and the link. The constants' rates are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -352,10 +345,10 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 
 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
-    """Returns the peak resident bytes of the fullest rank.
+    """Returns the fullest rank's peak resident bytes.
 
-    A library's buffers count as far as gradients fill them, because unwritten pages are not
-    resident. `effects` (shape [cells]): logarithm of the factor by which the library needs more.
+    A library's buffers count only as far as gradients fill them: unwritten pages are not resident.
+    `effects` (shape [cells]): log factor by which the library needs more.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

@@ -23,21 +23,20 @@ from harness.spec.errors import UsageError
 FEWEST = 5
 """Fewest measured cells for a calibration."""
 VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
-"""Prior standard deviations of the logarithmic effects of a strategy's options, and of its
-library."""
+"""Prior standard deviations of log effects of a strategy's options, and of its library."""
 WORKLOAD_SPREAD = 0.05
-"""Prior standard deviation of the logarithmic error shared by a workload's cells."""
+"""Prior standard deviation of the log error shared by a workload's cells."""
 ORDINARY_ERROR = 0.1
-"""Logarithm of an ordinary error of a cell; much larger errors hardly count."""
+"""Log of an ordinary error of a cell; much larger ones hardly count."""
 UNKNOWN_SPREAD = 0.25
-"""Half-width of logarithmic 80 % intervals if too few workloads were measured. Assumed."""
+"""Half-width of log 80 % intervals if too few workloads were measured. Assumed."""
 FEWEST_ERRORS = 8
 """Fewest held-out predictions that give a spread."""
 
 
 @dataclass(frozen=True)
 class LibraryEffects:
-    """Logarithmic effects of libraries, by measured variant, and by library for other variants."""
+    """Log effects of libraries, by measured variant, and by library for others."""
 
     variants: dict[tuple[str, str, bool], float]
     families: dict[tuple[str, str, bool], float]
@@ -45,13 +44,13 @@ class LibraryEffects:
     """Error shared by each workload's cells."""
 
     def missed(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns the factor of each cell's workload; 1 if unmeasured (shape [cells])."""
+        """Returns each cell's workload factor; 1 if unmeasured (shape [cells])."""
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
         """Returns the effect of each cell's library (shape [cells]).
 
-        A library unmeasured in a precision gets its fp32 effect, and an unmeasured library 0.
+        A library unmeasured in a precision gets its fp32 effect; an unmeasured one gets 0.
         """
         return np.array([self._of(cell) for cell in cells], float)
 
@@ -104,8 +103,7 @@ class CpuCalibration:
 
 
 def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
-    """Returns the calibration fitted to these cells, without spreads; raises UsageError if there
-    are too few."""
+    """Fits a calibration without spreads; raises UsageError if there are too few cells."""
     if len(measured) < FEWEST:
         raise UsageError(
             f"{len(measured)} measured cells on CPU cores are too few to predict others; measure at"
@@ -149,7 +147,7 @@ def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
 
 
 class _Groups:
-    """Positions of cells' variants, families and workloads in an array of unknowns."""
+    """Positions of variants, families and workloads in an array of unknowns."""
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
         self._variants = list(dict.fromkeys(cell.variant for cell in cells))
@@ -166,12 +164,12 @@ class _Groups:
             for cell in cells
         ]
         self.numbers: Ints = np.array(positions)
-        """Positions of each cell's unknowns (shape [cells, 3])."""
+        """Positions by cell (shape [cells, 3])."""
         self._with_library = np.array([cell.engine != BASELINE for cell in cells], float)
         self._family_of = {cell.variant: cell.family for cell in cells}
 
     def spreads(self, share: float) -> Floats:
-        """Returns each unknown's prior spread; `share` scales those of libraries."""
+        """Returns prior spreads; `share` scales those of libraries."""
         each = (share * VARIANT_SPREAD, share * FAMILY_SPREAD, WORKLOAD_SPREAD)
         return np.repeat(each, self._counts)
 
@@ -202,7 +200,7 @@ class HeldOutCell:
     seconds: float
     peak_bytes: float
     known: bool
-    """Whether other parts contain its strategy with these options."""
+    """Whether other parts contain its variant."""
 
 
 def leave_out(
@@ -210,8 +208,8 @@ def leave_out(
 ) -> list[HeldOutCell]:
     """Predicts the cells of each part from all others; skips parts with too few others.
 
-    `part_of` returns the part of a cell, "" for never; by default its workload without suffixes, so
-    that a model is held out together with its adapters.
+    `part_of` returns a cell's part, "" for never. By default it is the workload without suffixes,
+    so that a model is held out with its adapters.
     """
     name = part_of or base_of
     result: list[HeldOutCell] = []
@@ -236,7 +234,6 @@ def base_of(facts: CellFacts) -> str:
 
 
 def with_spreads(calibration: CpuCalibration, held: Sequence[HeldOutCell]) -> CpuCalibration:
-    """Returns the calibration with the spreads of held-out predictions."""
     peaks = [row for row in held if row.observation.peak_bytes]
     return replace(
         calibration,
@@ -275,14 +272,13 @@ def _width(errors: Sequence[float], otherwise: float) -> float:
 
 @dataclass(frozen=True)
 class CpuScores:
-    """Errors of one part's predictions, as shares; None if nothing can be scored."""
+    """Errors of one part's predictions, as shares; None if none can be scored."""
 
     part: str
     cells: int
     median_time_error: float | None
     median_memory_error: float | None
     known: int
-    """Cells whose strategy, with these options, was measured in other parts."""
     known_median_time_error: float | None
     known_median_memory_error: float | None
 
@@ -293,18 +289,16 @@ class FirstChoice:
 
     setting: str
     compared: int
-    """Cells of the setting that train as one process does."""
+    """Exact cells of the setting."""
     chosen: str
     best: str
-    """Cell with the fastest measurement."""
     slower: float
-    """Share by which the chosen cell's measured step is longer than the best."""
+    """Share by which the chosen cell's measured step is longer."""
     significant: bool
-    """Whether the difference from the fastest is significant."""
 
 
 def score(rows: Sequence[HeldOutCell]) -> list[CpuScores]:
-    """Returns the scores of each part, and of all together if there are several."""
+    """Scores each part, and all together if there are several."""
     parts = list(dict.fromkeys(row.part for row in rows))
     scores = [_score(part, [row for row in rows if row.part == part]) for part in parts]
     return [*scores, _score("all", rows)] if len(parts) > 1 else scores
@@ -337,7 +331,7 @@ def first_choices(
 ) -> list[FirstChoice]:
     """Returns the predicted fastest cell of each setting with several cells.
 
-    `may_be_fastest` returns the measured cells that are tied with their fastest.
+    `may_be_fastest` returns the measured cells tied with the fastest.
     """
     result = []
     for setting in dict.fromkeys(row.observation.facts.setting for row in rows):

@@ -18,7 +18,7 @@ from harness.spec.errors import UsageError
 
 LocalGoal = Literal["throughput", "memory"]
 DEVIATIONS_IN_80_PERCENT = 1.2816
-"""Half-width of a normal distribution's 80 % interval, in standard deviations."""
+"""Half-width of a normal 80 % interval, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
 """Probability from which a cell fits, if memory is the goal."""
@@ -31,8 +31,8 @@ PART_WORDS = {
 }
 MOST_NAMED = 5
 OUTSIDE = 0.05
-"""Growth of a logarithmic interval's half-width with each doubling of the devices beyond the
-measured ones. Assumed: nothing measures beyond its own range."""
+"""Growth of a log interval's half-width with each doubling beyond the measured devices. Assumed:
+nothing was measured there."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class LocalVariant:
     cell: Cell
     facts: CellFacts
     observation: Observation | None = None
-    """Measurement of the cell, if any."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,19 @@ class LocalCandidate:
     cell_id: str
     label: str
     exact: bool
-    """Whether it trains as one process does, up to rounding."""
     measured: bool
     seconds: float
     seconds_low: float
     seconds_high: float
     relative: float
-    """Half-width of the 80 % interval of its logarithmic step time relative to another cell's."""
+    """Half-width of the 80 % interval of its log step time relative to another's."""
     samples_per_second: float
     peak_bytes: float
     """Memory of the fullest rank."""
     peak_low: float
     peak_high: float
     fits: float
-    """Probability that this machine's memory holds all ranks."""
+    """Probability that this machine's memory suffices for all ranks."""
     parts: dict[str, float]
     """Predicted seconds by part of PART_WORDS."""
 
@@ -76,11 +74,9 @@ class LocalPlan:
     candidates: tuple[LocalCandidate, ...]
     """Exact cells, best first."""
     inexact: tuple[LocalCandidate, ...]
-    """Cells that declare a different training, best first."""
+    """Cells that train differently, best first."""
     refused: dict[str, int]
-    """Numbers of variants that cannot run, by reason."""
     calibrated_on: int
-    """Number of measured cells behind the predictions."""
     workloads: tuple[str, ...]
 
 
@@ -127,7 +123,7 @@ def rank_variants(
 
 
 def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
-    """Returns a sort key: time over probability to fit, or the memory of surely fitting cells."""
+    """Sorts by time over probability to fit, or by the memory of surely fitting cells."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
     return False, candidate.seconds / max(candidate.fits, 1e-300)
@@ -251,7 +247,7 @@ class ScalingInput:
     samples: int
     facts: CellFacts
     measured: float | None = None
-    """Measured samples per second, if any."""
+    """Samples per second."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +260,7 @@ class ScalingPoint:
     high: float
     measured: float | None
     doublings_beyond: float
-    """Doublings of the devices beyond the measured ones; 0 within."""
+    """Doublings beyond the measured devices; 0 within."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +276,7 @@ def straggling(devices: int, seen: int, spread: float) -> float:
 
     A step ends with its slowest device. The largest of n normal deviations is about the standard
     deviation times sqrt(2 ln n) (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
-    `spread` is the standard deviation of the logarithm of a device's steps.
+    `spread`: standard deviation of a device's log steps.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))
@@ -295,10 +291,7 @@ def curve(
     spread: float,
     end: str = "",
 ) -> ScalingCurve:
-    """Returns the curve of one strategy.
-
-    `most_measured`: devices of the largest measured cells; `spread`: see `straggling`.
-    """
+    """Returns one strategy's curve; `most_measured`: devices of the largest measured cells."""
     facts = [cell.facts for cell in inputs]
     seconds = calibration.seconds(facts)
     widths = calibration.time_spread.of(facts, calibration.time_effects)

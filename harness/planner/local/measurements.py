@@ -34,7 +34,7 @@ from harness.workloads.operators import operators
 PIPELINE_MICRO_BATCHES = 4
 """Micro-batches of an unmeasured pipeline; matrices take as many on CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
-"""Assumed rate of one TCP stream between emulated nodes without a measured, unshaped link."""
+"""Assumed rate of a TCP stream between emulated nodes if no unshaped link was measured."""
 WIRE_SHARE = 0.95
 """Share of a link's bytes that is payload, without TCP and Ethernet headers."""
 
@@ -50,7 +50,7 @@ def sent_bytes(
 ) -> float:
     """Returns the bytes that a rank sends in a step, by the strategy's formula.
 
-    All bytes of a parameter server pass through one process, and the ranks wait for it. Without a
+    All bytes of a parameter server pass through one process, for which the ranks wait. Without a
     formula, the layout decides, once per cycle. The data axis averages gradients, plus half as many
     bytes for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four
     all-reduces of hidden states per block (Megatron-LM, arXiv 1909.08053, section 3). Stages send
@@ -72,13 +72,12 @@ def sent_bytes(
 
 
 def engine_of(strategy: Strategy, name: str) -> str:
-    """Returns the strategy whose library does the work besides the model's."""
     library = strategy.costs.backend_library or name
     return f"{library}, sharded" if strategy.costs.shards_parameters else library
 
 
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
-    """Returns the floating-point operations of matrix products in a rank's update.
+    """Returns the operations of matrix products in a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
     4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters with fewer than hidden size squared
@@ -94,12 +93,11 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
 def messages(
     cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, blocks: int
 ) -> float:
-    """Returns the number of collectives and transfers in a step, by the strategy's formula.
+    """Returns the collectives and transfers in a step, by the strategy's formula.
 
-    Without a formula, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
-    1909.08053, section 3), and a pipeline one forward and one backward per micro-batch. The
-    schedule accounts for their waiting. The data axis has one, or three per block for sharded
-    parameters.
+    Without one, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
+    1909.08053, section 3). A pipeline has two per micro-batch; the schedule accounts for their
+    waiting. The data axis has one, or three per block for sharded parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -117,7 +115,7 @@ def messages(
 
 @dataclass(frozen=True)
 class LocalCell:
-    """A cell measured on CPU cores, with what the planner takes from it."""
+    """A cell measured on CPU cores, as the planner sees it."""
 
     result: CellResult
     cell: Cell
@@ -127,7 +125,6 @@ class LocalCell:
 @dataclass(frozen=True)
 class LocalMeasurements:
     machine: str
-    """Host name, processor and number of cores."""
     cores: int
     memory_bytes: int
     cells: tuple[LocalCell, ...]
@@ -135,8 +132,7 @@ class LocalMeasurements:
     """Measured rate and delay of each emulated link, by text such as `1gbit`."""
 
     def link_of(self, text: str) -> Link:
-        """Returns the measured rate and delay between emulated nodes, or else the requested
-        ones."""
+        """Returns the measured rate and delay between emulated nodes, else the requested ones."""
         if text in self.links:
             return self.links[text]
         requested = Link.of(text)
@@ -149,8 +145,8 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
     """Reads the CPU cells measured on the newest run's machine; raises UsageError if none is
     verified.
 
-    A cell's newest result counts. Variants (adapters, quantised weights) train differently, so all
-    except `workload` are left out.
+    A cell's newest result counts. Variants train differently, so all except `workload` are left
+    out.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
@@ -215,8 +211,8 @@ def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | 
 def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     """Returns a cell's facts from the strategy's formulas and the workload's counts.
 
-    Without a formula for states, the model's are divided by the axes that cut it; for traffic, see
-    `sent_bytes`. Raises Refused, Unavailable or UsageError.
+    Without a formula for states, the model's are divided by the axes that cut it. Raises Refused,
+    Unavailable or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
@@ -274,8 +270,7 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns a strategy's cell in a setting, with further fields; raises UsageError for an unknown
-    strategy or option."""
+    """Returns a strategy's cell; raises UsageError for an unknown strategy or option."""
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
     return with_defaults(Cell.model_validate(fields))
 
@@ -296,8 +291,8 @@ def variants_of(
 ) -> tuple[list[LocalVariant], Counter[str]]:
     """Returns the cells of a setting that can run here, and why others cannot.
 
-    Covers each strategy's defaults and all measured options. `with_observations`: measured cells
-    carry their figures.
+    Covers each strategy's defaults and all measured options; with their figures, if
+    `with_observations`.
     """
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
@@ -328,7 +323,6 @@ def variants_of(
 
 
 def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, object]]]:
-    """Returns strategies with further cell fields: as measured, and with defaults."""
     series: dict[str, tuple[str, dict[str, object]]] = {}
     for local in measured.cells:
         cell = local.cell
@@ -341,5 +335,5 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns a key that is equal for equal trainings; older records get today's defaults."""
+    """Returns a key equal for equal trainings; older records get today's defaults."""
     return series(cell if cell.defaults is not None else with_defaults(cell))

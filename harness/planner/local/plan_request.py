@@ -63,7 +63,7 @@ class PlanRequest:
     """Whether to ignore measurements of the model."""
 
     def check(self) -> None:
-        """Raises UsageError for a meaningless value, before anything is read."""
+        """Raises UsageError for a meaningless value."""
         if self.workload:
             make_workload(self.workload)
         for name, value, least in (
@@ -98,7 +98,6 @@ class PlanRequest:
             raise UsageError(f"--link {self.link!r}: {error}") from None
 
     def setting(self, measured: LocalMeasurements) -> Setting:
-        """Returns the requested setting, completed by the most-measured one."""
         usual, links = usual_setting(measured.cells), self.links
         devices = self.devices or DEFAULT_RANKS
         workload = self.workload or usual.workload
@@ -116,8 +115,7 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Returns the calibration from measured cells, except workload `unseen`; raises UsageError if
-    there are too few."""
+    """Fits measured cells, except workload `unseen`; raises UsageError if there are too few."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -129,7 +127,7 @@ def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
 def plan_setting(
     setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> tuple[LocalPlan, list[LocalVariant]]:
-    """Returns the plan of a setting and its variants; raises UsageError if nothing can run."""
+    """Plans a setting; returns its variants too. Raises UsageError if nothing can run."""
     goal: LocalGoal = next(goal for goal in get_args(LocalGoal) if goal == request.goal)
     variants, refused = variants_of(setting, measured, not request.unseen)
     batch, memory = setting.global_batch, measured.memory_bytes
@@ -140,7 +138,7 @@ def plan_setting(
 def sweep_settings(
     setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> dict[str, dict[int, LocalPlan | str]]:
-    """Returns plans, or the reason why nothing can run, by workload and number of ranks.
+    """Returns plans, or why nothing can run, by workload and number of ranks.
 
     Covers the requested and all measured workloads, and powers of two up to this machine's cores.
     """
@@ -169,15 +167,13 @@ def sweep_settings(
 class ScalingRequest:
     max_devices: int
     weak: bool
-    """Whether the batch grows with the devices (weak scaling)."""
     link: Link | None
-    """Link between devices, each a separate node; None if they share a machine with a core for
-    each."""
+    """Link between devices, each its own node; None if they share a machine, each with a core."""
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
     """Returns the measured cells on several devices with a core each and no emulated link; raises
-    UsageError if there are none."""
+    UsageError without any."""
     cells = [
         cell
         for cell in measured.cells
@@ -196,7 +192,7 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
     """Returns the fastest MAX_CURVES cells of the most-measured workload, in one precision; only
-    exact ones, if there are any."""
+    exact ones, if any."""
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)
     same = [cell for cell in exact if cell.cell.workload == workload]
@@ -207,7 +203,7 @@ def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
 
 
 def step_spread(measured: LocalMeasurements) -> float:
-    """Returns the median cell's standard deviation of the logarithmic step time."""
+    """Returns the median cell's standard deviation of log step time."""
     ratios = [
         math.log(result.times.step_seconds_p95 / result.times.step_seconds_p50) / NORMAL_95
         for cell in measured.cells

@@ -1,7 +1,7 @@
 """Measures real ranks' allocations by torch's CPU allocator, to compare rehearsals with.
 
-torch's profiler gets each allocation and release with the current total. Resident memory differs:
-it includes glibc's caches, stacks, and buffers that gloo allocates without torch.
+torch's profiler gets each allocation and release with the current total. Resident memory also has
+glibc's caches, stacks, and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
@@ -29,30 +29,28 @@ if TYPE_CHECKING:
 SETTLED_STEPS = 2
 """Steps before the measured cycles; DDP rearranges buckets after the first."""
 MEASURED_CYCLES = 8
-"""Measured cycles of steps (see Strategy.cycle). If ranks share cores, gloo's threads free buffers
-late in some of them."""
+"""Measured cycles (see Strategy.cycle). If ranks share cores, gloo's threads free buffers late in
+some of them."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
-"""Objects that are never destroyed, because destroying DDP's reducer can hang."""
+"""Objects never destroyed, because destroying DDP's reducer can hang."""
 
 
 @dataclass(frozen=True)
 class AllocatedMemory:
     rank: int
     peak_bytes: int
-    """Smallest peak of a cycle, in which gloo's threads freed in time."""
+    """Smallest peak of a cycle: gloo's threads freed in time."""
     largest_peak_bytes: int
-    """Peak of all steps, late frees included."""
     setup_peak_bytes: int
     kept_bytes: int
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
-    """Trains some steps of each cell on this machine, over gloo; returns the ranks of each cell.
+    """Trains some steps of each cell on this machine, over gloo; returns each cell's ranks.
 
-    All cells need the same number of processes, which train one cell after the other. Raises
-    UsageError with the first failed rank's reason.
+    All cells need equally many processes. Raises UsageError with the first failed rank's reason.
     """
     from torch.multiprocessing.spawn import spawn
 
@@ -149,8 +147,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 def _count_in_all_threads() -> None:
     """Makes the allocator count in all threads.
 
-    By default it ignores threads unknown to the profiler, such as gloo's, which free the buffers of
-    many collectives.
+    By default it ignores threads unknown to the profiler, such as gloo's, which free many buffers.
     """
     import torch
 
@@ -165,7 +162,6 @@ def _flat(events: Sequence[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
 
 
 def _peaks(events: Sequence[_ProfilerEvent], rank: int) -> AllocatedMemory:
-    """Returns the peaks before and during the steps, from the allocator's totals."""
     from torch._C._profiler import _ExtraFields_Allocation
 
     flat = list(_flat(events))

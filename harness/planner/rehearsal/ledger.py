@@ -35,15 +35,14 @@ COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
 Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor and copies from it; it
-scatters after an all-reduce of a copy of the input. Other operations work in place. Memory
-allocated without torch is not counted. Rooted operations copy only on the root, but count on all
-ranks.
+scatters after an all-reduce of a copy of the input. Others work in place. Rooted operations copy
+only on the root, but count on all ranks.
 """
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
-"""`parameters` include gathered ones, `gradients` unreduced ones. `activations` are made by
-forward. `buffers` belong to model and library, or are read and written by collectives.
-`temporaries` are other tensors of backward and update."""
+"""Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`
+are made by forward. `buffers` belong to model, library or collectives. `temporaries` are other
+tensors of backward and update."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["set-up", "forward", "backward", "update"]
 _KIND_OF: Mapping[Phase, Kind] = {
@@ -52,17 +51,17 @@ _KIND_OF: Mapping[Phase, Kind] = {
     "backward": "temporaries",
     "update": "temporaries",
 }
-"""Kind of a new allocation by phase, until more is known."""
+"""A new allocation's kind by phase, until more is known."""
 _MESSAGES = ("send", "receive")
 
 
 def backend_bytes(call: Call) -> int:
-    """Returns the bytes that gloo holds during a call besides the call's own tensors."""
+    """Returns the bytes that gloo holds during a call besides its own tensors."""
     return call.tensor_bytes if call.operation in COPIED_BY_GLOO and call.group_size > 1 else 0
 
 
 class StepRegion(NamedTuple):
-    """A region of the training with its own peak: a phase of a step, from one block to the next."""
+    """Part of the training with its own peak: a phase of a step, from one block to the next."""
 
     step: int
     phase: Phase
@@ -80,8 +79,6 @@ class Allocation:
 
 @dataclass
 class RegionPeak:
-    """The most bytes in a region, and their contents."""
-
     nbytes: int
     allocations: Sequence[Allocation] = ()
 
@@ -93,31 +90,30 @@ class RegionPeak:
 
 
 class Ledger(OperatorObserver):
-    """A dispatch mode that adds up the storages of fake tensors until they are freed or resized.
+    """A dispatch mode that adds up fake tensors' storages until they are freed or resized.
 
-    It sees what torch's operators return, but not their internal temporaries or Python's memory.
+    It sees what torch's operators return, but not their temporaries or Python's memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, Allocation] = {}
-        """Allocations by the identity of the storage's Python object, which lives as long."""
+        """Allocations by identity of the storage's Python object, which lives as long."""
         self.total = 0
         self.peaks: dict[StepRegion, RegionPeak] = {}
         self.place = StepRegion(-1, "set-up")
         self.largest_buffer = 0
-        """Bytes of the backend's largest buffer during the steps."""
         self.updating = 0
         self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
         self.blocks = weakref.WeakKeyDictionary()
-        """Index of a block's model, and of the block in it."""
+        """Indices of a block's model and of the block."""
         self.models = 0
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._rising: RegionPeak | None = None
         """Peak of the current region, if nothing was freed since."""
         self._sequence: list[int] = [-1]
         self._entered: list[tuple[int, int] | None] = [None]
-        """Blocks whose autograd nodes begin at the corresponding `_sequence` numbers."""
+        """Blocks whose autograd nodes begin at these `_sequence` numbers."""
         self._hooked = WeakTensorKeyDictionary()
 
     # Memory
@@ -136,7 +132,6 @@ class Ledger(OperatorObserver):
             self._rising = peak
 
     def _settle(self) -> None:
-        """Records a peak's contents before any of it is freed."""
         if self._rising is not None:
             self._rising.allocations = tuple(self.live.values())
             self._rising = None
@@ -166,7 +161,6 @@ class Ledger(OperatorObserver):
         self._grow(size - before.nbytes)
 
     def _briefly(self, nbytes: int) -> None:
-        """Counts backend memory that exists only during one call."""
         if nbytes:
             if self.place.step >= 0:
                 self.largest_buffer = max(self.largest_buffer, nbytes)
@@ -176,7 +170,6 @@ class Ledger(OperatorObserver):
             self.total -= self.live.pop(-1).nbytes
 
     def mark(self, tensor: Tensor, kind: Kind, only: Iterable[Kind] = KINDS) -> None:
-        """Sets the kind of a tensor's allocation, if its current kind is in `only`."""
         local = local_part(tensor)
         if isinstance(local, FakeTensor):
             allocation = self.live.get(id(local.untyped_storage()))
@@ -259,7 +252,6 @@ class Ledger(OperatorObserver):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Ledger]:
-        """Enters the mode with its hooks until the block ends."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:

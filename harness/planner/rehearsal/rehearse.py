@@ -1,5 +1,4 @@
-"""Finds how much memory a training needs by running its code on fake tensors, as one rank of a
-world of any size."""
+"""Finds a training's memory by running its code on fake tensors, as one rank of any world."""
 
 from __future__ import annotations
 
@@ -51,13 +50,13 @@ class RehearsedJob(Job):
 
 
 class RelativeRegion(NamedTuple):
-    """A `StepRegion` whose block is counted from the nearer end, so that it exists at any depth."""
+    """A `StepRegion` with its block counted from the nearer end, so that it exists at any depth."""
 
     step: int
     phase: Phase
     model: int
     block: str
-    """`before the first block` of the phase (the embedding forward, the head backward), or `block
+    """Either `before the first block` of the phase (embedding forward, head backward), or `block
     0`, `block -1`, ...; negative numbers count from the last."""
 
 
@@ -67,21 +66,15 @@ class RankPeaks:
 
     rank: int
     blocks: int
-    """Blocks of the model; 0 if unknown."""
     places: dict[RelativeRegion, dict[Kind, int]]
-    """Bytes by kind at the peak of each region."""
     kept: int
-    """Bytes in memory between steps."""
     largest_buffer: int = 0
-    """Bytes of the backend's largest buffer."""
     owns_some_parameters: bool = False
-    """Whether its optimizer holds only some of the trained parameters; which ones depends on the
-    depth."""
+    """Whether its optimizer holds only some trained parameters; which ones depends on the depth."""
     depths: tuple[int, ...] = ()
-    """Blocks of the models extrapolated from; empty if the whole model was rehearsed."""
+    """Blocks of the models extrapolated from, if any."""
 
     def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
-        """Returns the largest peak of the steps, or of the set-up."""
         asked = {w: split for w, split in self.places.items() if (w.step < 0) == setup}
         where = max(asked, key=lambda where: sum(asked[where].values()))
         return where, asked[where]
@@ -90,7 +83,7 @@ class RankPeaks:
 def rehearse_rank(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks:
-    """Rehearses one rank with this workload: set-up, first step and one cycle (see Strategy.cycle).
+    """Rehearses one rank: set-up, first step and one cycle (see Strategy.cycle).
 
     Raises torch's exception if an operator does not run on fake tensors.
     """
@@ -127,7 +120,7 @@ def _owns_some(train_state: TrainState) -> bool:
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
     """Yields the region by its block's distance from the first and the last block.
 
-    A block may be among the first two, the last two, or both in a model of three blocks.
+    In a model of three blocks, one block has both.
     """
     step, phase, model, block = place
     if block < 0:
@@ -142,7 +135,6 @@ def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
 
 
 def with_blocks(workload: Workload, blocks: int) -> Workload | None:
-    """Returns the workload with this many blocks; None without a config of the suite."""
     key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
     if key is None or not workload.block_path or workload.suffixes:
         return None
@@ -150,13 +142,12 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 
 
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
-    """Returns a rank's peaks with `blocks` blocks, from those at DEPTHS; None if they do not grow
-    evenly.
+    """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they do not grow evenly.
 
     Every block adds the same bytes to a region: its states, and its activations if in memory. So a
     region's peak is a straight line over the blocks, and the step's peak is the largest line.
-    Memory changes evenly from the second to the last but one block, so no block in between has a
-    higher peak than both.
+    Memory changes evenly from the second to the last but one block, so no block in between peaks
+    higher.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -177,19 +168,14 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes of a rank's tensors at one moment, by kind."""
+    """Bytes of a rank's tensors at one moment; see `Kind`."""
 
     parameters: int
-    """Parameters, gathered ones included."""
     gradients: int
-    """Gradients, unreduced ones included."""
     optimizer: int
     activations: int
-    """Tensors that forward makes."""
     buffers: int
-    """Buffers of model and library, and operands of collectives."""
     temporaries: int
-    """Other tensors of backward and update."""
 
     @property
     def total(self) -> int:
@@ -198,16 +184,15 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Tensor memory of a rehearsed rank, in bytes as torch's allocator counts them."""
+    """A rehearsed rank's tensors, in bytes as torch's allocator counts them."""
 
     rank: int
     peak_bytes: int
-    """Largest sum of all tensors during a step."""
     at_peak: MemorySplit
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
-    """Position in the model, see `RelativeRegion`; `block -1` is the last one, forward with the
+    """Position in the model, see `RelativeRegion`; `block -1` is the last, forward with the
     head."""
     setup_peak_bytes: int
     kept_bytes: int
@@ -215,7 +200,7 @@ class RankMemory:
     """Largest buffer that gloo holds during a collective, part of the peak if they coincide. Under
     load, gloo may free it late and add it to the peak."""
     rehearsed_blocks: tuple[int, ...]
-    """Blocks of the rehearsed models: the cell's own, or shallower ones to extrapolate from."""
+    """Blocks of the cell's model, or of shallower ones to extrapolate from."""
     seconds: float
 
 
@@ -233,8 +218,8 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
     """Rehearses a cell.
 
     `ranks`: by default all of a world of up to SMALL_WORLD, or the first of each pipeline stage.
-    `every_block`: never extrapolate from shallow models. Raises UsageError if the cell cannot be
-    rehearsed, and Refused and Unavailable as `validate` does.
+    `every_block`: never extrapolate. Raises UsageError if the cell cannot be rehearsed, and Refused
+    and Unavailable as `validate` does.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -257,7 +242,6 @@ def default_ranks(layout: Layout) -> list[int]:
 
 
 def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused if one CPU rank cannot rehearse the cell."""
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
     alone = not strategy.capabilities.process_group and layout.processes > 1
@@ -309,10 +293,10 @@ def _memory(
 def _from_shallow(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks | None:
-    """Returns peaks extrapolated from shallow models; None if impossible or unnecessary.
+    """Extrapolates from shallow models; None if impossible or unnecessary.
 
-    Ranks of a pipeline, and ranks that own whole parameters, differ with the depth, so they are
-    rehearsed in full.
+    Pipeline ranks, and ranks that own whole parameters, differ with the depth: they are rehearsed
+    in full.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

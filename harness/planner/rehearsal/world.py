@@ -1,7 +1,7 @@
 """Simulates one rank of a world of any size in one process and almost no memory.
 
 The strategy's and torch's code run unchanged on fake tensors, which have no values (torch's
-FakeTensorMode). SUBSTITUTIONS lists what is replaced because it cannot run this way.
+FakeTensorMode). SUBSTITUTIONS replace what cannot run this way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SWAP = torch.utils.swap_tensors
 
 @dataclass(frozen=True)
 class Substitution:
-    """Replacement of a part of torch that needs data or other ranks."""
+    """A replaced part of torch that needs data or other ranks."""
 
     what: str
     instead: str
@@ -57,8 +57,7 @@ class Substitution:
 
 
 class CopyableFakeMode(FakeTensorMode):
-    """A fake mode that survives copies of its tensors, and remembers those that `all()`
-    returned."""
+    """A fake mode that survives copies of its tensors, and remembers those returned by `all()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +104,7 @@ def values(job: Job) -> Iterator[Patch]:
 
 
 def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
-    """Swaps parameters only if device or dtype changes; torch would also swap equal fake ones.
-
-    Weak references to them do not matter here.
-    """
+    """Swaps parameters only if device or dtype changes; torch would also swap equal fake ones."""
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
     if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
         with put(torch.utils, "weakref", none):
@@ -338,11 +334,8 @@ SUBSTITUTIONS = (
 
 @contextlib.contextmanager
 def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Makes this process rank `job.rank` of the job's world, with fake tensors, until the block
-    ends.
-
-    `more`: substitutions in addition to SUBSTITUTIONS.
-    """
+    """Makes this process rank `job.rank` of the job's world, with fake tensors; `more`:
+    substitutions besides SUBSTITUTIONS."""
     if strategy.capabilities.process_group:
         size = job.layout.processes
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
@@ -364,7 +357,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
 
 
 def launcher_variables(job: Job) -> dict[str, str]:
-    """Returns torchrun's environment variables, with all ranks on one node."""
+    """Returns torchrun's variables, all ranks on one node."""
     rank, world = str(job.rank), str(job.layout.processes)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -374,7 +367,7 @@ def launcher_variables(job: Job) -> dict[str, str]:
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
     """Restores these packages' global variables when the block ends.
 
-    Libraries keep the process groups of the first world that they see.
+    Libraries keep the process groups of their first world.
     """
     for package in packages:
         importlib.import_module(package)
@@ -396,7 +389,7 @@ def fake_batch(job: Job, step: int) -> Batch:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides deprecation warnings of libraries, and sends their output to stderr."""
+    """Hides libraries' deprecation warnings, and sends their output to stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
