@@ -33,8 +33,6 @@ FSDP2_HALF = Tolerance(
 
 
 class AccelerateEngine(Strategy):
-    """A strategy that trains through one of Accelerate's engines."""
-
     requires = ("accelerate",)
 
     engine: Literal["ddp", "zero2", "zero3", "fsdp2"] = "ddp"
@@ -42,7 +40,7 @@ class AccelerateEngine(Strategy):
 
     @property
     def zero(self) -> Deepspeed | None:
-        """Equivalent strategy without Accelerate, if DeepSpeed is the engine."""
+        """Equivalent strategy, if DeepSpeed is the engine."""
         stages: dict[str, Literal[2, 3]] = {"zero2": 2, "zero3": 3}
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
 
@@ -81,7 +79,7 @@ class AccelerateEngine(Strategy):
         return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
 
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
-        """Returns DeepSpeed's config with all three batch sizes; None for other engines."""
+        """Returns DeepSpeed's config; None for other engines."""
         if not self.zero:
             return None
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
@@ -138,8 +136,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Builds an Accelerator for these FSDP2 settings, this DeepSpeed config, or DDP.
 
-    `launched`: `accelerate launch` has passed them by environment variables. `parallelism`: a
-    multi-dimensional mesh.
+    `launched`: `accelerate launch` has passed them by environment variables.
     """
     import torch
     from accelerate import Accelerator
@@ -184,7 +181,7 @@ def make_accelerator(
 
 
 def pretend_gpus() -> None:
-    """Makes Accelerate believe it is on GPUs, as it requires for FSDP and ParallelismConfig."""
+    """Pretends to be on GPUs, as Accelerate requires for FSDP and ParallelismConfig."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -192,8 +189,8 @@ def pretend_gpus() -> None:
 
 
 def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
-    """Raises RuntimeError if Accelerate's rank count, engine, precision or thread count differ from
-    the cell's."""
+    """Raises RuntimeError if rank count, engine, precision or thread count differ from the
+    cell's."""
     import torch
     from accelerate.utils import DistributedType
 

@@ -29,7 +29,7 @@ def fsdp2_settings(
     """Returns Accelerate's FSDP2 settings, with one unit per block.
 
     Without block names, Accelerate also wraps modules that transformers calls indivisible, and
-    fails by sharding BERT's word embedding twice.
+    fails on BERT's word embedding.
     """
     classes = block_classes(workload)
     return {
@@ -43,7 +43,6 @@ def fsdp2_settings(
 
 
 def block_classes(workload: Workload) -> list[str]:
-    """Returns the class names of the model's blocks; empty if unknown."""
     import torch
 
     if not workload.block_path:
@@ -58,9 +57,8 @@ def launch_config(
 ) -> dict[str, object]:
     """Returns the config file's content: plain DDP, FSDP, or DeepSpeed with its own config file.
 
-    The type is MULTI_GPU even on CPUs: without an MPI host file, MULTI_CPU would start one process.
-    The script must then pass `Accelerator(cpu=True)`. Port 0 selects a free one. DeepSpeed's file
-    sets the precision.
+    On CPUs the type is MULTI_GPU too, and the script must pass `Accelerator(cpu=True)`: MULTI_CPU
+    starts one process without an MPI host file. Port 0 selects a free one.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -114,8 +112,7 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Returns Accelerate's script and config file for one engine; None for fp16 on CPUs, which
-    would run as fp32.
+    """Returns one engine's script and config file; None for fp16 on CPUs, which would run as fp32.
 
     `about_deepspeed`: template values not in the config (cpu_adam, undo_first_step).
     """
@@ -152,10 +149,10 @@ def accelerate_export(
 
 
 def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Export | None:
-    """Returns FSDP2 through Accelerate if that trains the same; otherwise None.
+    """Returns FSDP2 through Accelerate if that trains the same.
 
     In half precision Accelerate computes everything in half. It offloads on GPUs only and requires
-    token embeddings, unlike image models. It has no prefetch or hybrid sharding.
+    token embeddings. It has no prefetch or hybrid sharding.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"
@@ -168,13 +165,12 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
-    """Returns DeepSpeed's environment variables: device type, and devices per host, which it cannot
-    count on CPUs."""
+    """Returns DeepSpeed's environment variables; it cannot count devices per host on CPUs."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
-    """Returns DistributedDataParallelKwargs as source text; hooks need Accelerate's type, not their
+    """Writes DistributedDataParallelKwargs as source; hooks need Accelerate's type, not their
     name."""
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = str(options.get("comm_hook", "none"))

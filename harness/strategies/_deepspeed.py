@@ -21,13 +21,13 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 _CAP_IPC_LOCK = 14
 """Bit of this Linux capability (linux/capability.h)."""
 DISKS = "PARALLELISM_BENCH_DISKS"
-"""Environment variable of folders for offloaded states, separated by colons."""
+"""Environment variable of folders for offloaded states, colon-separated."""
 
 
 @functools.cache
 def prebuilt() -> dict[str, Any]:
-    """Reads DeepSpeed's build information without importing it: `installed_ops`,
-    `accelerator_name`, ..."""
+    """Reads DeepSpeed's build information (`installed_ops`, `accelerator_name`, ...) without
+    importing it."""
     spec = importlib.util.find_spec("deepspeed")
     file = (
         Path(spec.submodule_search_locations[0]) / "git_version_info_installed.py"
@@ -42,7 +42,7 @@ def prebuilt() -> dict[str, Any]:
 
 
 def fp16_on_cpu() -> bool:
-    """Returns whether this CPU computes in fp16, by DeepSpeed's own test."""
+    """Asks DeepSpeed's own test whether this CPU computes in fp16."""
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -62,8 +62,7 @@ def is_in_memory(folder: str) -> bool:
 
 
 def require_disk(folder: str) -> None:
-    """Raises Refused for a folder outside the temporary folder, the suite's cache and
-    $PARALLELISM_BENCH_DISKS.
+    """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS.
 
     A matrix may come from somebody else, and must not choose where files are written and removed.
     """
@@ -77,7 +76,7 @@ def require_disk(folder: str) -> None:
 
 
 def lockable_bytes() -> float:
-    """Returns the bytes a process may lock; unlimited with CAP_IPC_LOCK, which root has."""
+    """Returns how much a process may lock; unlimited with CAP_IPC_LOCK (root)."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     capabilities = next(
@@ -90,15 +89,14 @@ def lockable_bytes() -> float:
 
 
 def check_prebuilt(*parts: str) -> None:
-    """Raises Unavailable if a compiled op is missing, which DeepSpeed would compile for minutes in
-    the trial."""
+    """Raises Unavailable for a missing compiled op, which DeepSpeed would compile for minutes."""
     for part in parts:
         if lacks := missing(part):
             raise Unavailable(lacks)
 
 
 def missing(part: str) -> str:
-    """Returns how to install a missing compiled op; empty if installed."""
+    """Returns how to install a missing compiled op."""
     if part in compiled_parts():
         return ""
     if failure := unbuilt("deepspeed"):
@@ -108,16 +106,16 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Returns the compiled ops. They run on the host, so CPU builds also serve next to GPUs."""
+    """Returns the compiled ops. They run on the host, so CPU builds also serve GPUs."""
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
 def settle(device: str, local_processes: int) -> None:
     """Sets DeepSpeed up in a rank, whichever device it saw when the fork server imported it.
 
-    Sets two variables of DeepSpeed's launcher. Compiled ops are marked compatible, because probing
-    others starts compilers. The CPU accelerator's shared-memory collectives, meant for inference,
-    are left out: they permanently leave 66 MiB per rank in /dev/shm.
+    Compiled ops are marked compatible, because probing others starts compilers. The CPU
+    accelerator's shared-memory collectives are left out: they permanently leave 66 MiB per rank in
+    /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -140,8 +138,8 @@ def settle(device: str, local_processes: int) -> None:
 
 
 def _switch_to(accelerator: Any) -> None:
-    """Sets DeepSpeed's accelerator, including three places in version 0.19.8 that cached the old
-    one at import."""
+    """Sets the accelerator, also in three places of version 0.19.8 that cached the old one at
+    import."""
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(accelerator)
@@ -157,8 +155,7 @@ def keep_dtype(device: str) -> None:
 
     DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
     else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
-    in bf16, which layers reject. The CPU therefore claims fp16 support; fp16 cells
-    are refused earlier.
+    in bf16, which layers reject. So the CPU claims fp16 support; fp16 cells are refused earlier.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

@@ -27,8 +27,7 @@ HALF = Tolerance(
 
 
 def emptied_folder(job: Job, chosen: str) -> Path:
-    """Returns the offload folder, the chosen one or the trial's own, emptied of earlier trials'
-    files."""
+    """Returns the chosen offload folder, or the trial's own, without earlier trials' files."""
     import torch.distributed as dist
 
     folder = Path(chosen) / "parallelism-bench-offload" if chosen else job.scratch / "offload"
@@ -54,11 +53,9 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes the optimizer step with zero gradients that DeepSpeed takes on half weights without
-    ZeRO.
+    """Undoes DeepSpeed's optimizer step with zero gradients on half weights without ZeRO.
 
-    It decays the weights and counts in all bias corrections: the loss is off by 8e-3 at the second
-    step.
+    It decays the weights and counts in bias corrections: the second loss is off by 8e-3.
     """
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
@@ -71,9 +68,9 @@ def engine_step(
     model: Callable[[Tensor], Tensor | HasLogits] | None = None,
     divisor: int = 1,
 ) -> TrainStep:
-    """Returns a step of DeepSpeed's loop, in which the engine handles gradient accumulation.
+    """Returns a step of DeepSpeed's loop; the engine handles gradient accumulation.
 
-    `model`: calls the engine; by default the engine itself. `divisor`: divides the loss before
+    `model`: calls the engine; by default the engine itself. `divisor`: of the loss, before
     backward.
     """
     import torch
@@ -93,7 +90,7 @@ def engine_step(
 
 
 def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
-    """Yields every tensor that engine and optimizer retain, a storage's owner before its views."""
+    """Yields what engine and optimizer retain, a storage's owner before its views."""
     for name, buffer in engine.module.named_buffers():
         yield "library", f"model buffer {name}", buffer
     zero = engine.optimizer
@@ -121,7 +118,6 @@ def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
 
 
 def engine_waits(engine: DeepSpeedEngine) -> list[Wait]:
-    """Returns waits for TrainState: DeepSpeed's update, and disk reads and writes."""
     zero = engine.optimizer
     named: list[Wait] = [(zero, "step", "optimizer")]
     swapper = next(
@@ -204,7 +200,7 @@ def _stage_3(engine: DeepSpeedEngine, zero: ZeROOptimizer) -> Iterator[Retained]
 
 
 def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole parameters by name, or their fp32 masters if any; call on all ranks together."""
+    """Yields whole parameters by name, or their fp32 masters if any; call on all ranks."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -24,8 +24,6 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """One of the experts that transformers stores in 3D parameters."""
-
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]):
         """`gate_up`: (2 x intermediate, hidden); `down`: (hidden, intermediate)."""
         super().__init__()
@@ -34,7 +32,6 @@ class Expert(nn.Module):
         self.activation = activation
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(..., hidden) -> same shape."""
         gate, up = F.linear(rows, self.gate_up_proj).chunk(2, dim=-1)
         return F.linear(self.activation(gate) * up, self.down_proj)
 
@@ -42,13 +39,12 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """DeepSpeed's layer with the interface of a transformers mixture.
 
-    Two DeepSpeed defaults that change training are disabled: dropping tokens beyond an expert's
-    capacity, and sampling a token's second expert by router score.
+    Disables two defaults that change training: dropping tokens beyond an expert's capacity, and
+    sampling the second expert by router score.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
-        """`mixture`: source of the weights. `ranks`: ranks that divide the experts. `first`: index
-        of this rank's first expert."""
+        """Takes `mixture`'s weights; `ranks` divide the experts, this one's begin at `first`."""
         super().__init__()
         experts: Any = mixture.get_submodule("experts")
         router = mixture.get_submodule("gate").get_parameter("weight")
@@ -79,12 +75,11 @@ class Mixture(nn.Module):
 
     @property
     def own(self) -> Sequence[nn.Module]:
-        """Experts of this rank, in order."""
         own: Sequence[nn.Module] = self.moe.deepspeed_moe.experts.deepspeed_experts
         return own
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> same shape."""
+        """Maps (samples, tokens, hidden) to the same shape."""
         output: Tensor = self.moe(hidden)[0]
         return output
 
@@ -94,8 +89,8 @@ def replace_mixtures(
 ) -> dict[str, Mixture]:
     """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
 
-    Neighbouring ranks divide the experts, so this rank's are known before DeepSpeed makes its
-    process group (see `check_groups`).
+    Neighbouring ranks divide the experts, so each knows its own before DeepSpeed makes its process
+    group (see `check_groups`).
     """
     first = rank % ranks * (workload.experts // ranks)
     made = {}
@@ -107,8 +102,7 @@ def replace_mixtures(
 
 
 def check_groups(mixtures: Mapping[str, Mixture]) -> None:
-    """Raises RuntimeError if this rank's position in DeepSpeed's group does not match its
-    experts."""
+    """Raises RuntimeError if DeepSpeed's group orders ranks differently."""
     for path, mixture in mixtures.items():
         place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
         if place * mixture.moe.num_local_experts != mixture.first:
@@ -119,8 +113,8 @@ def check_groups(mixtures: Mapping[str, Mixture]) -> None:
 
 
 def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
-    """Returns DeepSpeed's routers by block number; their last output is the token count of each
-    expert."""
+    """Returns DeepSpeed's routers by block number; their last output counts each expert's
+    tokens."""
     layers = [mixture.moe.deepspeed_moe.gate for mixture in mixtures.values()]
     return {block: Router(gate, lambda output: output[-1]) for block, gate in enumerate(layers)}
 
@@ -128,8 +122,7 @@ def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
 def whole_parameters(
     engine: DeepSpeedEngine, mixtures: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole parameters by name, with experts gathered from all ranks; call on all ranks
-    together."""
+    """Yields whole parameters by name, experts gathered from all ranks; call on all ranks."""
     parameters = dict(full_parameters(engine))
     inside = tuple(f"{path}." for path in mixtures)
     yield from ((name, p) for name, p in parameters.items() if not name.startswith(inside))

@@ -28,10 +28,8 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
 SWAP_ELEMENTS = 2**20
-"""Elements of the optimizer swapped at a time; DeepSpeed's default of 1e9 would buffer all of them
-in memory."""
+"""Optimizer elements swapped at a time; DeepSpeed's default of 1e9 would buffer all in memory."""
 SWAP_BUFFERS = 5
-"""Number of buffers through which parameters are swapped."""
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
@@ -47,12 +45,9 @@ overflows and skips the first steps."""
 
 @dataclass(frozen=True)
 class Swapping:
-    """Inputs that determine a rank's disk buffers."""
-
     sizes: Sequence[int]
     """Elements of each trained parameter, unsharded."""
     ranks: int
-    """Number of ranks that shard each parameter."""
     width: int
     """Bytes per parameter element."""
     optimizer: OffloadTarget
@@ -60,12 +55,11 @@ class Swapping:
 
     @property
     def parts(self) -> list[int]:
-        """Elements of this rank's part of each parameter."""
         return [-(-size // self.ranks) for size in self.sizes]
 
     @property
     def groups(self) -> list[list[int]]:
-        """Parts in consecutive sub-groups, each updated at once and full at SWAP_ELEMENTS."""
+        """Parts in consecutive sub-groups, updated at once and full at SWAP_ELEMENTS."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
             if sum(groups[-1]) >= SWAP_ELEMENTS:
@@ -75,15 +69,14 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """Bytes of the optimizer's swap buffers: four of the largest sub-group; 0 if not on
-        disk."""
+        """The optimizer's swap buffers: four of the largest sub-group; 0 if not on disk."""
         if self.optimizer != "nvme":
             return 0
         return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
 
     @property
     def parameter_buffer_bytes(self) -> int:
-        """Bytes of swap buffers for parameters and a sub-group's updates; 0 if not on disk.
+        """Swap buffers for parameters and a sub-group's updates; 0 if not on disk.
 
         They are sized for whole parameters, although a rank writes only its parts.
         """
@@ -94,7 +87,6 @@ class Swapping:
         return self.width * (buffers + updated)
 
     def _largest_group(self) -> Sequence[int]:
-        """Returns parameter sizes in the first largest sub-group."""
         groups = self.groups
         largest = max(range(len(groups)), key=lambda i: sum(groups[i]))
         before = sum(len(group) for group in groups[:largest])
@@ -199,7 +191,6 @@ class ZeroOptions(Strategy):
         require_locked(self.swapping(cell, cell.devices, sizes))
 
     def _check_swapped(self, cell: Cell, workload: Workload, sizes: Sequence[int]) -> None:
-        """Raises Refused if all tensors are too small for DeepSpeed to swap."""
         largest: dict[str, float] = {}
         if self.offload_optimizer == "nvme":
             largest["optimizer state"] = 4 * sum(sizes) / cell.devices
@@ -228,8 +219,8 @@ class ZeroOptions(Strategy):
     def bucket(self, sizes: Sequence[int]) -> int:
         """Returns elements reduced, prefetched and held live at a time.
 
-        Defaults to an eighth of the model, at most DDP's bucket: small relative to the states.
-        `sizes`: elements of each trained parameter.
+        By default an eighth of the model, at most DDP's bucket. `sizes`: elements of each trained
+        parameter.
         """
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
@@ -238,8 +229,7 @@ class ZeroOptions(Strategy):
     ) -> dict[str, object]:
         """Returns DeepSpeed's JSON config for the cell.
 
-        `sizes`: elements of each trained parameter, which set bucket and buffer sizes. `folder`:
-        location of states offloaded to `nvme`.
+        `sizes`: elements of each trained parameter. `folder`: for states offloaded to `nvme`.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -276,8 +266,8 @@ class ZeroOptions(Strategy):
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
-    Without an explicit `gradient_clipping` of 0, DeepSpeed clips at 1.0. All three batch sizes are
-    given, or libraries on top would derive one from a process count they may not see.
+    Without an explicit `gradient_clipping` of 0, DeepSpeed clips at 1.0. Libraries on top would
+    derive a missing batch size from a process count they may not see.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,

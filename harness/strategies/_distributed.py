@@ -26,22 +26,20 @@ if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
-"""Style of a whole parameter whose gradients are summed over ranks."""
+"""Style of a whole parameter with gradients summed over ranks."""
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Number of ranks along each mesh dimension."""
-
     replicas: int
     shards: int
     tensor: int
     expert: int = 1
-    """Ranks among which the experts of a layer are divided."""
+    """Ranks that divide a layer's experts."""
 
     @property
     def copies(self) -> int:
-        """Ranks of a replica that hold the same experts, and shard them."""
+        """Ranks of a replica with the same experts, which shard them."""
         return self.shards * self.tensor // self.expert
 
 
@@ -54,7 +52,7 @@ class Plans:
     shards: Mapping[str, str]
 
     def style(self, name: str) -> str | None:
-        """Returns a parameter's tensor-parallel style; None: every rank holds it whole."""
+        """Returns a parameter's tensor-parallel style; None: whole on every rank."""
         name = any_block(name)
         return self.tensor.get(name, self.tensor.get(name.rpartition(".")[0]))
 
@@ -62,7 +60,6 @@ class Plans:
         return any_block(name) in self.expert
 
     def gathered_twice(self, name: str) -> bool:
-        """Returns whether FSDP frees this parameter between forward and backward."""
         name = any_block(name)
         return any(
             style == "free_full_weight" and name.startswith(module + ".")
@@ -77,7 +74,6 @@ def any_block(name: str) -> str:
 
 @functools.cache
 def plans_of(workload: Workload) -> Plans:
-    """Returns the plans of the model's transformers class."""
     import torch
 
     with torch.device("meta"):
@@ -96,8 +92,7 @@ def check_version() -> None:
 
 
 def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
-    """Raises Refused if the model lacks a required plan, or sizes do not match each other or the
-    model."""
+    """Raises Refused if the model lacks a required plan, or sizes do not match."""
     if cell.devices == 1:
         raise Refused("1 device makes no mesh; use 2 devices or more")
     if workload.kind == "image" or workload.suffixes:
@@ -140,11 +135,10 @@ def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
 
 
 def load(job: Job, sizes: MeshSizes) -> nn.Module:
-    """Saves the job's model and loads it in parts, because transformers splits models only while
-    loading.
+    """Saves the job's model and loads it in parts: transformers splits models only while loading.
 
     Raises RuntimeError if its mesh would not use the cell's device type: transformers picks any
-    accelerator it sees.
+    accelerator.
     """
     import torch
     import torch.distributed as dist
@@ -171,7 +165,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 
 
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
-    """Yields this rank's retained tensors for TrainState, with only its part of each parameter.
+    """Yields this rank's retained tensors, with only its part of each parameter.
 
     On a CPU a part is a view of its memory-mapped file: only written pages are in memory.
     """
@@ -183,7 +177,7 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
-    """Does nothing to the saved model; recomputation is enabled on the loaded one."""
+    """Leaves the saved model alone; recomputation is enabled on the loaded one."""
 
 
 def distributed_config(sizes: MeshSizes) -> DistributedConfig:
@@ -204,8 +198,6 @@ def distributed_config(sizes: MeshSizes) -> DistributedConfig:
 
 
 def mesh_states(cell: Cell, workload: Workload, sizes: MeshSizes, facts: ModelFacts) -> States:
-    """Returns each rank's states: its parts of parameters, gradients and moments under the
-    plans."""
     plans = plans_of(workload)
 
     def parts(name: str) -> int:
@@ -231,12 +223,11 @@ def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
 def exchange(
     cell: Cell, workload: Workload, sizes: MeshSizes, rows: float, numbers: bool = True
 ) -> float:
-    """Returns bytes a rank must send per step, averaged over ranks, to bring one layer's tokens to
-    their experts or back.
+    """Returns bytes a rank must send per step to bring one layer's tokens to their experts or back.
 
-    `rows`: bytes of hidden states of all samples a rank sees in a step, sent to each expert of a
-    token. With uniform routing, `1 / expert` stay on the rank. `numbers`: include token counts, 8
-    bytes per expert and micro-batch.
+    Averaged over ranks. `rows`: bytes of hidden states of all samples a rank sees in a step, sent
+    to each expert of a token. With uniform routing, `1 / expert` stay on the rank. `numbers`:
+    include token counts, 8 bytes per expert and micro-batch.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -251,8 +242,7 @@ def sharded_traffic(
     facts: ModelFacts,
     reductions: int | None = None,
 ) -> float | None:
-    """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges
-    with experts.
+    """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges.
 
     FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default as
     often. Final norm and head stay gathered until backward. Experts are sharded among ranks that
@@ -277,7 +267,6 @@ def sharded_traffic(
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) -> float:
-    """Returns bytes of a layer's exchanges with experts per step, with any recomputation."""
     forward = exchange(cell, workload, sizes, hidden) + exchange(
         cell, workload, sizes, hidden, numbers=False
     )
@@ -291,7 +280,7 @@ def tensor_traffic(
     """Returns bytes without data parallelism.
 
     Hidden states are all-reduced forward after the embedding and each layer split by row, and
-    backward for each split by column. The head is one of these; its logits are gathered.
+    backward for each split by column, like the head, whose logits are gathered.
 
     Experts split like an MLP reduce outputs forward, and gradients of inputs and token weights
     backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
@@ -336,7 +325,7 @@ class MeshStrategy(Strategy):
     """Replicas that each shard the model independently (HSDP)."""
 
     def sizes(self, devices: int) -> MeshSizes:
-        """Returns the mesh of this many devices; raises Refused if they do not divide."""
+        """Returns the mesh; raises Refused if the devices do not divide."""
         if devices % (self.tensor * self.replicas):
             by = f"tensor {self.tensor} x replicas {self.replicas}"
             raise Refused(f"{devices} devices do not divide by {by}")

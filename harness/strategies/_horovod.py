@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 GRADIENTS_FUSED = 4
-"""Approximate number of gradients ready in one cycle of 1 ms: backward makes some tens in tens of
+"""Rough number of gradients ready in a cycle of 1 ms: backward makes tens in tens of
 milliseconds."""
 
 
 @functools.cache
 def built(part: bytes) -> bool:
-    """Returns whether Horovod's extension contains this class; its own `mpi_built` loads torch for
+    """Returns whether Horovod's extension contains this class; `mpi_built` would load torch for
     seconds."""
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
@@ -45,18 +45,17 @@ def built(part: bytes) -> bool:
 
 
 def compiled() -> dict[str, str]:
-    """Returns the status of Horovod's controllers by name: `built`, or how to install them."""
+    """Returns each controller's status: `built`, or how to install it."""
     return {
         f"Horovod's controller {name}": missing(name, "cpu") or "built" for name in ("gloo", "mpi")
     }
 
 
 def missing(controller: str, device: str) -> str:
-    """Returns what Horovod lacks for a controller and device type, with the install command; empty
-    if complete.
+    """Returns what Horovod lacks for a controller and device type, with the install command.
 
-    On CUDA tensors a CPU-only build throws "Horovod has not been compiled with CUDA"
-    (horovod/common/ops/cuda_util.cc) and shuts down.
+    On CUDA tensors a CPU-only build shuts down: "Horovod has not been compiled with CUDA"
+    (horovod/common/ops/cuda_util.cc).
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -76,11 +75,11 @@ def missing(controller: str, device: str) -> str:
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
-    """Returns Open MPI's command line: oversubscribed, unbound cores, no ssh required, files in the
-    trial's folder.
+    """Returns Open MPI's command line: oversubscribed, unbound, without ssh, files in the trial's
+    folder.
 
-    A rank's two threads share its cores, so the one waiting for MPI must yield. All ranks stay on
-    this node; Open MPI would otherwise use every node of a SLURM allocation.
+    A rank's two threads share its cores, so the one waiting for MPI must yield. Open MPI would
+    otherwise use every node of a SLURM allocation.
     """
     settings = {
         "orte_tmpdir_base": str(scratch),
@@ -112,7 +111,7 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
 
 
 def places(hosts: Sequence[str]) -> list[SlotInfo]:
-    """Returns each rank's SlotInfo, from the ranks' hosts in any order."""
+    """Returns each rank's SlotInfo; hosts may be in any order."""
     from horovod.runner.common.util.hosts import SlotInfo
 
     slots = []
@@ -143,7 +142,7 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 def rendezvous(job: Job) -> Iterator[None]:
     """Runs the rendezvous of Gloo's ranks as horovodrun does, with a server in a thread of rank 0.
 
-    The process group exchanges host names, and rank 0's address on the job's interface.
+    The process group exchanges host names, and rank 0's address.
     """
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
@@ -176,8 +175,8 @@ def rendezvous(job: Job) -> Iterator[None]:
 
 
 def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
-    """Starts Horovod's rendezvous server in a thread, on a free port of this address; Horovod's own
-    listens on all interfaces."""
+    """Starts the server in a thread, on a free port of this address; Horovod's own listens on
+    all."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
@@ -187,8 +186,6 @@ def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTP
 
 
 def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
-    """Returns the cell's optimizer wrapped by Horovod, with all ranks starting from rank 0's
-    state."""
     import horovod.torch as hvd
 
     optimizer: Optimizer = hvd.DistributedOptimizer(
@@ -205,9 +202,9 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    `broadcast_optimizer_state` has two bugs. For a new optimizer it takes a real step with zero
-    gradients, which decays weights and is counted. For plain SGD, which has no state, it omits the
-    learning rate. Call after wrapping, which discards the optimizer's state.
+    `broadcast_optimizer_state` has two bugs. A new optimizer takes a real step with zero gradients,
+    which decays weights and is counted. Plain SGD, without state, misses the learning rate. Call
+    after wrapping, which discards the optimizer's state.
     """
     import horovod.torch as hvd
 
@@ -232,7 +229,7 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers what torch's profiler cannot see: sends by Horovod's threads, and waits in
+    """Registers what torch's profiler cannot see: sends by Horovod's threads, waits in
     `synchronize`."""
     import horovod.torch.optimizer as module
 

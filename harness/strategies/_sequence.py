@@ -32,11 +32,8 @@ head width).
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of this many neighbouring ranks that share samples; None: one
-    group of all.
-
-    Raises Refused if the devices do not divide.
-    """
+    """Returns data-parallel groups of this many neighbouring ranks; None: one group. Raises Refused
+    if the devices do not divide."""
     ranks = sequence_ranks or devices
     if devices % ranks:
         raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
@@ -44,7 +41,7 @@ def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
 
 
 def check_heads(workload: Workload, ranks: int) -> None:
-    """Raises Refused if the attention heads, or fewer key and value heads, do not divide evenly."""
+    """Raises Refused if attention heads, or fewer key and value heads, do not divide evenly."""
     if workload.heads % ranks:
         raise Refused(
             f"{workload.name} has {workload.heads} attention heads (of keys and values, if fewer),"
@@ -56,7 +53,7 @@ def check_heads(workload: Workload, ranks: int) -> None:
 def check_config(workload: Workload) -> None:
     """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not support.
 
-    It needs the config's key and value head count, and Llama-style joining of heads.
+    It needs key and value head counts in the config, and Llama-style joining of heads.
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
@@ -67,8 +64,7 @@ def check_config(workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """A rank's part of each sample: the tokens from `number` / `parts` to `number + 1` /
-    `parts`."""
+    """Part of each sample: the tokens from `number` / `parts` to `number + 1` / `parts`."""
 
     number: int
     parts: int
@@ -80,8 +76,7 @@ class SequencePart:
     def cut(self, batch: Batch) -> Batch:
         """Returns this part of a batch.
 
-        Labels are already shifted: a part's last token has the next part's first token as its
-        label.
+        Labels are already shifted: a part's last token has the next part's first as its label.
         """
         inputs, labels = (
             tensor.chunk(self.parts, dim=1)[self.number] for tensor in (batch.inputs, batch.labels)
@@ -89,7 +84,7 @@ class SequencePart:
         return Batch(batch.step, inputs, labels)
 
     def positions(self, job: Job) -> Tensor:
-        """Returns (1, tokens of the part): token positions in the whole sample."""
+        """Returns positions in the whole sample, (1, tokens of the part)."""
         import torch
 
         whole = torch.arange(job.cell.sequence_length, device=job.device)
@@ -106,8 +101,8 @@ def at_positions(
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
-    Every rank has equally many tokens. Attention returns gradients to the ranks of keys and values,
-    so each rank has the gradient of all losses' sum by its parameter copy. Their mean is the
+    Attention returns gradients to the ranks of keys and values, so each rank has the gradient of
+    all losses' sum by its parameter copy. Ranks have equally many tokens, so the mean is the
     gradient of the mean over all tokens.
     """
     parameters = list(model.parameters())
@@ -118,7 +113,7 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
 
 
 def sequence_group(job: Job) -> ProcessGroup:
-    """Returns the group of ranks that share this rank's samples; call on all ranks."""
+    """Returns the ranks that share this rank's samples; call on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape, names = (job.layout.data, job.layout.sequence), ("data", "sequence")
@@ -133,8 +128,8 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers, and uses it in all layers.
 
-    transformers makes no mask for an unknown attention. That is right: its mask would treat this
-    rank's tokens as a whole sample. The attention of whole samples is causal by itself.
+    transformers makes no mask for an unknown attention, and should not: it would treat this rank's
+    tokens as a whole sample. Attention over whole samples is causal by itself.
     """
     from transformers import AttentionInterface
 
@@ -143,7 +138,6 @@ def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
 
 
 def whole_attention() -> Attention:
-    """Returns transformers' attention by torch, causal if it gets no mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return cast("Attention", sdpa_attention_forward)
@@ -160,7 +154,7 @@ def even_attention(
 ) -> tuple[Tensor, None]:
     """Applies torch's causal attention, with key and value heads repeated to match queries.
 
-    torch's ring attention can replace this call, and supports no dropout or grouped heads.
+    torch's ring attention can replace this call; it supports no dropout or grouped heads.
     """
     from torch.nn import functional
 
@@ -180,9 +174,8 @@ def exchanged_for_heads(
 
     None unless all tensors are fp32. A block has four all-to-alls forward (queries, keys, values,
     outputs) and four backward; recomputation repeats the forward ones. With h elements per token in
-    queries and outputs, and as many in keys and values, this is the paper's 4Nh/P.
-    `gathers_positions`: the library also gathers token positions, 8 bytes each, for every computed
-    block.
+    queries and outputs, and in keys and values, this is the paper's 4Nh/P. `gathers_positions`: the
+    library also gathers positions, 8 bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:
@@ -196,7 +189,7 @@ def exchanged_for_heads(
 
 
 def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:
-    """Returns collectives per step, whose bytes `exchanged_for_heads` returns."""
+    """Counts collectives per step; see `exchanged_for_heads`."""
     if layout.sequence == 1:
         return 0.0
     passes = 2 if cell.recompute == "none" else 3

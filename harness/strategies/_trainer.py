@@ -28,9 +28,9 @@ Inputs = dict[str, Tensor]
 class Stepped:
     """A script with its own training loop, in a thread that is paused before each step.
 
-    A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
-    loop's work. The script also builds the model: glibc keeps memory freed by a thread for that
-    thread.
+    A step lasts from one request for a batch (`next_batch`) to the next, which includes all of the
+    loop's work. The script also builds the model, because glibc keeps a thread's freed memory for
+    it.
     """
 
     trainer: SteppedTrainer
@@ -50,8 +50,7 @@ class Stepped:
         return self.trainer
 
     def step(self, batch: Batch) -> Tensor | None:
-        """Runs the loop for one step; returns the loss it passes when it requests the next
-        batch."""
+        """Runs one step of the loop; returns the loss passed with the next request."""
         self._batches.put(batch)
         return self._answer()
 
@@ -82,7 +81,7 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers, which reveal the loader's order and are then replaced by the
+    Its data set is sample numbers: they reveal the loader's order, and are replaced by the
     harness's samples.
     """
 
@@ -98,7 +97,7 @@ class SteppedTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[int]], num_batches: int, device: torch.device
     ) -> Any:
-        """Requests the next batch; Trainer calls this at the start of each step."""
+        """Requests the next batch; called first in each step."""
         batch = self.stepped.next_batch(self.loss)
         self.loss = torch.zeros_like(self.loss)
         parts = map(self._exchange, epoch_iterator, batch.split(num_batches), range(num_batches))
@@ -125,7 +124,7 @@ class SteppedTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Returns the cell's optimizer: Trainer's own exempts norms and biases from weight
+        """Returns the cell's optimizer; Trainer's own exempts norms and biases from weight
         decay."""
         if self.optimizer is None:
             whole: Any = self.model if model is None else model
@@ -157,7 +156,6 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
 
 
 def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str, Any]:
-    """Returns Trainer's arguments for the cell's training, with all extras disabled."""
     cell = job.cell
     same_training = {
         "seed": cell.seed,
@@ -201,14 +199,14 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
 
 
 def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Does nothing: Trainer enables transformers' activation checkpointing by its arguments."""
+    """Does nothing: Trainer's arguments enable activation checkpointing."""
 
 
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    Others may ignore the count. Trainer then multiplies their mean by the rank count and does not
-    divide by micro-batches, so it is told that they do not accept it.
+    If a model ignores the count, Trainer multiplies its mean by the rank count and does not divide
+    by micro-batches. So it is told that others do not accept the count.
     """
     return workload.kind == "causal"
 
@@ -216,9 +214,9 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
-    Labels are already shifted, so causal models also get them as `shift_labels`, all of which
-    count. If transformers does not recognize the loss by class name (GPT-2's, for one), Trainer
-    would count the first unshifted label, which nothing predicts.
+    Labels are already shifted, so causal models also get them as `shift_labels`. If transformers
+    does not recognize the loss by class name (GPT-2's, for one), Trainer would count the first
+    unshifted label, which nothing predicts.
     """
     shifted = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     return {str(model.main_input_name): part.inputs, "labels": part.labels, **shifted}

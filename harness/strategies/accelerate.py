@@ -17,10 +17,9 @@ class Accelerate(AccelerateEngine):
     """Hugging Face Accelerate around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
     Accelerate infers its setup from the environment, so it is verified before the first step.
-    Without torchrun's variables, or without `cpu=True` on a host with no GPU, ranks train alone and
-    average no gradients. On CPUs it silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed
-    plugin clips gradients at 1.0 unless configured, and on CPUs sees one process unless the backend
-    is named. The harness shards the batch.
+    Without torchrun's variables, or without `cpu=True` on a host with no GPU, ranks train alone. On
+    CPUs it silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin clips gradients at 1.0
+    unless configured, and on CPUs sees one process unless the backend is named.
     """
 
     config_file: bool = False

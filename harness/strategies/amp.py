@@ -25,11 +25,11 @@ TOLERANCES = {
 class Amp(Strategy):
     """Apex-style AMP under DDP: autocast (O1), half with fp32 master weights (O2), pure half (O3).
 
-    Half is the cell's precision, fp16 or bf16; fp16 scales the loss dynamically in O1 and O2. As in
-    apex, O2 keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights
-    start unrounded and rotary frequencies stay fp32, so levels differ only in how they train.
-    Deviations from fp32: O1, rounding in autocast operators; O2, also norms and residuals; O3, also
-    lost updates (in bf16, a norm weight of 1.0 never moves by steps of 1e-3). Pure fp16 with AdamW
+    Half is the cell's precision; fp16 scales the loss dynamically in O1 and O2. As in apex, O2
+    keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights start
+    unrounded and rotary frequencies stay fp32, so levels differ only in how they train. Deviations
+    from fp32: O1, rounding in autocast operators; O2, also norms and residuals; O3, also lost
+    updates (in bf16, a norm weight of 1.0 never moves by steps of 1e-3). Pure fp16 with AdamW
     diverges: a squared gradient below 6e-8 becomes zero, leaving epsilon as the divisor.
     """
 

@@ -29,8 +29,7 @@ class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum). AdamW's is not: it divides by the root of the squared gradient. Ranks that
-    never average end at 0.8 to 1.2 of the update.
+    (SGD with momentum), unlike AdamW's. Ranks that never average end at 0.8 to 1.2 of the update.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
@@ -83,12 +82,10 @@ class CollectivesCosts(CostModel[Collectives]):
         return all_reduced(layout.data, facts.trained_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts one message per parameter and period."""
         return len(facts.sizes) / self.strategy.period
 
 
 def broadcast(parameters: Iterable[nn.Parameter]) -> None:
-    """Sends rank 0's values to all ranks."""
     import torch.distributed as dist
 
     for parameter in parameters:
@@ -96,7 +93,7 @@ def broadcast(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average(tensors: Iterable[Tensor]) -> None:
-    """Averages the tensors over all ranks, in place."""
+    """Averages over all ranks, in place."""
     import torch.distributed as dist
 
     for tensor in tensors:

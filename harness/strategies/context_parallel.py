@@ -19,8 +19,7 @@ class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
     Every rank has all heads, so they do not limit the ranks (arXiv 2310.01889). To balance the
-    causal mask's work, each rank gets a chunk from the front and one from the back. Gradients are
-    averaged by hand.
+    causal mask's work, each rank gets a chunk from the front and one from the back.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
@@ -56,7 +55,7 @@ class ContextParallel(Strategy):
         mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
         model = job.model()
         _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
-        # Sharded in place with each batch, to hold the positions of the rank's tokens.
+        # Sharded in place with each batch, to hold the rank's token positions.
         positions = torch.empty(0, dtype=torch.long, device=job.device)
         step = _sequence.averaging_step(job, model, positions)
         whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]

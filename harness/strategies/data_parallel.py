@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs, it would only call the model; the same five steps run on one CPU thread per
-    device.
+    Without GPUs, it would only call the model; the five steps run on one CPU thread per device.
 
     Autocast is entered inside each replica. Replica threads inherit only whether it is enabled
     (torch/nn/parallel/parallel_apply.py); on GPUs they would use fp16 even in bf16 cells.
@@ -61,7 +60,7 @@ class DataParallelCosts(CostModel[DataParallel]):
 
 
 def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
-    """Wraps the model to return logits in the cell's precision from any thread."""
+    """Makes the model return logits in the cell's precision from any thread."""
     from torch import nn
 
     class InAutocast(nn.Module):
@@ -77,7 +76,7 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
 
 
 def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns a function from batch to logits, with one replica and CPU thread per part."""
+    """Returns batch -> logits, with one replica and CPU thread per part."""
     import torch
 
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]

@@ -27,7 +27,6 @@ COMPRESSED = {
         2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
     ),
 }
-"""Deviation from the reference allowed for each compression hook."""
 
 
 class Ddp(Strategy):
@@ -103,8 +102,7 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of gradient all-reduces and the broadcast of rank 0's buffers; None for
-        PowerSGD."""
+        """Returns bytes of gradients, and of rank 0's buffers; None for PowerSGD."""
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
             return None
@@ -113,7 +111,7 @@ class DdpCosts(CostModel[Ddp]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts one message per bucket; None if torch chooses the bucket size."""
+        """Counts one per bucket; None if torch chooses the bucket size."""
         if self.strategy.bucket_cap_mb is None:
             return None
         buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))
@@ -128,7 +126,6 @@ def wrap_in_ddp(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = False,
 ) -> DistributedDataParallel:
-    """Wraps the model in DDP on this rank's device, with torch's defaults for options not given."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(
@@ -159,7 +156,7 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
     PowerSGD reduces each bucket several times, from callbacks in another thread, in no common order
     across ranks. With several buckets gloo pairs the wrong ones and aborts ("Received data size
-    doesn't match", 3 of 3 trials). So on CPUs one bucket must hold all gradients.
+    doesn't match"). So on CPUs one bucket must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0
@@ -167,7 +164,6 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
 
 def compress(model: DistributedDataParallel, hook: str) -> None:
-    """Compresses gradients by torch's hook of this name: fp16, bf16 or powersgd."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

@@ -87,20 +87,15 @@ class DdpElasticCosts(CostModel[DdpElastic]):
 
 
 class Stateful(Protocol):
-    """State that torch can save and restore: a model, an optimizer, a loss scaler."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Snapshots:
-    """A file of all parts and all ranks' losses, written by rank 0 to the trial's folder, which
-    survives restarts."""
+    """All parts and all ranks' losses, in a file of the trial's folder, which survives restarts."""
 
     steps = 0
-    """Number of steps completed in the loaded snapshot."""
     losses: Tensor
-    """Losses of this rank, by step."""
 
     def __init__(self, job: Job, parts: Mapping[str, Stateful]) -> None:
         import torch
@@ -130,7 +125,7 @@ class Snapshots:
             self.parts[name].load_state_dict(state)
 
     def save(self, steps: int) -> None:
-        """Writes the state after this many steps; call on all ranks together."""
+        """Writes the state after this many steps; call on all ranks."""
         import torch
         import torch.distributed as dist
 

@@ -31,9 +31,7 @@ class Deepspeed(ZeroOptions):
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
     masters of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use
-    DeepSpeed's CPU Adam, which matches torch's AdamW up to rounding. Stages 1 to 3 keep fp32 master
-    partitions even for fp32 parameters. Stage 3 could share them, but compares a device with its
-    name, which never matches.
+    DeepSpeed's CPU Adam, which matches torch's AdamW up to rounding.
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
@@ -44,8 +42,7 @@ class Deepspeed(ZeroOptions):
         return "DeepSpeed stage 0" if plain else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns DeepSpeed's script with its config file, or Accelerate's script with the same
-        config."""
+        """Returns DeepSpeed's or Accelerate's script, with the same config file."""
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
         layout = self.layout(cell.devices)
         config = self.config(cell, layout, sizes, self.folder or "offload")
@@ -96,7 +93,7 @@ class Deepspeed(ZeroOptions):
         return engines.engine_step(job, engine)
 
     def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
-        """Registers an engine, which another library may have built, with the harness."""
+        """Registers an engine, perhaps built by another library."""
         job.register(
             engine.module,
             engine.basic_optimizer,
@@ -128,7 +125,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the fullest rank's states: ZeRO's (section 3.1), and what DeepSpeed 0.19.8 adds.
 
-        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 also keeps the
+        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 could share
+        it, but compares a device with its name, which never matches. Stage 3 also keeps the
         partition's gradients and reduction buckets between steps. States offloaded from a GPU are
         not on the device.
         """
@@ -162,8 +160,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def _states_3(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns stage 3's states of trained parameters, without those on disk and, for a GPU, in
-        host memory."""
+        """Returns stage 3's states, without those on disk and, for a GPU, in host memory."""
         chosen = self.strategy
         swapping = chosen.swapping(cell, layout.replicas, facts.sizes)
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
@@ -203,8 +200,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 
         DeepSpeed all-reduces gradients in stages 1 and 2, and gathers the updated parameters. Stage
         3 gathers for forward and backward, except parameters reused soon (`_reused`); persistent
-        ones after the update. Stages 2 and 3 keep no whole gradients, so they reduce after each
-        micro-batch. None for stage 3 with recomputation, whose gathers depend on prefetching.
+        ones after the update. Stages 2 and 3 keep no whole gradients, so they reduce each
+        micro-batch's. None for stage 3 with recomputation, whose gathers depend on prefetching.
         """
         chosen = self.strategy
         width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas
@@ -221,9 +218,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns collectives per step, each of one bucket.
+        """Counts collectives, each of one bucket.
 
-        Bucket sizes are `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
+        Bucket sizes: `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
         `stage3_prefetch_bucket_size` (forward and backward).
         """
         chosen = self.strategy
@@ -236,8 +233,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         return buckets * (1 + (parts if chosen.stage == 2 else 1))
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Counts masters and two moments in and out, gradients out, parameters in twice and out
-        once.
+        """Counts masters and moments in and out, gradients out, parameters in twice and out once.
 
         Host memory is about ten times as fast, so its bytes count a tenth.
         """
@@ -253,7 +249,7 @@ def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
     """Returns elements of the last parameters, which stage 3 keeps for backward within the reuse
     distance.
 
-    Parameters up to the threshold are persistent and never gathered.
+    Persistent ones, up to the threshold, are never gathered.
     """
     between, kept = 0, 0
     for size in reversed(sizes):

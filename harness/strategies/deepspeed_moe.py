@@ -18,9 +18,8 @@ from harness.workloads import Workload, make_workload
 class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
-    It takes over the model's weights and trains the same: no token is dropped, no expert drawn at
-    random. Rows for each expert are padded to the busiest one's, so traffic depends on the routing
-    and has no formula.
+    It takes over the model's weights; no token is dropped, no expert drawn at random. Rows for each
+    expert are padded to the busiest one's, so traffic depends on the routing and has no formula.
     """
 
     requires = ("deepspeed",)
@@ -77,7 +76,6 @@ class DeepspeedMoe(Strategy):
 
 class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns the ZeRO stage 0 states of a model with only this rank's experts."""
         inside = make_workload(cell.workload).mixture_path + ".experts."
         sizes = [
             size // self.strategy.expert if inside in name else size
@@ -90,5 +88,4 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
         return Deepspeed(stage=0).costs.states(cell, layout, own)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts all-to-alls to and from experts in each block, and two gradient reductions."""
         return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches

@@ -68,7 +68,6 @@ class DeepspeedPipeline(Strategy):
         return step
 
     def layer(self, job: Job, index: int) -> LayerSpec:
-        """Returns the spec that builds stage `index` on its rank."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
         from harness.strategy.pipelining import Stage
@@ -86,7 +85,6 @@ class DeepspeedPipeline(Strategy):
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns a stage's states and engine buffers, see `engine_buffers`."""
         from harness.strategy.formulas import a_stage_each, pipeline_states
         from harness.workloads import make_workload
 
@@ -95,12 +93,11 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of 1F1B's micro-batches in flight and the engine's input copies, see
+        """Returns 1F1B's micro-batches in flight and the engine's input copies, see
         `held_beside_gradients`.
 
-        torch's memory tracker (`bench profile`) shows 1.1 to 1.3 MB more on the last stage
-        (llama-128x4, two ranks). The formula agrees with torch's allocator, see
-        docs/studies/recompute-memory.md.
+        torch's memory tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
+        The formula agrees with torch's allocator, see docs/studies/recompute-memory.md.
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
@@ -113,7 +110,7 @@ def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
     The engine looks methods up in its class; this makes it use the instance's, which the harness
-    wraps to time them.
+    wraps.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
@@ -126,7 +123,6 @@ def _by_name(name: str) -> Callable[..., object]:
 
 
 def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
-    """Yields activations and gradients that the engine keeps until the next batch."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -140,8 +136,8 @@ def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: 
     """Returns bytes of the engine's buffers in stage `stage` of `count`, between steps.
 
     Each boundary adds a buffer for one micro-batch's hidden states, or their gradients. The first
-    stage keeps its latest token ids, the last its latest results and labels; ids have 8 bytes.
-    Source: DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`.
+    stage keeps its latest token ids, the last its latest results and labels; ids have 8 bytes
+    (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`).
     `hidden`: bytes of hidden states of all of a rank's samples.
     """
     parts = cell.micro_batches

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _LISTENING: list[object] = []
-"""Servers that must live as long as this rank."""
+"""Servers that live as long as this rank."""
 
 
 class DiLoCo(Strategy):
@@ -32,8 +32,8 @@ class DiLoCo(Strategy):
 
     arXiv 2311.08105: the outer gradient is a rank's starting point minus its current parameters;
     the outer optimizer is SGD with Nesterov momentum. outer_learning_rate=1 and outer_momentum=0
-    average the parameters. Each rank is a replica with a manager and a store; they find each other
-    through a lighthouse in rank 0.
+    average the parameters. Each rank is a replica with a manager and a store; a lighthouse in rank
+    0 connects them.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
@@ -133,13 +133,11 @@ def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
 def manager_of(job: Job) -> Manager:
     """Returns this rank's manager, which requires one replica per device of the cell.
 
-    Losing a replica changes the training, so an uncommitted period is an error.
-    `use_async_quorum=False`: DiLoCo's constructor raises ValueError for a manager that agrees in
-    the background.
+    Losing a replica changes the training, so an uncommitted period is an error. DiLoCo's
+    constructor raises ValueError unless `use_async_quorum=False`.
 
-    Everything listens only on the address of the job's interface. torchft's manager would listen on
-    all interfaces, whatever its host. So would its checkpoint HTTP server, which is left out,
-    because no replica joins later.
+    Everything listens only on the job's interface. torchft's manager would listen on all, and so
+    would its checkpoint HTTP server, which is left out because no replica joins later.
     """
     import torchft.manager
     from torchft.coordination import ManagerServer
@@ -179,7 +177,6 @@ def manager_of(job: Job) -> Manager:
 
 
 def _lighthouse(job: Job, address: str) -> str:
-    """Returns the address of the server by which replicas find each other; rank 0 starts it."""
     import torch.distributed as dist
     from torchft.coordination import LighthouseServer
 
@@ -194,7 +191,7 @@ def _lighthouse(job: Job, address: str) -> str:
 
 
 def _address(interface: str | None) -> str:
-    """Returns an interface's IPv4 address; loopback by default."""
+    """Returns the IPv4 address; loopback by default."""
     known = psutil.net_if_addrs().get(interface or "", [])
     return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
 

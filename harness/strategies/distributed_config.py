@@ -52,7 +52,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
 
 class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns `sharded_traffic` or `tensor_traffic`; None in bf16 and for both axes at once."""
+        """Returns None in bf16 and for both axes at once."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return mesh.sharded_traffic(cell, layout, workload, sizes, facts)

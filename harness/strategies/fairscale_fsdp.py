@@ -96,7 +96,6 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
 
 
 def pinned_gradients(model: FullyShardedDataParallel) -> Iterator[Retained]:
-    """Yields pinned host gradients that FullyShardedDataParallel keeps for offloaded shards."""
     for parameter in model.parameters():
         if hasattr(parameter, "_cpu_grad"):
             yield "library", "pinned gradients", parameter._cpu_grad

@@ -34,7 +34,7 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Gradients must be cleared through the model, not the optimizer: see `clear` in py. In
+    Gradients must be cleared through the model, not the optimizer: see `clear`. In
     fp16 all ranks must skip the same steps. torch's sharded loss scaler works on both devices;
     fairscale's ShardedGradScaler is disabled without CUDA.
     """
@@ -95,7 +95,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
     zero_stage = 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns whole parameters, gradient buckets, and the fullest rank's optimizer state."""
         shares: list[list[int]] = [[] for _ in range(layout.data)]
         for size in facts.sizes:
             min(shares, key=sum).append(size)
@@ -124,13 +123,13 @@ def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
 
     OSS's `zero_grad` sets all to None, torch's default since 2.0. This detaches them from
     ShardedDataParallel's buckets, and from the second step ranks update with local gradients. The
-    inner optimizer's clears only this rank's parameters, so other gradients accumulate.
+    inner optimizer's clears only this rank's parameters.
     """
     model.zero_grad(set_to_none=True)
 
 
 def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:
-    """Yields buckets before the gradients and parameters that are views of them."""
+    """Yields buckets before their views."""
     for bucket in model._bucket_list:
         yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
     for device in optimizer.buckets.values():
@@ -140,7 +139,7 @@ def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Reta
 
 
 def check_recompute(cell: Cell) -> None:
-    """Raises Refused if fairscale's checkpoint_wrapper would not recompute the same."""
+    """Raises Refused if fairscale would not recompute the same."""
     if cell.recompute == "selective":
         raise Refused(
             "fairscale's checkpoint_wrapper recomputes whole blocks: use recompute full, or ddp"
@@ -155,7 +154,7 @@ def check_recompute(cell: Cell) -> None:
 
 
 def recompute_by_fairscale(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Recomputes the blocks by fairscale's checkpoint_wrapper, which replaces their forward."""
+    """Recomputes blocks by fairscale's checkpoint_wrapper, which replaces their forward."""
     from fairscale.nn.checkpoint import checkpoint_wrapper
 
     for block in blocks:

@@ -93,8 +93,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """Returns FSDP1's wrap policy: by block, or if unnamed, modules with an eighth of the
-    parameters or more."""
+    """Wraps by block, or if unnamed, modules with at least an eighth of the parameters."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if blocks := job.workload.blocks_of(model):
@@ -110,6 +109,6 @@ def backward_prefetch(when: str) -> BackwardPrefetch | None:
 
 
 def summoned_parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields FSDP1's parameters by name, whole during iteration; iterate on all ranks."""
+    """Yields whole parameters by name; iterate on all ranks."""
     with type(model).summon_full_params(model, writeback=False):
         yield from model.named_parameters()

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`), which shards each parameter as a DTensor along its first dimension."""
+"""FSDP2, which shards each parameter as a DTensor along its first dimension."""
 
 from __future__ import annotations
 
@@ -148,21 +148,18 @@ class Fsdp2Costs(CostModel[Fsdp2]):
 
 
 def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
-    """Makes FSDP2 prefetch the next block in forward, and the previous one in backward."""
     for block, after in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([block])
 
 
 def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters by name, on the device so that its process group can gather offloaded
-    shards."""
+    """Yields parameters on the device, so that its process group can gather offloaded shards."""
     return ((name, p.detach().to(job.device)) for name, p in model.named_parameters())
 
 
 @contextlib.contextmanager
 def without_sync(root: FSDPModule) -> Iterator[None]:
-    """Disables FSDP2's gradient reduction within the context."""
     root.set_requires_gradient_sync(False)
     yield
     root.set_requires_gradient_sync(True)
@@ -191,7 +188,7 @@ def check_hybrid(cell: Cell) -> None:
 
 
 def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
-    """Returns a mesh (shards) or, for hybrid sharding, (2 replicas, shards)."""
+    """Returns a mesh of shards or, if hybrid, (2 replicas, shards)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     devices, kind = job.cell.devices, job.device.type

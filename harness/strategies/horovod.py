@@ -109,8 +109,8 @@ class Horovod(Strategy):
 
 class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns a full copy on every rank plus the fusion buffer; Adasum also keeps each update's
-        starting point.
+        """Returns a full copy plus the fusion buffer; Adasum also keeps each update's starting
+        point.
 
         The buffer is allocated at its threshold size when two gradients are first fused. A CPU uses
         its memory only as gradients fill it.
@@ -120,17 +120,15 @@ class HorovodCosts(CostModel[Horovod]):
         return dataclasses.replace(model_states(cell, facts), library=kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of gradient all-reduces; None for Adasum, which combines pairs of ranks."""
+        """Returns None for Adasum, which combines pairs of ranks."""
         if self.strategy.op == "adasum":
             return None
         half = 2 if self.strategy.compression == "fp16" else 1
         return all_reduced(layout.data, facts.trained_bytes / half)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts negotiations and all-reduces.
-
-        Gloo ranks negotiate a few gradients per cycle, then fuse them unless fusion is off.
-        """
+        """Counts negotiations and all-reduces; a few gradients are ready per cycle, and fused if
+        enabled."""
         tensors, chosen = len(facts.sizes), self.strategy
         fused = _horovod.GRADIENTS_FUSED if chosen.fusion_threshold_mib else 1
         agreed = 0.0 if chosen.controller == "mpi" else tensors / _horovod.GRADIENTS_FUSED

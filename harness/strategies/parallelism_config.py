@@ -17,8 +17,8 @@ from harness.workloads import Workload, make_workload
 class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, within replicas or not, or tensor parallelism.
 
-    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; its own
-    preparation then runs over gloo.
+    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; preparation
+    then runs over gloo.
     """
 
     requires = ("accelerate",)
@@ -69,7 +69,6 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
 
 class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the traffic of transformers' mesh with a single gradient reduction."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
             return mesh.tensor_traffic(cell, layout, workload, sizes, facts)

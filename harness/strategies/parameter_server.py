@@ -40,11 +40,11 @@ _HEARD: SimpleQueue[int] = SimpleQueue()
 class ParameterServer(Strategy):
     """A parameter server over torch.distributed.rpc, with its optimizer in host memory.
 
-    There is one worker per device. The server computes in its training step; its RPC threads only
-    wait. In asynchronous mode it updates once per worker and step (see `server_optimizer`), and no
-    worker gets more than a step ahead of the slowest. Staleness remains: a worker's parameters lack
-    up to (N-1)/N of a step's gradients, so its losses lag. Parameters with gradients from only one
-    worker, such as a rare token's embedding, move by 1/N of an AdamW step.
+    Each device has a worker. The server computes in its training step; its RPC threads only wait.
+    In asynchronous mode it updates once per worker and step (see `server_optimizer`), and no worker
+    gets more than a step ahead of the slowest. A worker's parameters still lack up to (N-1)/N of a
+    step's gradients, so its losses lag. Parameters with gradients from only one worker, such as a
+    rare token's embedding, move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(
@@ -91,19 +91,16 @@ class ParameterServer(Strategy):
 
 class ParameterServerCosts(CostModel[ParameterServer]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns the server's states with all workers' gradients; a worker keeps only
-        parameters."""
+        """Returns the server's states with all workers' gradients; workers keep only parameters."""
         return dataclasses.replace(
             model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
         )
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns bytes through the server: all gradients in, all parameters out."""
         return 2.0 * layout.data * facts.trained_bytes
 
 
 def join(job: Job, tcp: bool) -> None:
-    """Connects all processes by RPC, named by rank."""
     from torch.distributed import rpc
 
     options = rpc.TensorPipeRpcBackendOptions(
@@ -133,18 +130,17 @@ def confirm(worker: int) -> None:
 
 
 def next_push() -> Push:
-    """Waits for a worker's push; runs in the server's training step."""
+    """Waits for a worker's push; runs in the server's step."""
     return _PUSHED.get()
 
 
 def next_confirmation() -> int:
-    """Waits for a worker's confirmation; runs in the server's training step."""
+    """Waits for a worker's confirmation; runs in the server's step."""
     return _HEARD.get()
 
 
 def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
-    """Yields one push per worker in order of arrival; keeps second pushes in `early` for the next
-    step."""
+    """Yields one push per worker as they arrive; keeps second ones in `early` for the next step."""
     waiting = early.copy()
     seen: set[int] = set()
     early.clear()
@@ -191,7 +187,6 @@ def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
 
 
 def work(job: Job, model: nn.Module) -> TrainStep:
-    """Returns a worker's step: forward, backward, send gradients, receive parameters."""
     import torch
     from torch.distributed import rpc
 
@@ -229,8 +224,7 @@ def take(parameters: list[nn.Parameter], fetched: list[Tensor]) -> None:
 
 
 def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
-    """Returns the server's step: one update per `together` workers' gradients, in order of
-    arrival."""
+    """Returns the server's step: one update per `together` workers' gradients, as they arrive."""
     import torch
 
     workers, scaler = job.layout.data, loss_scaler(job)
@@ -242,8 +236,8 @@ def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
         came = arrivals(workers, early)
         while pushes := sorted(itertools.islice(came, together), key=lambda pushed: pushed[0]):
             update(optimizer, scaler, pushes)
-            # Without cloning, the next update may change a reply before it is sent, unless that
-            # update needs this worker's gradients.
+            # Without cloning, the next update may change a reply before it is sent, unless it needs
+            # this worker's gradients.
             answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
             for _, _, reply in pushes:
                 reply.set_result((answer, scaler.get_scale()))

@@ -83,15 +83,14 @@ class Pipeline(Strategy):
 
 class PipelineCosts(CostModel[Pipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns states and receive buffers of the rank with most parameters."""
         ranks = layout.pipeline
         return pipeline_states(
             cell, layout, facts, [self.strategy._stages_of(r, ranks) for r in range(ranks)]
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of micro-batches in flight, see `held_beside_gradients`; None if weight
-        gradients are separate."""
+        """Returns the micro-batches in flight (`held_beside_gradients`); None if weight gradients
+        are separate."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
@@ -117,7 +116,6 @@ class PipelineCosts(CostModel[Pipeline]):
 
 
 def pipeline_values(split: Split, schedule: Schedule, ranks: int, per_rank: int) -> dict[str, Any]:
-    """Returns the template's values for a pure pipeline of this many ranks."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     from harness.strategy.pipelining import SCHEDULES

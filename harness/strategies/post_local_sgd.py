@@ -24,9 +24,8 @@ LOCAL = Tolerance(
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    Each rank then follows its own gradients between averages, and AdamW's moments are never
-    averaged. torch would still average gradients within a node; this is disabled, or a single node
-    would take no local steps.
+    AdamW's moments are never averaged. torch would still average gradients within a node; this is
+    disabled, or a single node would take no local steps.
     """
 
     capabilities = Capabilities(

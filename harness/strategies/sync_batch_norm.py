@@ -67,8 +67,7 @@ class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
 
 
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
-    """Makes every BatchNorm2d use statistics over all ranks, which must hold equally many
-    samples."""
+    """Makes every BatchNorm2d use statistics over all ranks, with equally many samples each."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -71,8 +71,7 @@ class TensorParallel(Strategy):
 
 class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the rank's part of attention and MLP, with sequence parallelism also of embedding
-        and head."""
+        """Returns the rank's part; with sequence parallelism also of embedding and head."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -95,8 +94,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of hidden-state all-reduces: forward for each layer split by row, backward
-        for each split by column.
+        """Returns bytes of hidden-state all-reduces: forward per layer split by row, backward by
+        column.
 
         Megatron-LM (arXiv 1909.08053, section 3) needs four per block, summing gradients of layers
         with the same input first. torch reduces each layer separately: seven for Llama (two by row;
@@ -127,7 +126,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
 
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
-    """Returns torch's plan as source text; raises Refused if the suite replaces modules before
+    """Returns torch's plan as source; raises Refused if the suite replaces modules before
     splitting."""
     if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
@@ -145,7 +144,7 @@ def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> 
 
 
 def written_style(style: ParallelStyle) -> str:
-    """Returns the constructor call of a parallel style, with only its non-default arguments."""
+    """Writes a parallel style's constructor call with only its non-default arguments."""
     kind = type(style)
     usual, accepted = vars(kind()), inspect.signature(kind).parameters
     given = {
@@ -157,5 +156,5 @@ def written_style(style: ParallelStyle) -> str:
 
 
 def _written(value: object) -> str:
-    """Formats a tuple of one placement as the placement, as torch's styles expect."""
+    """Writes a tuple of one placement as the placement, as torch's styles expect."""
     return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)

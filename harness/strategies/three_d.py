@@ -59,8 +59,7 @@ class ThreeD(Strategy):
             workload.split.check_tensor(sequence_parallel=False)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns the pipeline's script, with stages split by torch's tensor plan and the data axis
-        applied.
+        """Returns the pipeline's script, with torch's tensor plan and the data axis applied.
 
         Raises Refused as `tensor_values` does.
         """
@@ -115,14 +114,10 @@ class ThreeDCosts(CostModel[ThreeD]):
         return {"fsdp2": 3, "zero1": 1}.get(self.strategy.data_axis, 0)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns states of the rank's part, sharded on the data axis (see `axis_states`), and
-        receive buffers."""
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
         return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of micro-batches in flight, with FSDP2's gathers, see
-        `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
@@ -131,8 +126,8 @@ class ThreeDCosts(CostModel[ThreeD]):
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
-    """Returns the states of a rank that shares this part of the model with `ranks` ranks on the
-    data axis.
+    """Returns the states of a rank that shares this part of the model with `ranks` on the data
+    axis.
 
     FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5). ZeroRedundancyOptimizer
     shards moments by whole parameters; DDP adds gradient buckets.
@@ -146,8 +141,8 @@ def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
 
 
 def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
-    """Removes DTensors between forwards, which DDP and ZeroRedundancyOptimizer reject; wraps the
-    stage in DDP on that axis.
+    """Wraps the stage in DDP on that axis, and removes DTensors between forwards, which DDP and
+    ZeroRedundancyOptimizer reject.
 
     A schedule's first forward, for shapes, has no backward. DDP fails at it without
     find_unused_parameters.
@@ -180,7 +175,7 @@ def _with_gradients(stage: nn.Module, inputs: object) -> None:
 def stage_optimizer(
     job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
 ) -> Optimizer:
-    """Returns the cell's optimizer, its state sharded over this group if given."""
+    """Returns the cell's optimizer, sharded over this group if given."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if shards is None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone needs memory for a whole layer, its gradient and both their buffers. With tiling
-    only one tile must fit. Every `torch.nn.Linear` of the largest size is replaced.
+    ZeRO-3 alone needs memory for a whole layer, its gradient and both their buffers; tiling, only
+    for one tile.
     """
 
     stage: Literal[3] = 3
@@ -59,7 +59,6 @@ class TiledLinearCosts(DeepspeedCosts):
 def tile_largest(
     model: nn.Module, out_tiles: int, in_tiles: int, device: torch.device
 ) -> nn.Module:
-    """Replaces every `torch.nn.Linear` of the largest size, in place; returns the model."""
     from deepspeed.runtime.zero import TiledLinear
     from torch import nn
 
@@ -85,8 +84,8 @@ def join_tiles(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole parameters by name, with tiles joined under their original layer's name.
 
-    `named` must yield a layer's tiles consecutively. A gathered tensor is valid only until the next
-    is requested.
+    `named` must yield a layer's tiles consecutively. A gathered tensor is valid only until the
+    next.
     """
     from deepspeed.runtime.zero import TiledLinear
 
@@ -104,8 +103,7 @@ def join_tiles(
 
 
 def _count(layer: DeepspeedTiledLinear) -> int:
-    """Returns the number of parameters: one weight per tile, and a bias in each row's last
-    column."""
+    """Counts parameters: one weight per tile, and a bias in each row's last column."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 

@@ -18,9 +18,8 @@ class TransformersTrainer(AccelerateEngine):
     By default Trainer shuffles, clips the gradient norm at 1.0 and decays the learning rate. It
     also exempts norms and biases from weight decay, and lets DDP look for unused parameters. All
     this is disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is
-    checked at every step. The loss is the model's own. Nothing is logged, saved or evaluated.
-    Trainer still computes the gradient norm and checks the loss for NaN in every step: that
-    overhead is measured.
+    checked at every step. Trainer still computes the gradient norm and checks the loss for NaN:
+    that overhead is measured.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

@@ -59,7 +59,7 @@ class Ulysses(Strategy):
         def local(
             query: Tensor, key: Tensor, value: Tensor, module: nn.Module, options: dict[str, Any]
         ) -> Tensor:
-            """(samples, tokens, heads, head width) each, with all tokens and some heads."""
+            """Takes (samples, tokens, heads, head width) each, with all tokens and some heads."""
             heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return whole(module, *heads_first, None, **options)[0]
 
@@ -83,8 +83,6 @@ class UlyssesCosts(CostModel[Ulysses]):
         return model_states(cell, facts)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of the all-to-alls around attention, forward and backward, and gradient
-        all-reduces."""
         exchanged = _sequence.exchanged_for_heads(cell, layout)
         return (
             None

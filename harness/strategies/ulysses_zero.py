@@ -46,7 +46,6 @@ class UlyssesZero(Deepspeed):
         return None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns DeepSpeed's script with samples split over ranks; None for Accelerate."""
         plain, layout = super().export(cell, to), self.layout(cell.devices)
         if to == "accelerate" or plain is None or layout.sequence == 1:
             return None if to == "accelerate" else plain
@@ -86,8 +85,8 @@ class UlyssesZero(Deepspeed):
     def gradient_factor(self, layout: Layout) -> int:
         """Returns the factor by which DeepSpeed's averaged gradients are too large.
 
-        Stages 0 to 2 divide the sum over all ranks by the number of data-parallel ranks, as if each
-        rank's loss covered the whole sequence. Stage 3 divides by all ranks.
+        Stages 0 to 2 divide the sum over all ranks by the data-parallel ranks, as if each rank's
+        loss covered the whole sequence. Stage 3 divides by all ranks.
         """
         return layout.sequence if self.stage < 3 else 1
 
@@ -100,8 +99,8 @@ class UlyssesZeroCosts(DeepspeedCosts):
     backend_library = "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of ZeRO, all-to-alls around attention, and an all-gather of token positions
-        per block."""
+        """Adds to ZeRO's the all-to-alls around attention, and an all-gather of token positions per
+        block."""
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged

@@ -38,11 +38,10 @@ class Vertical(Strategy):
 
 class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns a stage's states and its receive buffers for the whole batch."""
         return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of GPipe with the batch as one micro-batch, see `held_beside_gradients`."""
+        """Returns GPipe's with the batch as one micro-batch, see `held_beside_gradients`."""
         from harness.strategy.pipeline_memory import Engine, held_beside_gradients
 
         return held_beside_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))

@@ -18,8 +18,7 @@ from harness.strategy.job import standard_step
 class ZeroRedundancy(Strategy):
     """DDP with ZeroRedundancyOptimizer (ZeRO-1): optimizer state is sharded by whole parameters.
 
-    `overlap_with_ddp` is not offered: it skips the first updates while DDP's buckets settle, which
-    changes the training.
+    `overlap_with_ddp` is not offered: it skips the first updates while DDP's buckets settle.
     """
 
     parameters_as_bucket_view: bool = False
@@ -55,14 +54,11 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns bytes of DDP's all-reduce and the broadcasts of updated parameters.
-
-        ZeRO-1 as published would scatter gradients instead.
-        """
+        """Counts DDP's all-reduce and broadcasts of parameters, where published ZeRO-1 scatters
+        gradients."""
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and one broadcast per parameter, all started before the first
-        wait."""
+        """Counts DDP's and one broadcast per parameter, all started before the first wait."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
