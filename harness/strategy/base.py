@@ -29,7 +29,7 @@ class Export:
     """Training script in `templates` next to the strategy's file; extends
     harness/export/templates/train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Template values in addition to the cell, model and options."""
+    """Template values beyond cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files next to the script, by name."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -45,35 +45,31 @@ class Capabilities:
     preload: tuple[str, ...] = ()
     """Modules of every rank, imported once by the fork server."""
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """Supported values of the cell's precision axis."""
     process_group: bool = True
     """Whether ranks need torch.distributed."""
     synchronizes_batch_norm: bool = False
     """Whether BatchNorm sees the whole global batch."""
     max_restarts: int = 0
-    """Maximum number of elastic restarts per trial."""
     compiles: tuple[str, ...] = ()
-    """Values of the compile axis with which training stays the same."""
+    """Values of the compile axis that do not change the training."""
     extra_optimizers: tuple[str, ...] = ()
     """Supported optimizers beyond AdamW and SGD, see harness/strategy/optimizers.py."""
     fixed_steps: bool = False
-    """Whether trials must take exactly the cell's number of steps."""
+    """Whether trials must take exactly the cell's steps."""
     max_devices: int | None = None
-    """Largest supported number of devices; None for any."""
+    """Most supported devices; None for any."""
     min_devices: int = 1
-    """Smallest meaningful number of devices."""
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Function that returns compiled parts for `bench doctor`: name -> `built` or the build
-    command."""
+    """Compiled parts for `bench doctor`: name -> `built` or the build command."""
 
 
 @dataclass(frozen=True)
 class OwnLauncher:
-    """A strategy-specific launcher, for one node only."""
+    """A strategy's launcher, for one node only."""
 
     name: str
     command: Callable[[Cell, Path], list[str]]
-    """(cell, scratch folder for its files) -> command line, to which the rank's own is appended."""
+    """(cell, scratch folder for its files) -> command line, to which the rank's is appended."""
 
 
 class Strategy(BaseModel, ABC):
@@ -91,52 +87,49 @@ class Strategy(BaseModel, ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
-        """Returns data x pipeline x tensor for this many devices; raises Refused if there is
-        none."""
+        """Returns data x pipeline x tensor; raises Refused if the devices do not divide."""
         return Layout(data=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
-        """Raises Refused or Unavailable, with a reason, if the strategy cannot run the cell."""
+        """Raises Refused or Unavailable if the strategy cannot run the cell."""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         """Returns the allowed deviation from the reference, EXACT or looser."""
         return EXACT
 
     def stand_in(self, cell: Cell) -> str | None:
-        """Returns what replaces the strategy on this device; None: nothing."""
+        """Returns what replaces the strategy on this device, if anything."""
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Returns the library that wraps plain DDP in this cell, for side-by-side comparison; None
-        if training differs."""
+        """Returns the library that wraps plain DDP in this cell, for side-by-side comparison."""
         return None
 
     @property
     def cycle(self) -> int:
-        """Steps after which the work repeats; more than 1 if, say, only some steps communicate."""
+        """Steps after which the work repeats; more than 1 if, say, only some communicate."""
         return 1
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why the harness cannot rewind training to an earlier step; empty if it can.
+        """Reason why training cannot be rewound to an earlier step; empty if it can.
 
-        It rewinds what the strategy registers: parameters, buffers, states and optimizer counters.
+        Rewinding restores what the strategy registers.
         """
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        """Launcher that starts the ranks; None: the cell's launcher."""
+        """Launcher of the ranks; None: the cell's."""
         return None
 
     @property
     def costs(self) -> CostModel[Any]:
-        """Cost formulas of a step."""
         return CostModel(self)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns how to run the cell standalone under the launcher `to` (see harness/export); None
-        if unsupported.
+        """Returns how to run the cell standalone under the launcher `to` (see harness/export), if
+        supported.
 
         Raises Refused, with a reason, if anything but the launcher prevents it.
         """
@@ -149,13 +142,13 @@ class Strategy(BaseModel, ABC):
 
 @dataclass(frozen=True)
 class CostModel(Generic[StrategyT_co]):
-    """Cost formulas of one strategy and its options."""
+    """Cost formulas of a strategy; those that return None have no formula."""
 
     strategy: StrategyT_co
 
     @property
     def backend_library(self) -> str:
-        """Name of the strategy whose library does most of the work; empty: its own."""
+        """Strategy whose library does most of the work; empty: its own."""
         return ""
 
     @property
@@ -165,7 +158,7 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def copies_to_flat_buffers(self) -> bool:
-        """Whether the library copies all parameters or gradients to and from flat buffers."""
+        """Whether the library copies to and from flat buffers."""
         return self.shards_parameters
 
     @property
@@ -186,16 +179,14 @@ class CostModel(Generic[StrategyT_co]):
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns bytes the fullest rank keeps between steps, including the library's copies; None:
-        no formula."""
+        """Returns bytes the fullest rank keeps between steps, the library's copies included."""
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns peak fp32 bytes of a micro-batch's forward, loss and backward in a rank, without
-        states and gradients.
+        states and gradients (see harness/workloads/operators.py).
 
-        See harness/workloads/operators.py. None: no formula, for instance if model parts per rank
-        are unknown.
+        None if, for instance, model parts per rank are unknown.
         """
         if layout.tensor > 1 or layout.pipeline > 1:
             return None
@@ -204,8 +195,7 @@ class CostModel(Generic[StrategyT_co]):
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Returns activation bytes of a rank's tokens and layers (see
-        harness/workloads/operators.py)."""
+        """Counts activations of a rank's tokens and layers (see harness/workloads/operators.py)."""
         from harness.workloads.operators import activation_bytes
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
@@ -215,7 +205,7 @@ class CostModel(Generic[StrategyT_co]):
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes a rank must send per step for its library's collectives, averaged over
-        ranks; None: no formula.
+        ranks.
 
         An all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or all-gather (N-1)/N
         S, as in harness/measure/rank_traffic.py.
@@ -224,15 +214,14 @@ class CostModel(Generic[StrategyT_co]):
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns sequential collectives and transfers per step that a rank waits for, averaged
-        over a cycle; None: no formula.
+        over a cycle.
 
         Those overlapping backward count `BESIDE_BACKWARD` each.
         """
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
-        """Returns FLOPs of recomputation per step, over all ranks (see
-        harness/workloads/operators.py)."""
+        """Returns FLOPs of recomputation per step, over all ranks."""
         if cell.recompute == "none":
             return 0.0
         from harness.workloads.operators import recomputed_flops
@@ -243,6 +232,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns approximate bytes per step to and from disk, or through one process in host
-        memory, over all ranks."""
+        """Returns approximate bytes to and from disk, or through one process, over all ranks."""
         return 0.0

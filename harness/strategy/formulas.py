@@ -17,20 +17,16 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, versus 1.4 if
-awaited."""
+"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, 1.4 if awaited."""
 
 KEPT_RESULTS = 2
-"""Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first
+"""Result buffers of DeepSpeed's last pipeline stage, and fewest input buffers of its first
 (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Returns parameters and optimizer state (`optimizer_bytes`) in equal shards; zero_grad frees
-    gradients.
-
-    Layer buffers are whole on every rank.
-    """
+    """Returns parameters and optimizer state in equal shards, with whole layer buffers; zero_grad
+    frees gradients."""
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=optimizer_bytes(cell, facts) / shards,
@@ -40,10 +36,10 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """Returns the facts of a rank's part of the model; None if some parameters are frozen, as their
-    names are unknown.
+    """Returns the facts of a rank's part of the model, with the `share` held of each parameter, by
+    name.
 
-    `share`: fraction held of each parameter, by name.
+    None if some parameters are frozen, as their names are unknown.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -87,8 +83,7 @@ def facts_of_stages(
 
 
 def received_bytes(stage: int, count: int, hidden: float) -> float:
-    """Returns bytes of a stage's receive buffers: hidden states and gradients of all
-    micro-batches."""
+    """Returns a stage's receive buffers: hidden states and gradients of all micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
@@ -106,9 +101,9 @@ def pipeline_states(
 ) -> States | None:
     """Returns the states of the fullest pipeline rank, with buffers.
 
-    `own`: stage indices of each rank. `keeps`: returns a rank's states from its model facts.
-    `buffers`: returns a stage's buffer bytes from its index, the stage count, and the bytes of
-    hidden states of all of a rank's samples.
+    `own`: each rank's stages. `keeps`: a rank's states from its model facts. `buffers`: a stage's
+    buffer bytes from its index, the stage count, and the bytes of hidden states of all of a rank's
+    samples.
     """
     from harness.workloads import make_workload
 
@@ -130,26 +125,25 @@ def pipeline_states(
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
-    """Returns DDP's states: everything on every rank, plus gradient buckets."""
+    """Returns DDP's states: everything, plus gradient buckets."""
     states = model_states(cell, facts)
     return dataclasses.replace(states, library=states.library + facts.trained_bytes)
 
 
 def all_reduced(ranks: int, size: float) -> float:
-    """Returns bytes each rank must send to all-reduce `size` bytes (see
-    harness/measure/rank_traffic.py)."""
+    """Returns bytes each rank must send to all-reduce `size` bytes."""
     return 2 * passed_once(ranks, size)
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """Returns bytes each rank must send for a reduce-scatter, an all-gather or, on average, a
+    """Returns bytes each rank must send for a reduce-scatter, all-gather or, on average,
     broadcast."""
     return (ranks - 1) / ranks * size
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns bytes of hidden states between blocks for a rank's samples in a step; None if the
-    dtype may change."""
+    """Returns a step's hidden states between blocks for a rank's samples; None if the dtype may
+    change."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -159,19 +153,17 @@ def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
 
 
 def logits_bytes(workload: Workload, samples: int, tokens: int) -> float:
-    """Returns bytes of the model's fp32 output for this many samples."""
     return 4.0 * samples * (workload.num_labels or tokens * workload.vocabulary)
 
 
 def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
-    """Returns the fullest rank's states if optimizer state is sharded as by
-    ZeroRedundancyOptimizer."""
+    """Returns the fullest rank's states, sharded as by ZeroRedundancyOptimizer."""
     share = fullest_share(sorted(facts.sizes, reverse=True), ranks) / sum(facts.sizes)
     return dataclasses.replace(states, optimizer=states.optimizer * share)
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns elements of the fullest rank when each tensor goes to the rank with fewest so far."""
+    """Returns the fullest rank's elements when each tensor goes to the rank with fewest so far."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

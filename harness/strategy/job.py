@@ -28,13 +28,13 @@ COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
 
 `block_cudagraphs`, untested on GPUs, requires block weights at fixed addresses and no collectives
-inside a block. FSDP2 gathers weights anew; tensor parallelism communicates within the block.
+inside a block, unlike FSDP2 and tensor parallelism.
 """
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
-"""(model, its blocks, `selective` or `full`): modifies the blocks in place."""
+"""Modifies the blocks in place: (model, its blocks, `selective` or `full`)."""
 Wire = Literal["gloo", "ring"]
 Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
-"""Object or module, function name, and step component of its time."""
+"""Object or module, function name, and the component that its time counts for."""
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
 LOSS_SCALE = 4096.0
@@ -42,11 +42,9 @@ LOSS_SCALE = 4096.0
 
 @dataclass(frozen=True)
 class Router:
-    """A module that chooses the experts of each token."""
-
     module: nn.Module
     tokens: Callable[[Any], Tensor]
-    """Function from module output to tokens per expert, (experts,)."""
+    """Module output -> tokens per expert, (experts,)."""
 
 
 @dataclass
@@ -58,18 +56,15 @@ class TrainState:
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Parameter name -> function from the strategy's whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
-    """(object, method name) pairs of computation, timed in a separate pass for the pipeline
-    bubble."""
+    """Computation, as (object, method name), timed in a separate pass for the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-    """Function that yields whole tensors by name, if walking the model does not; called on all
-    ranks together."""
+    """Yields whole tensors by name, if walking the model does not; called on all ranks."""
     states: Callable[[], Iterable[Retained]] | None = None
-    """Function that returns everything this rank keeps between steps, if walking model and
-    optimizers misses or misnames it."""
+    """What this rank keeps between steps, if walking model and optimizers misses or misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Function that returns library buffers by name, in addition to model and optimizers."""
+    """Library buffers in addition to model and optimizers."""
     offload_folder: Path | None = None
-    """Disk folder that holds states, whose reads and writes are then recorded."""
+    """Folder of states, whose reads and writes are then recorded."""
     waits: Sequence[Wait] = ()
     """Functions in which a rank waits unseen by torch's profiler, wrapped in a separate pass.
 
@@ -80,15 +75,15 @@ class TrainState:
     wire: Wire = "gloo"
     """Algorithm that moves the bytes: torch's gloo backend's, or rings."""
     routers: Mapping[int, Router] | None = None
-    """Mixture-of-experts routers by block number, if not the workload's modules."""
+    """Mixture-of-experts routers by block number, if not the workload's."""
     over_tcp: bool = True
     """Whether CPU ranks communicate only over TCP; otherwise sent bytes are unknown."""
     counters: Sequence[tuple[object, str]] = ()
-    """(object, attribute name) pairs of step counters outside the optimizers that affect a step."""
+    """Step counters outside the optimizers that affect a step, as (object, attribute name)."""
 
 
 class TrainStateOptions(TypedDict, total=False):
-    """Keyword arguments of `Job.register`: the fields of TrainState, all optional."""
+    """Fields of TrainState, all optional."""
 
     restore: Mapping[str, Callable[[Tensor], Tensor]]
     compute: Sequence[tuple[object, str]]
@@ -119,25 +114,23 @@ class Job:
     interface: str | None = None
     """Network interface that reaches all ranks; None: libraries choose."""
     node: str = ""
-    """Name of this rank's node; empty if there is only one."""
+    """This rank's node; empty if there is only one."""
     local_processes: int = 1
-    """Number of ranks on this node."""
+    """Ranks on this node."""
     threads: int = 1
-    """Intra-op threads of this rank."""
+    """Intra-op threads."""
     weights_device: torch.device | None = None
     """Device that draws initial weights; None: `device`.
 
-    Always a GPU in GPU cells: the CPU generator would draw different weights from the reference's.
+    Always a GPU in GPU cells: the CPU generator draws other weights than the reference's.
     """
     train_state: TrainState | None = None
     recomputes: bool = False
-    """Whether `model` has made blocks recompute."""
     compiles: bool = False
-    """Whether `model` has marked blocks to be compiled."""
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices that this process drives: one, or all of the cell's."""
+        """Devices of this process: one, or all of the cell's."""
         return self.layout.driven(self.device)
 
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
@@ -157,8 +150,7 @@ class Job:
         return model
 
     def require_model(self) -> None:
-        """Raises RuntimeError if the cell needs `model` to recompute or compile, and it was not
-        called."""
+        """Raises RuntimeError if the cell needs `model`, which was not called."""
         cell = self.cell
         for made, done, axis, value in (
             (self.recomputes, "recomputed", "recompute", cell.recompute),
@@ -180,8 +172,7 @@ class Job:
         return factory(parameters, **kwargs)
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
-        """Builds the cell's optimizer of a model, including optimizers that depend on parameter
-        names."""
+        """Builds the cell's optimizer, also one that depends on parameter names."""
         return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
@@ -200,15 +191,13 @@ class Job:
         return torch.autocast(self.device.type, dtype=self.dtype())
 
     def loss(self, model: Callable[[Tensor], Tensor | HasLogits], batch: Batch) -> Tensor:
-        """Returns the mean loss, computed under the cell's autocast."""
         with self.autocast():
             return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
 
     def register(
         self, model: nn.Module, *optimizers: Optimizer, **options: Unpack[TrainStateOptions]
     ) -> None:
-        """Registers the trained module and optimizers with the harness (see `TrainState`); call
-        once."""
+        """Registers the trained module and optimizers (see `TrainState`); call once."""
         self.train_state = TrainState(model, optimizers, **options)
 
 
@@ -225,7 +214,7 @@ def standard_step(
 ) -> TrainStep:
     """Returns one optimizer step: forward and backward of every micro-batch, then the update.
 
-    Losses are divided by the number of micro-batches. fp16 uses dynamic loss scaling
+    Losses are divided by the number of micro-batches. fp16 scales the loss dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
     default, `clear` the optimizer's `zero_grad`.
@@ -257,8 +246,7 @@ def standard_step(
 def loss_scaler(job: Job) -> GradScaler:
     """Returns dynamic loss scaling in fp16 cells, disabled otherwise.
 
-    It starts at 4096: torch's 65536 may overflow at first, and skipped steps diverge from the
-    reference.
+    It starts at 4096, because torch's 65536 may overflow and skip steps.
     """
     from torch.amp.grad_scaler import GradScaler
 
@@ -266,8 +254,7 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def sharded_loss_scaler(job: Job) -> GradScaler:
-    """Returns a loss scaler that makes all ranks skip the same steps, though each sees only its
-    gradient shard."""
+    """Makes all ranks skip the same steps, though each sees only its gradient shard."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fp16 = job.cell.precision == "fp16"
@@ -275,6 +262,5 @@ def sharded_loss_scaler(job: Job) -> GradScaler:
 
 
 def own_precision(job: Job) -> Job:
-    """Returns the job without autocast and loss scaling, for strategies that handle precision
-    themselves."""
+    """Returns the job without autocast and loss scaling, for strategies with their own."""
     return dataclasses.replace(job, cell=job.cell.model_copy(update={"precision": "fp32"}))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
 
 PACKAGES = {"adamw_8bit": "bitsandbytes"}
-"""Package required by an optimizer, beyond torch."""
+"""Packages required beyond torch."""
 EXTRA_OPTIMIZERS = ("adamw_8bit", "muon")
 """Optimizers that a strategy must support explicitly (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
@@ -32,15 +32,15 @@ TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
 Eight bits deviated by up to 2.9e-3 of an update after 20 steps.
 """
 QUANTISED_ELEMENTS = 4096
-"""Parameter size in elements below which bitsandbytes keeps moments in fp32."""
+"""Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
 """Elements of a moment that share a scale."""
 CODES = 256
-"""Number of values that eight bits encode, in one fp32 table per moment."""
+"""Values that eight bits encode, in one fp32 table per moment."""
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the cell's optimizer as (class, keyword arguments); for Muon, the one for
+    """Returns the cell's optimizer as (class, keyword arguments); for Muon, that of
     non-matrices."""
     import torch
 
@@ -68,7 +68,7 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
     """Builds the cell's optimizer of a model's trained parameters.
 
-    Muon updates block matrices, AdamW the rest: embeddings, head, vectors
+    Muon updates block matrices, AdamW embeddings, head and vectors
     (https://kellerjordan.github.io/posts/muon/). Muon's steps are scaled to AdamW's, so both share
     a learning rate (Moonlight, arXiv 2502.16982, section 2.2).
     """
@@ -99,7 +99,6 @@ def muon_arguments(cell: Cell) -> dict[str, Any]:
 
 
 def _together(*parts: Optimizer) -> Optimizer:
-    """Combines optimizers, sharing their groups and states."""
     import torch
 
     class Together(torch.optim.Optimizer):
@@ -141,8 +140,7 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
 
 
 def _is_hidden_matrix(name: str, size: int, workload: Workload) -> bool:
-    """Returns whether a parameter is a block matrix: vectors have at most four times the hidden
-    size."""
+    """Vectors have at most four times the hidden size."""
     return bool(workload.block_path) and (
         name.startswith(f"{workload.block_path}.") and size > 4 * workload.hidden_size
     )

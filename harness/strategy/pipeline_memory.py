@@ -30,27 +30,27 @@ Action = tuple[Literal["forward", "backward"], int, int]
 
 @dataclass(frozen=True)
 class Engine:
-    """The pipeline runtime, and what it keeps beyond autograd."""
+    """A pipeline runtime, and what it keeps beyond autograd."""
 
     schedule: Schedule
     tensor_ranks: int = 1
-    """Ranks over which each layer of a stage is split."""
+    """Ranks that split each layer of a stage."""
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0: none.
 
     A block's parameters are gathered for forward and freed after it. Backward gathers them again,
     with several ranks while the following block computes, and keeps them until the next forward.
-    Parameters outside blocks stay. Gradients are whole until the last micro-batch ends.
+    Other parameters stay. Gradients are whole until the last micro-batch ends.
     """
     copies_inputs: bool = False
-    """Whether stages copy their inputs twice, send at once, and keep the last results until
-    replaced, as in DeepSpeed."""
+    """Whether stages copy inputs twice, send at once, and keep the last results until replaced, as
+    in DeepSpeed."""
 
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
         """Returns whether a sent tensor stays in memory until the step ends.
 
         torch waits for all messages, and frees them, at the end of a step. 1F1B waits for each
-        before the next. It fails to drop the last but one of the `ahead` forwards (PyTorch 2.13,
+        before the next, but fails to drop the last but one of the `ahead` forwards (PyTorch 2.13,
         pipelining/schedules.py).
         """
         if self.copies_inputs:
@@ -60,16 +60,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """A pipeline rank's work: its stages and their micro-batches."""
-
     engine: Engine
     rank: int
     ranks: int
     own: tuple[int, ...]
-    """Indices of the rank's stages."""
     micro_batches: int
     samples: int
-    """Samples of one micro-batch."""
+    """Samples per micro-batch."""
     tokens: int
 
     @property
@@ -98,7 +95,7 @@ def actions(part: PipelineRank) -> Iterator[Action]:
 
 
 def _micro_batches_of_round(part: PipelineRank) -> int:
-    """Returns how many micro-batches run before the rank switches stages."""
+    """Returns how many run before the rank switches stages."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
     if len(part.own) == 1:
@@ -107,7 +104,7 @@ def _micro_batches_of_round(part: PipelineRank) -> int:
 
 
 def _ahead(part: PipelineRank) -> int:
-    """Returns the number of forwards before the one that the first backward follows."""
+    """Counts the forwards before the one that the first backward follows."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
     each_hop = 2 if len(part.own) > 1 else 1
@@ -121,7 +118,7 @@ def held_beside_gradients(
     """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
     states and the optimizer's gradients (`States.transient`).
 
-    `own`: stage indices of each rank. None if the model defines no split, or is not fully trained.
+    `own`: each rank's stages. None if the model defines no split, or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None
@@ -163,8 +160,6 @@ def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
 
 
 class _Run:
-    """A rank's step on tensors without memory."""
-
     def __init__(
         self, workload: Workload, part: PipelineRank, stages: Sequence[Stage], held: Held
     ) -> None:
@@ -180,7 +175,7 @@ class _Run:
         self.results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.sent: list[Tensor] = []
         self.kept: list[Tensor] = []
-        """Latest results of the last stage, if the engine keeps them."""
+        """The last stage's latest results, if the engine keeps them."""
 
     def begin(self) -> None:
         """Allocates what remains from the previous step."""

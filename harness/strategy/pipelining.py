@@ -47,8 +47,8 @@ SCHEDULES: dict[str, Any] = {
 class Stage(nn.Module):
     """Stage `index` of `count`: its blocks, and the embedding if first, the head if last.
 
-    Placeholders replace other stages' modules, which preserves parameter names. Tied parameters
-    have separate storage on each stage, see `Pipe.sum_tied`.
+    Placeholders for other modules preserve parameter names. Tied parameters have separate storage
+    on each stage, see `Pipe.sum_tied`.
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -96,8 +96,7 @@ class Stage(nn.Module):
 def split_tensors(
     stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Splits weights over a tensor-parallel mesh, in place; returns functions that restore them, by
-    name."""
+    """Splits weights over a tensor-parallel mesh, in place; returns functions that restore them."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())
@@ -116,7 +115,7 @@ def split_tensors(
 class Pipe:
     """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
 
-    `wrap` adds a data-parallel wrapper, which may change or hide names, so they are taken first.
+    `wrap` adds a data-parallel wrapper. It may change or hide names, so they are taken first.
     """
 
     def __init__(
@@ -153,15 +152,13 @@ class Pipe:
         return self.job.workload.loss(logits, labels) / self.parts
 
     def forward_backward(self, batch: Batch) -> Tensor | None:
-        """Runs all micro-batches through the schedule; returns the mean loss on the last stage's
-        rank, else None."""
+        """Runs the schedule; returns the mean loss on the last stage's rank, else None."""
         inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else None
 
     def receive_buffers(self) -> Iterator[Retained]:
-        """Yields torch's receive buffers for hidden states and gradients."""
         for stage in self.torch_stages:
             for name, received in (
                 ("hidden states", stage.args_recv_info),
@@ -193,14 +190,12 @@ class Pipe:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Returns a DTensor's local storage, or the tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def _tie_on_one_rank(stages: Sequence[Stage]) -> None:
-    """Shares tied parameters on a rank with both end stages, so that autograd sums their
-    gradients."""
+    """Shares parameters tied on one rank, so that autograd sums their gradients."""
     first, last = stages[0], stages[-1]
     if len(stages) > 1 and first.first and last.last:
         for name, owner in first.split.tied.items():
@@ -215,8 +210,7 @@ def train_step(
     average_over: dist.ProcessGroup | None = None,
     restore: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> TrainStep:
-    """Registers the pipe; returns a step: schedule, gradient averaging over a group, tied
-    gradients, update."""
+    """Registers the pipe; returns a step: schedule, gradient averaging, tied gradients, update."""
     compute: list[tuple[object, str]] = [(pipe, "loss"), (optimizer, "step")]
     for stage in pipe.torch_stages:
         compute += [

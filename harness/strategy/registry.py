@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "parallelism_bench.strategies"
 GRAPH_WARMUP = 3
-"""Warm-up steps: one normal, one recorded, one replayed."""
+"""Warm-up steps: normal, recorded, replayed."""
 HOME = "harness.strategies"
-"""Package with one strategy per file."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -52,7 +51,7 @@ def strategies() -> dict[str, type[Strategy]]:
     """Returns all strategies by name: files of harness/strategies/, then other packages' entry
     points.
 
-    They are discovered because they import this package, never the reverse.
+    They are discovered because they import this package.
     """
     home = importlib.import_module(HOME)
     names = sorted(
@@ -71,8 +70,7 @@ def strategies() -> dict[str, type[Strategy]]:
 
 
 def make_strategy(cell: Cell) -> Strategy:
-    """Returns the cell's strategy with its options; raises UsageError for an unknown name or
-    option."""
+    """Returns the cell's strategy; raises UsageError for an unknown name or option."""
     known = strategies()
     if cell.strategy not in known:
         raise UsageError(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
@@ -99,17 +97,14 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with current defaults of omitted options, which affect the measurement.
-
-    Raises UsageError.
-    """
+    """Returns the cell with current defaults of omitted options, which affect the measurement;
+    raises UsageError."""
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out})
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns a function from scratch folder to the launch command, or to None for the cell's
-    launcher."""
+    """Returns scratch folder -> launch command; None for the cell's launcher."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else _no_command
 
@@ -125,12 +120,12 @@ def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layo
 
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
-    """Returns the substitute used by strategy or workload on the cell's device."""
+    """Returns what replaces strategy or workload on the cell's device."""
     return strategy.stand_in(cell) or workload.stand_in(cell)
 
 
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused if the ranks cannot be spread evenly over the cell's nodes."""
+    """Raises Refused if the ranks do not divide evenly over the cell's nodes."""
     if cell.devices % cell.nodes:
         raise Refused(
             f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
@@ -158,7 +153,7 @@ def required_packages() -> list[str]:
 
 
 def _require(package: str, install: str = "") -> None:
-    """Raises Unavailable for a missing package, with its install command or set-up failure."""
+    """Raises Unavailable for a missing package, with its install command."""
     if is_installed(package):
         return
     failure = unbuilt(package)
@@ -169,8 +164,7 @@ def _require(package: str, install: str = "") -> None:
 
 
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
-    """Returns the strategy and layout if the cell can run; raises UsageError, Refused or
-    Unavailable.
+    """Returns strategy and layout if the cell can run; raises UsageError, Refused or Unavailable.
 
     `here`: also check this host's packages.
     """
@@ -226,8 +220,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 def _admit_cuda_graphs(cell: Cell) -> None:
     """Raises Refused if blocks cannot be replayed as CUDA graphs.
 
-    A graph reuses its memory: more micro-batches or recomputation would overwrite data the step
-    still needs.
+    A graph reuses its memory: more micro-batches or recomputation would overwrite needed data.
     """
     if cell.device != "cuda":
         raise Refused("CUDA graphs need GPUs; use compile block on CPUs")

@@ -10,9 +10,9 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules in which a rank has one stage on each arm of a V; the first rank has both ends."""
+"""Schedules with one stage per rank on each arm of a V; the first rank has both ends."""
 FORWARDS_FIRST = ("gpipe", "looped_bfs")
-"""Schedules in which a rank runs all forwards before its first backward."""
+"""Schedules that run all forwards before the first backward."""
 WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that compute weight gradients in separate passes."""
 
@@ -22,7 +22,7 @@ def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raises Refused if torch's schedule does not accept this many micro-batches on these ranks."""
+    """Raises Refused if torch's schedule does not accept this many micro-batches."""
     if schedule == "1f1b" and micro_batches < ranks:
         raise Refused(
             f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
