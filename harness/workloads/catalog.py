@@ -23,7 +23,6 @@ HUB = "hf:"
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Returns the `FAMILY` of each module in harness/workloads/families/, by name."""
     from harness.workloads import families as package
 
     modules = [
@@ -57,7 +56,7 @@ def split_name(name: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def make_workload(name: str) -> Workload:
-    """Returns the workload of a name, suffixes included; raises UsageError for an unknown name."""
+    """Returns the workload, suffixes included; raises UsageError for an unknown name."""
     base, suffixes = split_name(name)
     if suffixes:
         return make_variant(make_workload(base), suffixes)
@@ -141,7 +140,6 @@ def _from_hub(name: str) -> Workload:
 
 
 def _kind(name: str, architecture: str) -> Kind:
-    """Returns the kind of a transformers class; raises UsageError if it is unsupported."""
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "causal"
     if architecture.endswith("ForSequenceClassification"):

@@ -31,19 +31,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelFacts:
     trainable: tuple[str, ...]
-    """Names of the trained parameters; a tied one appears once."""
+    """Names of trained parameters; a tied one appears once."""
     parameters: int
-    """Number of all parameters."""
     flops_per_sample: int
-    """Floating-point operations of forward and backward."""
+    """Operations of forward and backward."""
     sizes: tuple[int, ...]
-    """Elements of each trainable parameter, in the order of `trainable`."""
+    """Elements of each trainable parameter, in order."""
     parameter_bytes: int = 0
-    """Bytes of all parameters as stored; 0 means fp32."""
+    """All parameters as stored; 0 means fp32."""
     trained_bytes: int = 0
-    """Bytes of the trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
+    """Trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
     buffer_bytes: int = 0
-    """Bytes of buffers and scales of quantised weights."""
+    """Buffers, and scales of quantised weights."""
 
     def __post_init__(self) -> None:
         for name, elements in (
@@ -56,7 +55,7 @@ class ModelFacts:
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Returns the facts, cached per model and library versions; raises RuntimeError if counting
+    """Returns facts cached per model and library versions; raises RuntimeError if counting
     fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
@@ -74,7 +73,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def kept_file(folder: str, workload: Workload, counted: str) -> Path:
-    """Returns the cache file for a count; its name includes library versions."""
+    """Returns a count's cache file, whose name includes library versions."""
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
@@ -98,8 +97,8 @@ def _read(text: str) -> ModelFacts:
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
     """Counts in a subprocess that sees no GPU.
 
-    A library that initialises CUDA on import creates a context on GPU 0. In the planning process,
-    that context would take memory from every trial.
+    A library that initialises CUDA on import creates a context on GPU 0, which would take memory
+    from every trial.
     """
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
@@ -123,11 +122,9 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """Returns facts extrapolated from one and two blocks for FAMILY-HIDDENxBLOCKS; None for other
-    names.
+    """Extrapolates from one and two blocks for FAMILY-HIDDENxBLOCKS; None for other names.
 
-    All numbers grow linearly with the blocks. Building takes 50 ms per block, several times that
-    with an adapter.
+    All numbers grow linearly with the blocks. Building takes 50 ms per block, more with an adapter.
     """
     if not (pair := workload.of_one_and_two_blocks):
         return None
@@ -210,9 +207,9 @@ def without_memory() -> Iterator[None]:
     """Makes new tensors fake (FakeTensorMode), so that any model from `Workload.countable` can be
     counted.
 
-    Modules stay on their device, because there is no data to move. Experts use transformers'
-    grouped product: torch knows the shapes of its own only in bf16. Positions are unreadable, so
-    transformers must not look for packed sequences, which would need a mask over all token pairs.
+    Modules stay on their device: there is no data to move. Experts use transformers' grouped
+    product: torch knows the shapes of its own only in bf16. Positions are unreadable, so
+    transformers must not look for packed sequences.
     """
     import torch
     from torch._library.custom_ops import OPDEFS
@@ -239,8 +236,8 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Gradients of a grouped product in as many operations as transformers computes them in, where
-    its own backward would read how many rows each expert has."""
+    """Computes gradients of a grouped product in as many operations as transformers, whose own
+    backward would read how many rows each expert has."""
     rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # counted; each row has part in the gradient of one matrix
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

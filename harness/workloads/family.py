@@ -21,10 +21,8 @@ ModelConfig: TypeAlias = dict[str, Any]
 
 
 class Split(ABC):
-    """How pipeline, tensor and 3D parallelism divide a model into embedding, blocks and head.
-
-    Paths are dotted module names for nn.Module.get_submodule.
-    """
+    """How to divide a model into embedding, blocks and head; paths are for
+    nn.Module.get_submodule."""
 
     blocks: ClassVar[str]
     """Path of the ModuleList of blocks."""
@@ -33,15 +31,14 @@ class Split(ABC):
     head: ClassVar[tuple[str, ...]]
     """Paths of modules that only the last stage holds."""
     tied: ClassVar[dict[str, str]] = {}
-    """Last stage's parameter names -> first stage's, for tensors shared in the unsplit model."""
+    """Last stage's parameter names -> first stage's, for shared tensors."""
     by_column: ClassVar[tuple[str, ...]] = ()
-    """Paths of linear layers that tensor parallelism splits by outputs; `*` stands for any block.
-    """
+    """Paths of linear layers split by outputs; `*` stands for any block."""
     by_row: ClassVar[tuple[str, ...]] = ()
     """Paths of linear layers split by inputs, each followed by an all-reduce."""
     mixture: ClassVar[str] = ""
-    """Path within a block of the mixture of experts, with modules `gate` (router) and `experts`;
-    empty if there is none."""
+    """Path within a block of the mixture of experts, with modules `gate` (router) and `experts`, if
+    any."""
     sequence_parallel: ClassVar[bool] = False
     """Whether `tensor_plan` can also split the sequence."""
     by_vocabulary: ClassVar[tuple[str, ...]] = ()
@@ -61,8 +58,7 @@ class Split(ABC):
 
     @abstractmethod
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes) for
-        classifiers."""
+        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes)."""
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Runs the whole model part by part."""
@@ -83,7 +79,7 @@ class Split(ABC):
             )
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Returns each module's parallel style by path; raises as `check_tensor` does."""
+        """Returns parallel styles by path; raises as `check_tensor` does."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         self.check_tensor(sequence_parallel)
@@ -93,8 +89,8 @@ class Split(ABC):
         }
 
     def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
-        """Returns whether tensor parallelism splits this parameter: weights, and biases of layers
-        split by outputs."""
+        """Returns whether tensor parallelism splits this parameter: weights, and biases split by
+        outputs."""
         layer, _, kind = parameter.rpartition(".")
         by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
         if any(fnmatch(layer, path) for path in by_output):
@@ -104,8 +100,7 @@ class Split(ABC):
     def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
         """Reduces the model, in place, to one tensor-parallel rank's share.
 
-        If the sequence is split, call `logits`: the model's own forward does not know the whole
-        length.
+        If the sequence is split, call `logits`: the model's own forward does not know its length.
         """
         from torch.nn import Parameter
 
@@ -134,28 +129,23 @@ class Family:
     name: str
     kind: Kind
     config_class: str
-    """Class name in transformers."""
     model_class: str
-    """Class name in transformers."""
+    """Class names in transformers."""
     sizes: Mapping[str, ModelConfig]
-    """Config entries of each size."""
     common: ModelConfig
-    """Config entries of all sizes."""
     split: Split | None = None
     hidden_size_key: str = "hidden_size"
-    """Config key of the hidden size between blocks."""
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0
     """Size -> height and width of an image in pixels."""
     sized: Callable[[int, int], ModelConfig] | None = None
-    """(hidden size, blocks) -> config entries of `HIDDENxBLOCKS`, if the family allows any number
-    of blocks."""
+    """(hidden size, blocks) -> config entries of `HIDDENxBLOCKS`, if the family allows any
+    depth."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero,
-    which only have rounding errors to compare."""
+    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero:
+    only their rounding errors would be compared."""
 
     def size(self, name: str) -> ModelConfig | None:
-        """Returns the config entries of this size; None if there is none."""
         numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
         if numbers and self.sized:
             return self.sized(int(numbers[1]), int(numbers[2]))

@@ -3,10 +3,10 @@
 `int8` and `nf4` are bitsandbytes' LLM.int8() (arXiv 2208.07339) and NF4 as in QLoRA (arXiv
 2305.14314).
 
-`float8` is torchao's recipe `rowwise`: products with one scale per row and per column, and fp32
-weights, gradients and optimizer state. Kernels return bf16, which torchao casts to fp32 on request;
-emulated products are computed in fp32. With the recipe `tensorwise`, one scale for all samples of a
-rank, training would depend on the number of ranks.
+`float8` is torchao's recipe `rowwise`: products with one scale per row and column; fp32 weights,
+gradients and optimizer state. Kernels return bf16, which torchao casts to fp32 on request; emulated
+products are computed in fp32. With `tensorwise`, one scale for all samples of a rank, training
+would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NF4_VALUES = 16
 _OUTLIERS = 6.0
 """Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
 FIRST_CAPABILITY = (9, 0)
-"""Lowest CUDA compute capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
+"""Lowest CUDA capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def quiet() -> Iterator[None]:
 
 
 def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]:
-    """Returns the bytes of the quantised matrix and of its fp32 scales and code book."""
+    """Returns bytes of the quantised matrix, and of its fp32 scales and code book."""
     elements = matrix.weight.numel()
     if storage == "int8":
         return elements, 4 * features(matrix)[1]
@@ -61,11 +61,7 @@ def quantised_bytes(matrix: nn.Linear | Conv1D, storage: str) -> tuple[int, int]
 
 
 def quantise(model: PreTrainedModel, storage: str) -> None:
-    """Replaces all attention and MLP matrices with bitsandbytes' layers, in place and on their
-    device.
-
-    `storage`: `int8` or `nf4`.
-    """
+    """Replaces attention and MLP matrices with bitsandbytes' `int8` or `nf4` layers, in place."""
     for name, matrix in matrices(model):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _quantised(matrix, storage))
@@ -121,7 +117,6 @@ def has_float8(device: torch.device) -> bool:
 
 
 def use_float8(model: PreTrainedModel) -> None:
-    """Makes all attention and MLP matrices compute in float8, in place."""
     show("torchao")
     logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of missing kernels
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -139,7 +134,6 @@ def use_float8(model: PreTrainedModel) -> None:
 
 
 def emulated(cell: Cell) -> str | None:
-    """Returns a note if a cell's device must emulate float8, else None."""
     if cell.device == "cuda":  # by NVML: this process leaves CUDA alone
         capabilities = [gpu.capability for gpu in visible_gpus()]
         if capabilities and (capabilities[0] or (0, 0)) >= FIRST_CAPABILITY:
@@ -148,7 +142,7 @@ def emulated(cell: Cell) -> str | None:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts the parameters, in place, and all later inputs of the model to `dtype`.
+    """Casts the parameters, in place, and all later inputs of the model.
 
     `keep_batch_norm` leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
     because they need the parameters' dtype; other buffers are not.
@@ -169,7 +163,7 @@ def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
 
 
 def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """Returns path and module of every linear layer except the one that computes logits."""
+    """Returns path and module of every linear layer but the one that computes logits."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -182,8 +176,7 @@ def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
 
 
 def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs. GPT-2's Conv1D stores (inputs, outputs), Linear
-    the reverse."""
+    """GPT-2's Conv1D stores (inputs, outputs), Linear the reverse."""
     from torch import nn
 
     rows, columns = matrix.weight.shape

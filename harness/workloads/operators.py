@@ -1,4 +1,4 @@
-"""Counts the memory, bytes and floating-point operations of forward and backward.
+"""Counts memory, bytes and floating-point operations of forward and backward.
 
 Models run on fake tensors, under dispatch modes that see every operator.
 """
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Convolutions that each operator computes."""
 FEW, MORE = 2, 4
-"""Samples in the two counted passes; counts are linear in samples."""
+"""Samples in two counted passes; counts are linear in samples."""
 
 
 class OperatorObserver(TorchDispatchMode):
-    """A dispatch mode that calls `observe` after each operator, including those called from C++.
+    """A dispatch mode that calls `observe` after each operator, also those called from C++.
 
-    Operators on a DTensor are skipped, because the operators on its local parts follow.
+    Skips operators on a DTensor, because those on its local parts follow.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class OperatorCounter(OperatorObserver):
-    """Counts operators without views, their bytes and their floating-point operations."""
+    """Counts operators without views, their bytes and operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class OperatorCounter(OperatorObserver):
 
 
 def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
-    """Extrapolates a count from one and two blocks, if the workload's name says how many it has."""
+    """Extrapolates from one and two blocks, if the workload's name says how many it has."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
     one, two = (count(make_workload(name)) for name in pair)
@@ -110,12 +109,11 @@ def activation_bytes(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """Returns the peak bytes of forward, loss and backward: saved and temporary tensors, without
+    """Returns peak bytes of forward, loss and backward: saved and temporary tensors, without
     parameters, buffers and parameter gradients.
 
     `samples` and `sequence_length` are those of one pass; `precision` is fp32 or autocast's.
-    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence. Tensors
-    are fake (FakeTensorMode), so models of any size can be counted.
+    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence.
     """
     size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
     known = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
@@ -135,8 +133,8 @@ def recomputed_flops(
     Counts like torch.utils.flop_counter (2 per multiply-add), plus 1 per output element of other
     elementwise operators.
 
-    `whole_blocks`: blocks are recomputed to their end. torch's checkpoint stops at the last tensor
-    that backward needs, before a block's last product.
+    `whole_blocks`: recompute to the end. torch's checkpoint stops at the last tensor that backward
+    needs, before a block's last product.
     """
     setting = (sequence_length, recompute, whole_blocks)
     known = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
@@ -166,8 +164,8 @@ def train_without_memory(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> None:
-    """Runs forward, loss and backward on fake zeros under a counter, and under autocast unless
-    `precision` is fp32."""
+    """Runs forward, loss and backward on fake zeros under a counter, and autocast unless in
+    fp32."""
     logits: Callable[..., Tensor] = workload.logits
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with without_memory():
@@ -200,20 +198,17 @@ class Held(OperatorObserver):
         super().__init__()
         self.with_gradients = with_gradients
         self.sizes: list[int] = []
-        """Bytes of each storage, by its number."""
         self.alive: dict[int, int] = {}
-        """Number of each live storage, by the address of its C++ object."""
+        """Numbers of live storages, by the address of the C++ object."""
         self.gradients: set[int] = set()
-        """Numbers of the storages of parameter gradients."""
         self.changes: list[tuple[int, int]] = []
-        """(number of a storage, 1 if allocated or -1 if freed), in order."""
+        """Storage number, and 1 if allocated or -1 if freed, in order."""
 
     def leave_out(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             self.alive[tensor.untyped_storage()._cdata] = -1
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Excludes what the model owns, and clears gradients at once."""
         self.leave_out(*model.parameters(), *model.buffers())
         for parameter in model.parameters():
             if parameter.requires_grad and not self.with_gradients:
@@ -252,16 +247,16 @@ class Held(OperatorObserver):
 
 @dataclass(frozen=True)
 class Operators:
-    """Counts for forward, loss and backward of one micro-batch of the unsplit model."""
+    """Counts for one micro-batch of the unsplit model."""
 
     number: int
-    """Number of operators without views."""
+    """Operators without views."""
     moved_bytes: int
-    """Bytes read and written, except by matrix products, convolutions and attention."""
+    """Bytes read and written outside matrix products, convolutions and attention."""
     convolutions: int
-    """Number of convolutions; a backward for input and weight counts twice."""
+    """Convolutions; a backward for input and weight counts twice."""
     held_bytes: int
-    """Peak bytes held, see `activation_bytes`."""
+    """Peak bytes, see `activation_bytes`."""
 
 
 @functools.cache
@@ -272,17 +267,14 @@ def operators(
     recompute: str = "none",
     precision: str = "fp32",
 ) -> Operators:
-    """Returns the counts of one pass over `samples` samples.
-
-    `precision`: fp32 or autocast's, which casts operands of matrix products. Tensors are fake.
-    """
+    """Counts one pass over `samples` samples; `precision`: fp32 or autocast's."""
     few, more = _counted(workload, sequence_length, recompute, precision)
     grown = _extended(few, more, (samples - FEW) / (MORE - FEW))
     return replace(grown, number=few.number, convolutions=few.convolutions)
 
 
 def _extended(one: Operators, two: Operators, steps: float) -> Operators:
-    """Returns the counts `steps` steps after the first, if the second is one step after it."""
+    """Extrapolates `steps` from the first, if the second is one step after it."""
     pairs = zip(astuple(one), astuple(two), strict=True)
     return Operators(*(max(0, round(a + steps * (b - a))) for a, b in pairs))
 

@@ -1,8 +1,8 @@
 """Recomputation: what blocks save in forward and recompute in backward.
 
-A block is an entry of a workload's `block_path`. `full` saves only a block's input and reruns the
-block in backward (Chen et al., arXiv 1604.06174). `selective` also saves results of matrix products
-and attention, and recomputes the cheap rest (Korthikanti et al., arXiv 2205.05198, section 5).
+A block is an entry of `block_path`. `full` saves only its input and reruns it in backward (Chen et
+al., arXiv 1604.06174). `selective` also saves results of matrix products and attention, and
+recomputes the cheap rest (Korthikanti et al., arXiv 2205.05198, section 5).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Shape = Sequence[int]
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns a function from arguments and result to floating-point operations for each matrix
-    product, convolution and attention operator.
+    """Returns arguments and result -> floating-point operations, for matrix products, convolutions
+    and attention.
 
     These are torch.utils.flop_counter's, the CPU's attention, and products of mixtures of experts.
     """
@@ -39,8 +39,8 @@ def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 @functools.cache
 def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns a function from shapes to floating-point operations for each grouped product (rows by
-    their experts' matrices), including transformers' fallback."""
+    """Returns shapes -> floating-point operations for each grouped product (rows by their experts'
+    matrices), including transformers' fallback."""
     import torch
 
     def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
@@ -58,8 +58,7 @@ def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 
 def experts_backward() -> OpOverloadPacket | None:
-    """Returns transformers' operator for the backward of its own grouped product; None before
-    5.23, which has only the forward."""
+    """Returns transformers' own backward of its grouped product; None before 5.23."""
     import torch
     import transformers.integrations.moe  # noqa: F401 registers its operators
 
@@ -67,7 +66,6 @@ def experts_backward() -> OpOverloadPacket | None:
 
 
 def checkpoint_arguments(recompute: str) -> dict[str, Any]:
-    """Returns torch.utils.checkpoint.checkpoint's keyword arguments for `selective` or `full`."""
     if recompute == "full":
         return {"use_reentrant": False}
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

@@ -1,8 +1,7 @@
-"""Simulates one rank of sequence parallelism in one process, to count its memory. Copies of its
-tensors replace those of other ranks.
+"""Simulates one rank of sequence parallelism in one process, to count its memory.
 
-A rank has all tokens within attention and MLP, and its part elsewhere (Korthikanti et al., arXiv
-2205.05198, section 4.2.2).
+Copies of its tensors replace those of other ranks. A rank has all tokens within attention and MLP,
+and its part elsewhere (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ TOKENS, FEATURES = 1, -1
 
 
 def share_sequence(model: nn.Module, plan: Mapping[str, object], ranks: int) -> None:
-    """Adds the plan's sequence exchanges, in place, to one rank's share of a model.
-
-    `plan`: torch's ParallelStyle for each path.
-    """
+    """Adds exchanges to one rank's share of a model; `plan`: torch's ParallelStyle by path."""
     for path, style in plan.items():
         for name, module in model.named_modules():
             if fnmatch(name, path):
@@ -57,7 +53,7 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
-    """Stacks the parts, then joins them along the dimension, like torch."""
+    """Stacks, then joins along the dimension, like torch."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 

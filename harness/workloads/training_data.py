@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", bound=np.generic)
 Rows = tuple[list[str], list[int] | None]
-"""Texts, and their labels if the workload needs them."""
+"""Texts, and labels if needed."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset prepared for a workload; small, because it is sent to every rank."""
+    """A dataset prepared for a workload; small, because every rank gets it."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class DataSource:
     fingerprint: str
     """sha256 of the tokens, or of the parameters that generate images."""
     tokens_file: str | None
-    """Path of the token file; None for images."""
+    """Path; None for images."""
     token_dtype: str
     """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ class DataSource:
 
     @functools.cached_property
     def tokens(self) -> Array:
-        """All tokens as integers, memory-mapped (shape [tokens])."""
+        """All tokens (shape [tokens]), memory-mapped."""
         assert self.tokens_file is not None
         # Slicing a plain array takes a tenth of the time of slicing a memmap.
         return np.asarray(np.load(self.tokens_file, mmap_mode="r"))
@@ -63,9 +63,9 @@ class DataSource:
     def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
         """Returns inputs and labels for these rows of the step's global batch.
 
-        Causal: ids (rows, tokens), and the ids of the next tokens. Classification: ids (rows,
-        tokens), and class numbers (rows,). Images: float32 (rows, 3, size, size), and class numbers
-        (rows,). Random numbers are drawn for the global batch, so that all ranks agree on it.
+        Causal: ids (rows, tokens), and the next ids. Classification: ids (rows, tokens), and class
+        numbers (rows,). Images: float32 (rows, 3, size, size), and class numbers (rows,). Random
+        numbers are drawn for the global batch, so that all ranks agree on it.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -164,8 +164,7 @@ def _image_source(name: str, workload: Workload) -> DataSource:
 
 
 def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
-    """Returns the cached token file, with a `.json` file of its facts next to it, and the
-    encoding's name."""
+    """Returns the cached token file, next to a `.json` of facts, and the encoding's name."""
     texts, version = texts_of(name, workload)
     encode, encoding = _encoder(workload)
     identity = f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}"
@@ -190,7 +189,7 @@ def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
 
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
-    """Returns a function from text to tokens and its name: an `hf:` model's tokenizer, or bytes."""
+    """Returns a tokenizer and its name: an `hf:` model's, or bytes."""
     if workload.pretrained:
         try:
             import transformers
@@ -219,7 +218,7 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
     version.
 
     Causal models get one text, classifiers one per class. Raises UsageError for an unknown or
-    unsuitable dataset; the function does so if the data cannot be read.
+    unsuitable dataset, and the function for unreadable data.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
@@ -298,7 +297,6 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
 def _columns(
     name: str, present: Iterable[str], read: Callable[[str], list[Any]], labelled: bool
 ) -> Rows:
-    """Returns the columns `text` and, if `labelled`, `label`."""
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:
             raise UsageError(
@@ -308,8 +306,8 @@ def _columns(
 
 
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
-    """Yields the joined texts of each label, or of all rows without labels; raises UsageError for
-    labels out of range."""
+    """Yields each label's joined texts, or all without labels; raises UsageError for one out of
+    range."""
     texts, labels = rows
     if labels is None:
         yield "\n".join(texts).encode()

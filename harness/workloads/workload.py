@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from harness.spec.training import Layout, Retained
 
 
-# transformers and peft import torchao if it is installed, which initialises CUDA if a GPU is
-# visible. They check only once.
+# transformers and peft import torchao if installed, which initialises CUDA if a GPU is visible.
+# They check only once.
 hide("torchao")
 
 
@@ -35,9 +35,9 @@ OTHER_EXPERTS = Tolerance(
 )
 """Tolerance for routers in half precision: rounding decides between experts with similar scores.
 
-Measured over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens): bf16 autocast deviates
-by 0.19 and 0.35, and sends 4 % and 14 % of tokens to other experts. With fp32's experts, it
-deviates by 0.017 and 0.032, like a dense model (llama-micro: 0.032).
+Over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens), bf16 autocast deviates by 0.19
+and 0.35, and sends 4 % and 14 % of tokens to other experts. With fp32's experts, it deviates by
+0.017 and 0.032, like a dense model (llama-micro: 0.032).
 """
 
 
@@ -49,14 +49,12 @@ NEARLY_EQUAL_SCORES = Tolerance(
 )
 """Tolerance for routers in fp32: the order of additions decides between nearly equal scores.
 
-In mixtral-micro (16 x 64 tokens), two experts' scores were 1.1e-7 apart for one token. DeepSpeed's
-stage 3 chose the other one: its router was off by 2.5e-3 of the update, the loss by 5.6e-7.
+In mixtral-micro (16 x 64 tokens), two scores were 1.1e-7 apart for one token. DeepSpeed's stage 3
+chose the other expert: its router was off by 2.5e-3 of the update, the loss by 5.6e-7.
 """
 
 
 class HasLogits(Protocol):
-    """Output of a transformers model."""
-
     logits: Tensor
 
 
@@ -69,27 +67,25 @@ class Workload:
     config: ModelConfig
     """Config entries; empty for a model from a folder or hub."""
     family: Family | None
-    """Family; None for a model from a folder or hub."""
     pretrained: str | None = None
-    """Path or hub id that transformers loads the model from (`hf:`)."""
+    """Path or hub id of an `hf:` model."""
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
     num_labels: int = 0
-    """Number of classes; 0 for causal models."""
+    """Classes; 0 for causal models."""
     vocabulary: int = 0
-    """Number of tokens in the vocabulary; 0 for images."""
+    """Tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
-    """Longest sequence in tokens; 0 means no limit."""
+    """Longest sequence; 0 means no limit."""
     blocks: int = 0
     heads: int = 0
-    """Attention heads that tensor parallelism divides: those of keys and values, if fewer."""
+    """Attention heads that tensor parallelism divides: of keys and values, if fewer."""
     query_heads: int = 0
     head_width: int = 0
     """Elements per token in one head's query or key."""
     experts: int = 0
-    """Experts in each mixture of experts; 0 if there is none."""
+    """Experts in each mixture, if any."""
     experts_per_token: int = 0
-    """Experts that each token is sent to."""
     split: Split | None = None
     block_path: str = ""
     """Path of the ModuleList of blocks; empty if unknown."""
@@ -97,7 +93,7 @@ class Workload:
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
     requires: tuple[str, ...] = ()
-    """Packages needed besides transformers; the cell is `unavailable` without them."""
+    """Packages needed besides transformers."""
 
     @property
     def version(self) -> str:
@@ -108,8 +104,7 @@ class Workload:
 
     @property
     def of_one_and_two_blocks(self) -> tuple[str, str] | None:
-        """Names of FAMILY-HIDDENxBLOCKS with one and two blocks, from which its needs are
-        extrapolated.
+        """Names of FAMILY-HIDDENxBLOCKS with one and two blocks, to extrapolate from.
 
         None for other names, and for two blocks or fewer.
         """
@@ -122,14 +117,14 @@ class Workload:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states between two blocks."""
+        """Width of the hidden states between blocks."""
         if self.family is None:
             return int(self.hf_config().hidden_size)
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """Returns a new transformers config without key-value cache, and without dropout, whose
-        random numbers would depend on the layout."""
+        """Returns a config without key-value cache, and without dropout, whose random numbers would
+        depend on the layout."""
         import transformers
 
         if self.pretrained:
@@ -154,10 +149,10 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: device that draws the initial weights (default: `device`). A seed gives the same
-        weights only on the same kind of device, so all ranks of a cell draw on one kind: on a GPU
-        in GPU cells, because a CPU takes minutes for billions of numbers. An `hf:` model gets its
-        saved weights, unless it has none or `saved_weights` is false.
+        `drawn_on` draws the initial weights (default: `device`). A seed gives the same weights only
+        on the same kind of device. So all ranks of a cell draw on one kind: on a GPU in GPU cells,
+        because a CPU takes minutes for billions of numbers. An `hf:` model gets its saved weights,
+        if any, unless `saved_weights` is false.
         """
         import torch
 
@@ -207,10 +202,10 @@ class Workload:
         return cast("Tensor", getattr(output, "logits", output))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross entropy, in fp32 even for half-precision logits.
+        """Returns the mean cross entropy, always in fp32.
 
         `logits`: (samples, tokens, vocabulary) or (samples, classes); `labels`: (samples, tokens)
-        or (samples,), already shifted by one token for causal models.
+        or (samples,), already shifted for causal models.
         """
         from torch.nn import functional as F
 
@@ -218,7 +213,7 @@ class Workload:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of its name (see harness/workloads/workload_variants.py)."""
+        """See harness/workloads/workload_variants.py."""
         return ()
 
     @property
@@ -228,19 +223,16 @@ class Workload:
 
     @property
     def arithmetic(self) -> str | None:
-        """Precision of its arithmetic, `bf16` or `fp16`; None for the cell's."""
+        """Either `bf16` or `fp16`; None for the cell's precision."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the same workload with fp32 weights; None if it has them."""
+        """Name of the same workload with fp32 weights, unless it has them."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
-        """Raises Refused if the cell's strategy or precision cannot train the model.
-
-        `shards_parameters`: whether the strategy divides individual parameters among ranks.
-        """
+        """Raises Refused if the cell's strategy or precision cannot train the model."""
 
     def check_recompute(self, recompute: str) -> None:
         """Raises Refused if the blocks cannot be recomputed this way."""
@@ -251,22 +243,19 @@ class Workload:
             )
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the blocks of a model from `build`; empty if unknown."""
         return list(model.get_submodule(self.block_path).children()) if self.block_path else []
 
     @property
     def mixture_path(self) -> str:
-        """Path of the mixture of experts within a block, see `Split.mixture`."""
+        """Path within a block, see `Split.mixture`."""
         return self.split.mixture if self.split else ""
 
     def mixtures_of(self, model: nn.Module) -> list[str]:
-        """Returns the path of each block's mixture of experts."""
         ends = f".{self.mixture_path}.gate"
         names = [name for name, _ in model.named_modules()] if self.mixture_path else []
         return [name.removesuffix(".gate") for name in names if name.endswith(ends)]
 
     def stand_in(self, cell: Cell) -> str | None:
-        """Returns a note if the cell's device replaces its arithmetic, else None."""
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
@@ -280,12 +269,11 @@ class Workload:
         return iter(())
 
     def countable(self) -> Workload:
-        """Returns a workload with equal parameters and FLOPs that allows fake tensors
-        (FakeTensorMode)."""
+        """Returns a workload with equal parameters and FLOPs that allows fake tensors."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Returns the bytes of the parameters, and of other stored tensors, of a model from
+        """Returns bytes of the parameters, and of other stored tensors, of a model from
         `countable`."""
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
@@ -321,8 +309,7 @@ class Workload:
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
-        """Returns zero inputs for counting: ids (samples, tokens) or pixels (samples, 3, size,
-        size)."""
+        """Returns zeros for counting: ids (samples, tokens) or pixels (samples, 3, size, size)."""
         import torch
 
         if self.kind == "image":

@@ -1,8 +1,8 @@
 """Variants of a workload by suffixes: low-bit weights or few trained parameters
 (`llama-mini+nf4+lora`).
 
-A variant is a model like any other; its reference is the same variant in one process. Sizes are
-fixed, so that cells of different hosts can be compared:
+A variant's reference is the same variant in one process. Sizes are fixed, so that cells of
+different hosts can be compared:
 
 - adapters (peft): LoRA of rank 8, scaled by 2, on all attention and MLP matrices; 16 virtual tokens
   for prompt tuning, P-tuning (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning;
@@ -52,7 +52,6 @@ STORAGES = {
     "int8": "frozen 8-bit matrices, with an adapter",
     "nf4": "frozen 4-bit matrices, with an adapter",
 }
-"""Storage of the weights, or arithmetic with them."""
 ADAPTERS = {
     "lora": "rank 8 on every attention and MLP matrix",
     "prompt": "prompt tuning, 16 virtual tokens",
@@ -61,7 +60,6 @@ ADAPTERS = {
     "prefix": "prefix tuning, 16 virtual tokens before each block's keys and values",
     "ia3": "scales of keys, values and MLP activations",
 }
-"""Parameters trained instead of the model's own weights."""
 SUFFIXES = {**STORAGES, **ADAPTERS}
 FLOAT8 = "float8"
 QUANTISED = ("int8", "nf4")
@@ -104,13 +102,11 @@ PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variant(Workload):
-    """A workload with low-bit weights, an adapter, or both."""
-
     base: Workload
     storage: str | None
-    """Key of STORAGES; None for fp32."""
+    """Key of STORAGES, if any."""
     adapter: str | None
-    """Key of ADAPTERS; None if all parameters are trained."""
+    """Key of ADAPTERS, if any."""
 
     @property
     def version(self) -> str:
@@ -204,7 +200,7 @@ class Variant(Workload):
             return adapt(model, self.adapter).train()
 
     def _adapter_seed(self, seed: int) -> int:
-        """Returns a seed other than the model's, so that the adapter draws different numbers."""
+        """Differs from the model's seed, so that the adapter draws other numbers."""
         return seed + 2**31
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
@@ -237,8 +233,7 @@ class Variant(Workload):
 
 
 def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
-    """Returns the variant with these suffixes; raises UsageError, with an alternative, if there is
-    none."""
+    """Returns the variant; raises UsageError, with an alternative, if there is none."""
     given = list(suffixes)
     name = "+".join([base.name, *given])
     storage, adapter = _storage_and_adapter(base, name, given)
@@ -270,8 +265,7 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
 def _storage_and_adapter(
     base: Workload, name: str, given: list[str]
 ) -> tuple[str | None, str | None]:
-    """Returns the storage and adapter among the suffixes; raises UsageError if unknown, repeated or
-    out of order."""
+    """Raises UsageError if a suffix is unknown, repeated or out of order."""
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
@@ -291,7 +285,6 @@ def _storage_and_adapter(
 
 
 def _check(base: Workload, name: str, storage: str | None, adapter: str | None) -> None:
-    """Raises UsageError if the base has no such variant."""
     if base.kind == "image":
         raise UsageError(
             f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"

@@ -26,8 +26,8 @@ class BertSplit(Split):
 
 
 def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
-    """Drops the key bias: it shifts all scores of a query equally, which softmax ignores, so its
-    gradient is zero."""
+    """Drops the key bias: softmax ignores its equal shift of all scores, so its gradient is
+    zero."""
     return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
 
 

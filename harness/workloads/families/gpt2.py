@@ -36,8 +36,8 @@ class Gpt2Split(Split):
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear.
 
-        Reorders the fused query, key and value rows, so that an even split gives a rank the same
-        heads of all three.
+        Reorders fused query, key and value rows, so that an even split gives a rank the same heads
+        of all three.
         """
         import torch
         from transformers.models.gpt2.modeling_gpt2 import GPT2Attention

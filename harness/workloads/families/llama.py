@@ -84,7 +84,7 @@ def _size(
     vocabulary: int = 256,
     positions: int = 256,
 ) -> ModelConfig:
-    """`key_values`: heads of keys and values; 0 means as many as queries."""
+    """Zero `key_values` means as many heads as queries."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,

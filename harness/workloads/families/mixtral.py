@@ -16,7 +16,7 @@ class MixtureSplit(LlamaSplit):
 
 
 def mixture_size(layers: int, hidden: int, heads: int, feed_forward: int) -> ModelConfig:
-    """Returns the shared config entries. `feed_forward`: intermediate size of one expert."""
+    """Returns shared config entries; `feed_forward`: intermediate size of one expert."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -35,8 +35,8 @@ MIXTURE_COMMON: ModelConfig = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    # The router's auxiliary loss is a mean over a rank's own tokens, so its mean over ranks differs
-    # from that of a single process.
+    # The router's auxiliary loss is a mean over a rank's tokens, so its mean over ranks differs
+    # from one process's.
     "output_router_logits": False,
     "router_aux_loss_coef": 0.0,
 }
