@@ -63,7 +63,7 @@ def known_target(to: str) -> str:
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     """Returns content by file name, and a note on missing requirements; raises UsageError without
-    an export."""
+    any."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -107,7 +107,7 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's own export; an inherited one is another strategy's training."""
+    """Returns the strategy's export, not an inherited one, which trains differently."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
