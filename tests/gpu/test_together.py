@@ -55,23 +55,11 @@ def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated() 
     """Finding 21: `ddp x1` was ranked without a word."""
     from reports.groups import Group
 
-    setting = {
-        "workload": "llama-micro",
-        "devices": 1,
-        "nodes": 1,
-        "device": "cuda",
-        "precision": "bf16",
-        "global_batch": 4,
-        "optimizer": "adamw",
-        "sequence_length": 64,
-        "threads_per_device": 1,
-        "links": None,
-    }
-    figures = {"tokens_per_second": 1.0, "samples_per_second": 1.0}
-
     def details(**changes: object) -> str:
-        cell: Any = SimpleNamespace(**setting | figures | changes)
-        return Group((cell,)).details
+        one = Cell(strategy="ddp", device="cuda", precision="bf16").model_copy(update=changes)
+        speed = SimpleNamespace(tokens_per_second=1.0)
+        row: Any = SimpleNamespace(cell=one, speed=speed)
+        return Group((row,)).details
 
     assert "communicated" in details()
     assert "communicated" not in details(devices=2)

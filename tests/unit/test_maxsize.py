@@ -267,7 +267,8 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     assert runner.asked.count((20, 1, False)) == 1
     assert sum(row.fill.values()) == BUDGET
     assert dict(row.responsible)["a bucket"] == 2**25
-    assert "run out of memory in update; beside ZeRO's model states: a bucket 32 MiB" in limits(row)
+    assert "out of memory in update" in limits(row)
+    assert "a bucket 32 MiB" in limits(row)
     assert row.predicted == predict(base(), BUDGET).parameters
     assert json.loads(json.dumps(row.responsible))
 
