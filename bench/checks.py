@@ -38,7 +38,7 @@ class Trouble:
     """Affected part: `GPU 0`, `CPU`, `disk`."""
     what: str
     why: str
-    mend: str
+    fix: str
     """A command, or advice."""
 
 
@@ -68,7 +68,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
     if limit is not None and default is not None and limit < 0.99 * default:
         yield Trouble(
             subject,
-            f"its power limit is {limit:.0f} W but {default:.0f} W is the default",
+            f"its power limit is {limit:.0f} W; the default is {default:.0f} W",
             "it runs at lower clocks than others of its kind, and looks slower",
             f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
@@ -137,10 +137,10 @@ def _state(state: GpuState) -> Iterator[Trouble]:
 
 def _unused() -> Iterator[Trouble]:
     if reason := unused_gpus():
-        mend = "use a host with NVIDIA GPUs"
+        fix = "use a host with NVIDIA GPUs"
         if visible_gpus():
-            mend = "make setup, on this host, once the above is fixed"
-        yield Trouble("GPUs", reason, "every cell runs on the CPU", mend)
+            fix = "make setup, on this host, once the above is fixed"
+        yield Trouble("GPUs", reason, "every cell runs on the CPU", fix)
 
 
 def _software() -> Iterator[Trouble]:
@@ -188,9 +188,9 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
     if len(devices) < 2:
         return
     yield from filter(None, (shared_memory_trouble(), locked_memory_trouble()))
-    words = gpu_topology()
+    topology = gpu_topology()
     for a, b in combinations(range(len(devices)), 2):
-        model, between = gpu_model(devices[a].name), words[a][b]
+        model, between = gpu_model(devices[a].name), topology[a][b]
         if model and model.nvlink_bytes_per_second and "NVLink" not in between:
             yield Trouble(
                 f"GPUs {devices[a].index} and {devices[b].index}",
@@ -257,13 +257,13 @@ def _siblings(root: Path) -> Trouble | None:
 
 
 def _neighbours() -> Trouble | None:
-    own = {psutil.Process().pid}
-    others = [process for process in psutil.process_iter(["name"]) if process.pid not in own]
+    processes = psutil.process_iter(["name"])
+    others = [process for process in processes if process.pid != os.getpid()]
     for process in others:
         _share(process)
     psutil.cpu_percent(None)
-    whole = psutil.cpu_percent(LOOK_SECONDS) / 100
-    if whole < BUSY_SHARE:
+    busy_share = psutil.cpu_percent(LOOK_SECONDS) / 100
+    if busy_share < BUSY_SHARE:
         return None
     busiest = sorted(((_share(process), process) for process in others), key=lambda pair: -pair[0])[
         :3
@@ -273,7 +273,8 @@ def _neighbours() -> Trouble | None:
     )
     return Trouble(
         "CPU",
-        f"other processes keep {whole:.0%} of all cores busy" + (f": {names}" if names else ""),
+        f"other processes keep {busy_share:.0%} of all cores busy"
+        + (f": {names}" if names else ""),
         "they take time from the ranks",
         "end them or wait; to see them: top",
     )

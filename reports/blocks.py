@@ -215,7 +215,7 @@ class Table:
 class Chart:
     data: ChartData
     title: str = ""
-    """By default the data's."""
+    """Heading; empty for the title of `data`."""
     numbered: tuple[str, ...] = ()
     """Names of the chart's numbered points, from 1."""
 

@@ -108,7 +108,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
             "own / plain",
             "against itself, and against the plain process, on one device",
         ),
-        Column("Parity", _parity, "or status", "is it the same training as the reference?"),
+        Column("Parity", _parity, "or status", "whether it trained the same as the reference"),
         figure(
             "Loss deviation",
             "parity_max_loss_deviation",
@@ -136,7 +136,7 @@ def _any(cells: Sequence[CellResult], path: str) -> bool:
 
 def _gpu_columns() -> list[tuple[str, Column[CellResult]]]:
     """Returns columns, each left out if no cell has the number."""
-    peak = "the same over what this card reached in a matrix product, instead of its data sheet"
+    peak = "as MFU, over what this card reached in a matrix product instead of its data sheet"
     compiling = "by torch.compile, before the timed steps; slowest rank"
     return [
         ("mfu", figure("MFU", "mfu", _hundredths, "%", "model FLOPs utilisation")),

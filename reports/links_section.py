@@ -407,7 +407,7 @@ def _chapter_blocks(chapter: Chapter) -> ui.Blocks:
     what = ui.Paragraph(f"Throughput ({chapter.unit}) over {EMULATED}.")
     return [
         ui.Only("text", [title, what]),
-        ui.Box("beside", [ui.Only("page", [chart]), ui.Box("", crossings)]),
+        ui.Box("side-by-side", [ui.Only("page", [chart]), ui.Box("", crossings)]),
         chapter.table,
         _requests_table(chapter.links),
     ]

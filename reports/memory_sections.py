@@ -141,7 +141,7 @@ def _states_table(cells: Sequence[CellResult]) -> ui.Table:
         mebibytes("Formula", "formula_bytes", "for the dtypes and copies that the library keeps"),
         figure("Off by", "formula_deviation", signed, tip="measured over formula"),
         mebibytes(
-            "Step adds", "formula_transient_bytes", "by the formula: gradients, gathered parameters"
+            "Step adds", "formula_transient_bytes", "by formula: gradients, gathered parameters"
         ),
         mebibytes("Peak", "peak_memory_bytes", "of the fullest device, everything included"),
         figure(

@@ -158,7 +158,7 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
     if cell.trials == 1 and cell.status == "ok":
         cautions.append(Flag("1 trial: no interval", ""))
     if cell.expected and cell.status == "diverged":
-        cautions.append(Flag("expected to diverge", "the matrix says so: no failure"))
+        cautions.append(Flag("expected to diverge", "expected by the matrix: not a failure"))
     return tuple(cautions)
 
 

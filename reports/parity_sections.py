@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
-from harness.analysis.stats import ESTIMATE_METHOD, INTERVAL_METHOD, within_a_run
+from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
 from reports import blocks as ui
 from reports import run_facts
@@ -170,15 +170,14 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
     )
-    estimated = any(cell.speed.log_throughput for cell in cells)
-    comparison = within_a_run(any(cell.speed.turns for cell in cells), estimated)
+    comparison = within_a_run(any(cell.speed.turns for cell in cells))
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     parity = Parity.of(cells)
     ties = f"neighbours in a ranking without a significant difference are marked ≈: {comparison}"
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),
-        ("Interval", ESTIMATE_METHOD if estimated else INTERVAL_METHOD),
+        ("Interval", ESTIMATE_METHOD),
         ("Control", control_in_words(report.adjustment)),
         ("Ties", ties),
         ("Memory", memory and f"{memory}. Each device has its own peak; shown is the largest"),

@@ -335,7 +335,7 @@ def others_blocks(runs: Runs) -> ui.Blocks:
 
 
 def verdict_td(line: ComparedCell) -> ui.Td:
-    good = line.kind in ("faster", "mended")
+    good = line.kind in ("faster", "fixed")
     return ui.Td(
         data(line.verdict), f"word{' bad' if line.regression else ' good' if good else ''}"
     )

@@ -109,5 +109,5 @@ def _require_known(requested: Sequence[str], names: Collection[str]) -> None:
     for name in requested:
         if name not in names:
             raise UsageError(
-                f"{name!r} is no section of this report; its sections are {', '.join(names)}"
+                f"this report has no section {name!r}; its sections are {', '.join(names)}"
             )

@@ -299,7 +299,8 @@ def _fastest_notes(best: GroupVerdict) -> list[ui.Paragraph]:
         name = cell_name(faster.row, place=False)
         notes.append(ui.Paragraph([words, *name, f", {faster.value}"], "small"))
     if fastest.tied:
-        notes.append(ui.Paragraph(["≈ tied with ", *cell_names(fastest.tied, place=False)], "tied"))
+        ties = cell_names(fastest.tied, place=False)
+        notes.append(ui.Paragraph(["≈ tied with ", *ties], "tied"))
     elif not best.faster and len(best.group.rows) > 1 and fastest.interval.startswith("95 %"):
         notes.append(ui.Paragraph("faster than all others beyond the intervals", "tied"))
     return notes
@@ -308,7 +309,8 @@ def _fastest_notes(best: GroupVerdict) -> list[ui.Paragraph]:
 def _notes(pick: Pick, relation: str) -> list[ui.Paragraph]:
     notes = [ui.Paragraph(pick.then, "tied")] if pick.then else []
     if pick.tied:
-        notes.append(ui.Paragraph([f"≈ {relation} ", *cell_names(pick.tied, place=False)], "tied"))
+        ties = cell_names(pick.tied, place=False)
+        notes.append(ui.Paragraph([f"≈ {relation} ", *ties], "tied"))
     return notes
 
 

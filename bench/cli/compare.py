@@ -56,7 +56,7 @@ FailOn: TypeAlias = Annotated[
 ]
 Format: TypeAlias = Annotated[
     Literal["table", "md", "json", "html"] | None,
-    typer.Option("--format", help="By default as --out ends, else table."),
+    typer.Option("--format", help="Format; by default from the suffix of --out, else table."),
 ]
 
 
@@ -217,7 +217,7 @@ def _colour(regression: bool, kind: str) -> str:
         "red"
         if regression
         else "green"
-        if kind in ("faster", "mended")
+        if kind in ("faster", "fixed")
         else "yellow"
         if kind == "not compared"
         else ""

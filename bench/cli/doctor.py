@@ -193,7 +193,7 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
     from rich.markup import escape
 
     if not troubles:
-        out.print("nothing was found that would skew results here")
+        out.print("found nothing that would skew results here")
         return
     out.print("[bold]what would skew results here[/bold]")
     for trouble in troubles:
@@ -201,7 +201,7 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
             f"[yellow]{escape(trouble.subject)}[/yellow]: {escape(trouble.what)};"
             f" {escape(trouble.why)}"
         )
-        out.print(f"    fix: {escape(trouble.mend)}")
+        out.print(f"    fix: {escape(trouble.fix)}")
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:

@@ -22,7 +22,7 @@ Only: TypeAlias = Annotated[
 ]
 Skip: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--skip", help="Without these cells, named as for --only; may be repeated."),
+    typer.Option("--skip", help="Skip these cells, named as for --only; may be repeated."),
 ]
 Settings: TypeAlias = Annotated[
     list[str] | None,

@@ -24,7 +24,8 @@ Each: TypeAlias = Annotated[
     bool, typer.Option("--each", help="Write one report for each of several runs.")
 ]
 FormatName: TypeAlias = Annotated[
-    Format | None, typer.Option("--format", help="By default as --out ends, else html.")
+    Format | None,
+    typer.Option("--format", help="Format; by default from the suffix of --out, else html."),
 ]
 Sections: TypeAlias = Annotated[
     list[str] | None,

@@ -278,9 +278,9 @@ def _simplest(cells: Sequence[CellResult]) -> CellResult:
 
 
 def _simple(cell: CellResult, fastest: CellResult) -> str:
-    packages, options, _ = complexity(cell)
-    needs = "torch alone" if not packages else f"{', '.join(cell.placement.packages)} beside torch"
+    _, options, _ = complexity(cell)
+    libraries = "".join(f" and {package}" for package in cell.placement.packages)
     ratio = compare(cell, fastest, CONFIDENCE)
     speed = f"{change(ratio)} than {fastest.cell.label}" if ratio else "about as fast"
     given = f"{options or 'no'} option{'' if options == 1 else 's'}"
-    return f"needs {needs} and {given}; {speed}"
+    return f"needs torch{libraries}, with {given}; {speed}"

@@ -32,7 +32,7 @@ Kind = Literal[
     "newly unavailable",
     "no longer verified",
     "faster",
-    "mended",
+    "fixed",
     "added",
     "no difference seen",
     "not compared",
@@ -253,9 +253,7 @@ def compare_cells(
         name = f"{second.cell_name} against {first.label}"
         lines.append(dataclasses.replace(line, cell_name=name))
     firsts = [line.first.result for line in lines if line.first]
-    test = within_a_run(
-        any(c.speed.turns for c in firsts), any(c.speed.log_throughput for c in firsts)
-    )
+    test = within_a_run(any(cell.speed.turns for cell in firsts))
     return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
 
 
@@ -317,7 +315,7 @@ def _change(was: MeasuredCell, now: MeasuredCell) -> tuple[Kind, str]:
     """Returns kind and reason if a side is not ok."""
     before, after = was.result.outcome, now.result.outcome
     if now.ok:
-        return "mended", f"was {_why(was)}"
+        return "fixed", f"was {_why(was)}"
     if before == after:
         return "not compared", f"{after} in both: {now.result.outcome_reason}"
     if after == "diverged":

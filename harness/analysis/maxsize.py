@@ -257,7 +257,7 @@ class Search:
         elif smallest is not None and self._first(smallest):
             status, reason = "none fits", smallest.reason
         else:
-            status, reason = "unfinished", "the search has not been finished"
+            status, reason = "unfinished", "the search is not finished"
         best = max(verified or fits, key=self.size, default=None)
         return self._result(cell, status, reason, best, smallest)
 

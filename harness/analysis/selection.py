@@ -235,7 +235,7 @@ def find_run(store: Store, word: str) -> str:
         return word
     matching = [run_id for run_id in run_ids if word and run_id.startswith(word)]
     if len(matching) > 1:
-        raise UsageError(f"run {word!r} is not clear: {', '.join(matching[-5:])} begin with it")
+        raise UsageError(f"run {word!r} is ambiguous: {', '.join(matching[-5:])} begin with it")
     if not matching:
         raise UsageError(
             f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(run_ids[-5:])}"

@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 CONFIDENCE = 0.95
-INTERVAL_METHOD = (
-    "median over trials (independent launches, each counted once, by the median of its steps) with"
-    " an interval of 95 %: Student's t times the standard error of a median (Hojo, Biometrika 23,"
-    " 1931), which assumes that launches spread about normally"
-)
 LEAST_TRIALS = 5
 """Fewest trials for a narrow interval: two may agree by chance."""
 ACROSS_RUNS_CONFIDENCE = 0.995
@@ -26,23 +21,23 @@ should have a false alarm. Simulated from three recorded runs (scripts/power.py)
 runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
-    "faster or slower is said where the interval leaves out 1 and the ratio is at least 0.5 % from"
-    " it, so of comparisons between equals at most one in 200 is to be a false alarm"
+    "a cell counts as faster or slower if the interval excludes 1 and the ratio differs from 1 by"
+    " at least 0.5 %; at most one in 200 comparisons of equal cells should be a false alarm"
 )
 COMPARISON_METHOD = (
     "geometric mean of the ratios within rounds with Student's paired t interval of their"
     f" logarithms, {100 * ACROSS_RUNS_CONFIDENCE:g} %; {_DECISION}"
 )
 ESTIMATE_METHOD = (
-    "geometric mean over trials (independent launches, each counted once, by the mean of its timed"
-    " steps where a control ran, else by their median) with an interval of 95 %: Student's t of the"
-    " logarithms, with a spread that is moderated over all cells of the run (Smyth, Statistical"
-    " Applications in Genetics and Molecular Biology 3, 2004)"
+    "geometric mean over trials with a 95 % interval. A trial is an independent launch and counts"
+    " once: by the mean of its timed steps if a control ran, else by their median. The interval is"
+    " Student's t of the logarithms, with spreads moderated over all cells of the run (Smyth,"
+    " Statistical Applications in Genetics and Molecular Biology 3, 2004)"
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
     f" {100 * WITHIN_RUN_CONFIDENCE:g} %, with spreads that are moderated over all cells of the"
-    f" run; {_DECISION}, and at most one run in 20 is to have any"
+    f" run; {_DECISION}, and at most one run in 20 should have any"
 )
 TURNS_METHOD = (
     "for interleaved launches, the ratio within a round is the median over all turns of a turn's"
@@ -135,7 +130,11 @@ def _students_t(share: float, degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median with its interval; see INTERVAL_METHOD."""
+    """Returns the median with its 95 % interval, None for one value.
+
+    The interval is Student's t times the standard error of a median (Hojo, Biometrika 23, 1931),
+    for values that are about normally distributed.
+    """
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -206,19 +205,17 @@ def compare_rounds(
 
 def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
     """Returns the log ratio by TURNS_METHOD; None if trials were not interleaved."""
-    logs = [*beside(first, second), *(-log for log in beside(second, first))]
+    logs = [*neighbour_logs(first, second), *(-log for log in neighbour_logs(second, first))]
     return statistics.median(logs) if logs else None
 
 
-def within_a_run(by_turns: bool, estimated: bool) -> str:
-    """Describes comparisons in a run. `estimated`: over the whole run."""
-    if by_turns:
-        return f"{COMPARISON_METHOD}; {TURNS_METHOD}"
-    return ESTIMATES_COMPARED if estimated else COMPARISON_METHOD
+def within_a_run(interleaved: bool) -> str:
+    """Describes comparisons in a run."""
+    return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if interleaved else ESTIMATES_COMPARED
 
 
-def beside(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Yields the log ratio of each slice to the other trial's slices before and after it."""
+def neighbour_logs(these: SliceRates, others: SliceRates) -> Iterator[float]:
+    """Yields the log ratio of each turn to the other trial's turns before and after it."""
     begins = [began for began, _ in others]
     for began, figure in these:
         after = bisect.bisect(begins, began)

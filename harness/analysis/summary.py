@@ -28,7 +28,7 @@ from harness.analysis.cell_result import (
 from harness.analysis.control import Adjustment
 from harness.analysis.estimates import RunEstimates, estimates_of
 from harness.analysis.same_training import with_same_training
-from harness.analysis.stats import Estimate, estimate
+from harness.analysis.stats import Estimate
 from harness.analysis.trials import (
     CAUSES,
     causes_of,
@@ -199,27 +199,23 @@ def _work(fill: _Fill) -> Work:
 def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
     if not finished:
         return Speed()
-    samples = estimate(_values(finished, "samples_per_second"))
+    log_throughput = estimates.cells[finished[0].cell_id]
+    samples = log_throughput.estimate()
+    raw_samples = statistics.median(_values(finished, "samples_per_second"))
     of_tokens = _values(finished, "tokens_per_second")
-    tokens = estimate(of_tokens) if of_tokens else Estimate(0.0, None, None, 0)
-    own = estimates.cells.get(finished[0].cell_id)
-    by_round = _by_round(finished, "samples_per_second")
-    raw_samples, raw_tokens = samples.value, tokens.value
-    if own:
-        by_round = {t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished}
-        adjusted = own.estimate()
-        samples, tokens = adjusted, _scaled(adjusted, raw_tokens / raw_samples)
+    raw_tokens = statistics.median(of_tokens) if of_tokens else None
+    tokens = None if raw_tokens is None else _scaled(samples, raw_tokens / raw_samples)
     return Speed(
         samples_per_second=samples.value,
         samples_per_second_low=samples.low,
         samples_per_second_high=samples.high,
-        tokens_per_second=tokens.value if of_tokens else None,
-        tokens_per_second_low=tokens.low if of_tokens else None,
-        tokens_per_second_high=tokens.high if of_tokens else None,
-        log_throughput=own,
-        raw_samples_per_second=raw_samples if own else None,
-        raw_tokens_per_second=raw_tokens if own and of_tokens else None,
-        by_round=by_round,
+        tokens_per_second=tokens.value if tokens else None,
+        tokens_per_second_low=tokens.low if tokens else None,
+        tokens_per_second_high=tokens.high if tokens else None,
+        log_throughput=log_throughput,
+        raw_samples_per_second=raw_samples,
+        raw_tokens_per_second=raw_tokens,
+        by_round={t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished},
         turns=turns_of(finished),
         trend=max(map(abs, _values(finished, "trend")), default=None),
     )

@@ -102,7 +102,7 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
             if problem := _mismatch(table, file, content.schema_arrow):
-                raise DamagedFile(f"it is no file of table {table}: {problem}")
+                raise DamagedFile(f"it is not a file of table {table}: {problem}")
             rows = content.read(columns=schema.names)
         present = dict(zip(rows.column_names, rows.columns, strict=True))
         return pa.table([present[name] for name in schema.names], schema=schema)

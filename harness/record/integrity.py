@@ -69,7 +69,7 @@ def _check(table: str, file: Path) -> None:
     rows = read_file(table, file)
     for column in TABLES[table].columns():
         if not column.nullable and rows.column(column.name).null_count:
-            raise DamagedFile(f"column {column.name} has a null, which it may not")
+            raise DamagedFile(f"column {column.name} has a null, which is not allowed")
     runs = {file.stem if table == "runs" else file.parent.name}
     if len(rows) and set(rows.column("run_id").to_pylist()) != runs:
         raise DamagedFile(f"it has rows of another run than {', '.join(runs)}")

@@ -132,17 +132,17 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
     if states is None:
         return None
     kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
-    beside = max(states.transient, float(kept))
+    extra = max(states.transient, float(kept))
     if (cell.micro_batches > 1 or layout.pipeline > 1) and not states.gradients:
-        beside = states.transient + kept
+        extra = states.transient + kept
     elif cell.recompute != "none" and not states.gradients and not tokens:
-        beside = max(beside, activations[0] + states.transient)
+        extra = max(extra, activations[0] + states.transient)
     kinds = {kind: float(getattr(states, kind)) for kind in KINDS}
     return {
         **kinds,
         "transient": states.transient,
         "activations": float(kept),
-        "total": states.total + beside,
+        "total": states.total + extra,
     }
 
 

@@ -94,16 +94,16 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns 1F1B's micro-batches in flight and the engine's input copies, see
-        `held_beside_gradients`.
+        `held_with_gradients`.
 
         torch's memory tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
         The formula agrees with torch's allocator, see docs/studies/recompute-memory.md.
         """
         from harness.strategy.formulas import a_stage_each
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+        from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
         engine = Engine("1f1b", copies_inputs=True)
-        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+        return held_with_gradients(cell, layout, workload, a_stage_each(layout), engine)
 
 
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:

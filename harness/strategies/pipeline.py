@@ -89,14 +89,14 @@ class PipelineCosts(CostModel[Pipeline]):
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the micro-batches in flight (`held_beside_gradients`); None if weight gradients
+        """Returns the micro-batches in flight (`held_with_gradients`); None if weight gradients
         are separate."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+        from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
         own = [self.strategy._stages_of(rank, layout.pipeline) for rank in range(layout.pipeline)]
-        return held_beside_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
+        return held_with_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of hidden states, their gradients and tied gradients, averaged over ranks.

@@ -118,11 +118,11 @@ class ThreeDCosts(CostModel[ThreeD]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+        from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
         engine = Engine(self.strategy.schedule, layout.tensor, shards)
-        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), engine)
+        return held_with_gradients(cell, layout, workload, a_stage_each(layout), engine)
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:

@@ -41,7 +41,7 @@ class VerticalCosts(CostModel[Vertical]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns GPipe's with the batch as one micro-batch, see `held_beside_gradients`."""
-        from harness.strategy.pipeline_memory import Engine, held_beside_gradients
+        """Returns GPipe's with the batch as one micro-batch, see `held_with_gradients`."""
+        from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
-        return held_beside_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))
+        return held_with_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))

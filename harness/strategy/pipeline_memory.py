@@ -112,7 +112,7 @@ def _ahead(part: PipelineRank) -> int:
     return further_stages + each_hop * (part.ranks - 1 - part.rank)
 
 
-def held_beside_gradients(
+def held_with_gradients(
     cell: Cell, layout: Layout, workload: Workload, own: Sequence[tuple[int, ...]], engine: Engine
 ) -> float | None:
     """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained

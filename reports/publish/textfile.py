@@ -56,7 +56,7 @@ def write(results: Results, folder: Path) -> Published:
         Gauge(PREFIX + name, meaning, list(where), registry=registry).labels(**where).set(value)
     gauges = {
         name: Gauge(
-            f"{PREFIX}cell_{name}", f"Of a cell, as its record's {name}.", LABELS, registry=registry
+            f"{PREFIX}cell_{name}", f"Column {name} of a cell's record.", LABELS, registry=registry
         )
         for name in FIGURES
     }

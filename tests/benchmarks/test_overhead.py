@@ -21,7 +21,7 @@ import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.analysis.stats import beside, slowest
+from harness.analysis.stats import neighbour_logs, slowest
 from harness.launch.launcher import Launcher
 from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio, steps_of
@@ -175,7 +175,7 @@ def compared(suite: Mapping[int, float], script: Mapping[int, float]) -> float:
     own = [
         (number + 0.5, seconds) for number, seconds in sorted(suite.items())
     ]  # the script has the first turn
-    return math.exp(statistics.median(beside(own, sorted(script.items()))))
+    return math.exp(statistics.median(neighbour_logs(own, sorted(script.items()))))
 
 
 def both(

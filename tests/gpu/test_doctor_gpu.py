@@ -36,7 +36,7 @@ def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(monkeypatch: pytest.MonkeyPatch, host: FakeNvml) -> list[tuple[str, str, str]]:
     fake_nvml.install(monkeypatch, host)
-    return [(one.subject, one.what, one.mend) for one in gpu_troubles()]
+    return [(one.subject, one.what, one.fix) for one in gpu_troubles()]
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
@@ -46,7 +46,7 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("torch_for_gpus")
 @pytest.mark.parametrize(
-    ("change", "what", "mend"),
+    ("change", "what", "fix"),
     [
         (
             {"enforced_limit_milliwatts": 500_000},
@@ -75,14 +75,14 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_each_trouble_of_a_gpu_is_told_with_its_command(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], what: str, mend: str
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], what: str, fix: str
 ) -> None:
     host = fake_nvml.h100_node()
     host.gpus[3] = replace(host.gpus[3], **change)
     ((subject, said, command),) = found(monkeypatch, host)
     assert subject == "GPU 3"
     assert what in said
-    assert mend in command
+    assert fix in command
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
@@ -139,7 +139,7 @@ def test_a_hosts_clocks_are_told(tmp_path: Path) -> None:
     ):
         (system / name).parent.mkdir(parents=True, exist_ok=True)
         (system / name).write_text(text + "\n")
-    told = {one.what: one.mend for one in host_troubles(tmp_path)}
+    told = {one.what: one.fix for one in host_troubles(tmp_path)}
     assert (
         told["1 cores have the frequency governor powersave"]
         == "sudo cpupower frequency-set -g performance"
@@ -163,7 +163,7 @@ def test_memory_that_containers_limit_is_told(
     small = shared_memory_trouble()
     assert small
     assert "has 64 MiB" in small.what
-    assert "--shm-size" in small.mend
+    assert "--shm-size" in small.fix
     assert locked_memory_trouble(tmp_path, limit=65536) is None, "no InfiniBand"
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     locked = locked_memory_trouble(tmp_path, limit=65536)
@@ -185,5 +185,5 @@ def test_doctor_prints_them_and_gives_them_to_machines(
     app(["doctor"], standalone_mode=False)
     assert "GPU 0: is hot; clocks fall" in capsys.readouterr().out
     app(["doctor", "--json"], standalone_mode=False)
-    expected = {"subject": "GPU 0", "what": "is hot", "why": "clocks fall", "mend": "wait"}
+    expected = {"subject": "GPU 0", "what": "is hot", "why": "clocks fall", "fix": "wait"}
     assert json.loads(capsys.readouterr().out)["troubles"] == [expected]

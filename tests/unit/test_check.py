@@ -89,7 +89,7 @@ def test_a_file_of_another_tool_or_another_trial_is_a_problem(store: Store) -> N
     trial_file(store, 1).write_bytes(trial_file(store, 2).read_bytes())
     (store.folder / "trials" / "run-1" / "notes.parquet").write_text("hello")
     problems = {str(p.file.name): p.what for p in check_folder(store).problems}
-    assert "no file of table trials" in problems[trial_file(store, 0).name]
+    assert "table trials" in problems[trial_file(store, 0).name]
     assert "another trial" in problems[trial_file(store, 1).name]
     assert len(problems) == 3
 
