@@ -83,7 +83,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
         (
             ["report", "--section", "verdit", "--results", REFERENCE],
-            ["'verdit' section", "verdict"],
+            ["'verdit'", "verdict"],
         ),
         (["report", "--format", "pdf", "--results", REFERENCE], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
