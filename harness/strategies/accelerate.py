@@ -57,8 +57,6 @@ class Accelerate(AccelerateEngine):
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         if self.zero:
             self.zero.register(job, model)
-        elif self.engine == "ddp":
-            job.register(model, optimizer, library=lambda: ddp_buckets(model))
         else:
-            job.register(model, optimizer)
+            job.register(model, optimizer, library=lambda: ddp_buckets(model))
         return _accelerate.train_step(job, accelerator, model, optimizer)

@@ -137,8 +137,13 @@ def wrap_in_ddp(
     )
 
 
-def ddp_buckets(model: DistributedDataParallel) -> Iterator[Retained]:
-    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes."""
+def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
+    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes; nothing for a
+    model that a library left unwrapped, as Accelerate and Trainer do on one GPU."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        return
     data = model._get_ddp_logging_data()
     # Rebuilt sizes appear one step after the rebuild.
     sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]

@@ -11,6 +11,7 @@ from harness.strategies import _distributed as mesh
 from harness.strategies._accelerate import FSDP2_HALF, recompute_by_transformers
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategy import Cell, Job, ModelFacts
+from harness.strategy.optimizers import with_dtensors_apart
 from harness.workloads import Workload, make_workload
 
 
@@ -63,6 +64,7 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         accelerator = _accelerate.make_accelerator(job, fsdp2, None, False, config)
         _accelerate.verify(job, accelerator, bool(fsdp2), deepspeed=False)
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
+        with_dtensors_apart(optimizer)
         job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
         return _accelerate.train_step(job, accelerator, model, optimizer)
 

@@ -49,8 +49,6 @@ class TransformersTrainer(AccelerateEngine):
         optimizer: Any = trainer.optimizer
         if self.zero:
             self.zero.register(job, wrapped)
-        elif hasattr(wrapped, "reducer"):  # DDP; a single rank's model is not wrapped
-            job.register(wrapped, optimizer, library=lambda: ddp_buckets(wrapped))
         else:
-            job.register(wrapped, optimizer)
+            job.register(wrapped, optimizer, library=lambda: ddp_buckets(wrapped))
         return stepped.step

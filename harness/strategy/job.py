@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, Layout, Retained, TrainStep
-from harness.strategy.optimizers import optimizer_class, optimizer_of
+from harness.strategy.optimizers import optimizer_class, optimizer_of, with_dtensors_apart
 from harness.workloads.recompute import recompute_blocks
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Job:
 
     def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
         factory, kwargs = self.optimizer_class()
-        return factory(parameters, **kwargs)
+        return with_dtensors_apart(factory(parameters, **kwargs))
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
         """Builds the cell's optimizer, also one that depends on parameter names."""

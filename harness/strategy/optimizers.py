@@ -76,7 +76,7 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 
     factory, kwargs = optimizer_class(cell)
     if cell.optimizer != "muon":
-        return factory(model.parameters(), **kwargs)
+        return with_dtensors_apart(factory(model.parameters(), **kwargs))
     block_path = make_workload(cell.workload).block_path
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -84,6 +84,23 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
         hidden = parameter.ndim == 2 and block_path and f"{block_path}." in name
         (matrices if hidden else others).append(parameter)
     return _together(torch.optim.Muon(matrices, **muon_arguments(cell)), factory(others, **kwargs))
+
+
+def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
+    """Gives DTensors and plain tensors parameter groups of their own.
+
+    Tensor parallelism leaves norms as plain tensors, and torch's foreach and fused updates, of
+    which one is the default on GPUs, refuse a list of both.
+    """
+    from torch.distributed.tensor import DTensor
+
+    groups = []
+    for group in optimizer.param_groups:
+        plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+        sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+        groups += [{**group, "params": part} for part in (sharded, plain) if part]
+    optimizer.param_groups = groups
+    return optimizer
 
 
 def packages_of(cell: Cell) -> list[str]:

@@ -203,7 +203,12 @@ SETS: Sets = [
     (
         "distributed_config",
         "torchrun",
-        {"workload": "mixtral-nano", "options": {"expert": 2}, "recompute": "full"},
+        {
+            "workload": "mixtral-nano",
+            "options": {"expert": 2},
+            "recompute": "full",
+            "optimizer": "adamw_foreach",  # what torch takes on GPUs
+        },
     ),
     ("ulysses", "torchrun", {"micro_batches": 2, "recompute": "full"}),
     # SGD's update shows the scale of a gradient, which AdamW's hides.
@@ -213,6 +218,7 @@ SETS: Sets = [
         {"options": {"stage": 2}, "optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
     ),
     ("tensor", "torchrun", {"options": {"sequence_parallel": True}}),
+    ("tensor", "torchrun", {"optimizer": "adamw_foreach"}),
     # Tied embeddings: a copy at each end of the pipeline; under a V one copy on the first rank.
     ("pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     (
