@@ -15,6 +15,8 @@ from harness.spec.training import EXACT
 
 NARROWEST = 2e-6
 """Relative deviation that rounding a loss can cause."""
+UNKNOWN = 1e-5
+"""Allowed relative deviation at the segment's end while the drift is unknown."""
 TIMES_DRIFT = 30.0
 """Allowed multiple of the references' chaotic drift; see docs/studies/parity-deviations.md."""
 TIMES_OWN = 3.0
@@ -49,7 +51,7 @@ def envelope(
         grown = drifted / max(*drift[:segment], NARROWEST / TIMES_DRIFT)
     else:
         grown, most = math.exp(GROWTH_PER_STEP * (step - segment + 1)), WIDEST
-        rounding = EXACT.loss * grown
+        rounding = UNKNOWN * grown
     if tolerance > EXACT.loss:
         rounding = max(rounding, tolerance * max(grown, math.sqrt((step + 1) / max(1, segment))))
     return max(NARROWEST, min(most, max(TIMES_OWN * own, rounding)))
@@ -62,7 +64,7 @@ def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
     step 19, its references not within 60 (docs/studies/parity-deviations.md). After the segment,
     the drift is at least the growth assumed without a second reference run.
     """
-    least = EXACT.loss / TIMES_OWN
+    least = UNKNOWN / TIMES_OWN
     later = enumerate(drift[segment:], 1)
     grown = [max(apart, least * math.exp(GROWTH_PER_STEP * steps)) for steps, apart in later]
     return [*drift[:segment], *grown]
@@ -81,18 +83,11 @@ def with_later(
     later: Sequence[float],
     segment: int,
     drift: Sequence[float],
-    precision_drift: Sequence[float] = (),
 ) -> ParityVerdict:
-    """Returns the verdict, or `diverged` if a later loss leaves the envelope.
-
-    `precision_drift`: relative deviation by step of a reference in the trial's precision, if known.
-    It widens the envelope at its step, since a batch may be sensitive to precision.
-    """
+    """Returns the verdict, or `diverged` if a later loss leaves the envelope."""
     own = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
         allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
-        if step < len(precision_drift) and math.isfinite(precision_drift[step]):
-            allowed = max(allowed, min(MOST, TIMES_OWN * precision_drift[step]))
         if not (deviation <= allowed and math.isfinite(deviation)):
             off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"
             return replace(

@@ -7,8 +7,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 
-VERSION = 2  # raise it when the contents of reference files change meaning
+UNIT = 2.0**-23
+"""Largest relative distance of neighbouring fp32 numbers: two roundings by half of it."""
+VERSION = 3  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Noise:
     """Largest |difference| / |loss| in the segment."""
     update: float
     """Largest norm of a tensor's difference over that of its update."""
+    tensors: Mapping[str, float] = field(default_factory=dict)
+    """Differences by tensor."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,18 @@ class Reference:
         return (Path(self.folder) / "reference.json").is_file()
 
     def save(
-        self, workload: Workload, model: nn.Module, initial: nn.Module, losses: list[float]
+        self, workload: Workload, train_state: TrainState, initial: nn.Module, losses: list[float]
     ) -> None:
         """Writes the JSON last, since it marks the files as complete."""
         from safetensors.torch import save_file
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         before = dict(initial.named_parameters())
-        parameters = dict(model.named_parameters())
+        parameters = dict(full_parameters(train_state))
         final = {
-            name: p.detach().cpu().contiguous() for name, p in parameters.items() if p.requires_grad
+            name: parameters[name].cpu().contiguous()
+            for name, initially in before.items()
+            if initially.requires_grad
         }
         frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
         # Array tasks may create the same reference concurrently.
@@ -74,7 +80,24 @@ class Reference:
             ) - workload.without_zero_gradient(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
         (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
-        self._write({"losses": losses, "update_norms": norms, "frozen": frozen})
+        roundings = {
+            name: len(losses) * UNIT * float(tensor.float().norm()) / norms[name]
+            for name, tensor in final.items()
+            if norms[name]
+        }
+        self._write(
+            {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
+        )
+
+    @property
+    def roundings(self) -> dict[str, float]:
+        """What fp32 cannot represent, by tensor, relative to its update.
+
+        Each step rounds a weight twice: when it decays and when it is updated. Two implementations
+        of AdamW move weights near 1 apart by 2e-3 of their update at a learning rate of 1e-4.
+        """
+        roundings: dict[str, float] = self.facts["roundings"]
+        return roundings
 
     @property
     def all_losses(self) -> list[float]:
@@ -90,22 +113,21 @@ class Reference:
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
-    def precision_drift(self, precision: str) -> list[float]:
-        """Returns fp32 losses' relative deviation by step from lower precision, the larger of two
-        runs; or empty."""
-        losses: list[float] = self.facts.get("precision_drift", {}).get(precision, [])
-        return losses
-
-    def note_precision_drift(self, precision: str, drift: Sequence[float]) -> None:
-        all_drifts = self.facts.get("precision_drift", {}) | {precision: list(drift)}
-        self._write(self.facts | {"precision_drift": all_drifts})
-
     def note_losses(self, losses: Sequence[float]) -> None:
         """Saves losses of a longer run of this training, and resets the drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
         self._write(self.facts | {"drift": list(drift)})
+
+    def no_exchange(self, ranks: int) -> Noise | None:
+        """Returns how far this many ranks get that exchange nothing; None if not measured."""
+        measured = self.facts.get("no_exchange", {}).get(str(ranks))
+        return Noise(**measured) if measured else None
+
+    def note_no_exchange(self, ranks: int, deviations: Noise) -> None:
+        measured = self.facts.get("no_exchange", {}) | {str(ranks): asdict(deviations)}
+        self._write(self.facts | {"no_exchange": measured})
 
     def note(self, noise: Noise) -> None:
         self._write(self.facts | {"noise": asdict(noise)})

@@ -18,6 +18,7 @@ from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from harness.strategy.registry import NO_EXCHANGE, batches_normalised, make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
 from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
@@ -27,7 +28,7 @@ MICRO_BATCH_TOKENS = 2048
 activations."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
 """Environment variable: GiB that reference runs may fill."""
-DEFAULT_LIMIT_GIB = 20.0
+DEFAULT_LIMIT_GIB = 48.0
 IN_USE_SECONDS = 3600.0
 """Seconds after use before eviction, as another run may need the reference."""
 NOISE_TOKENS = 8192
@@ -37,13 +38,17 @@ CONTEXT_BYTES = 2**30
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Returns the training in fp32, in one process and on the whole batch at once.
+    """Returns the training in one process, on the whole batch at once.
 
-    On a GPU it uses micro-batches, so that the batch of eight devices fits one. With BatchNorm it
-    does not, since parts of the batch are a different training.
+    On a GPU it uses micro-batches, so that the batch of eight devices fits one. BatchNorm sees the
+    samples that it sees in the cell, in micro-batches too if each rank normalises its own.
     """
-    reference = cell.reference()
-    if cell.device != "cuda" or make_workload(cell.workload).batch_norm:
+    strategy, workload = make_strategy(cell), make_workload(cell.workload)
+    reference = strategy.reference(cell)
+    if workload.batch_norm:
+        parts = batches_normalised(strategy, cell, strategy.layout(cell.devices))
+        return reference.model_copy(update={"micro_batches": parts})
+    if cell.device != "cuda":
         return reference
     parts = next(
         n
@@ -56,10 +61,12 @@ def reference_cell(cell: Cell) -> Cell:
 def split_differently(reference: Cell) -> Cell | None:
     """Returns the training with twice as many micro-batches, to measure rounding alone.
 
-    None if impossible or a different training. Also None for a large batch: that of eight GPUs
-    takes one GPU eight times as long, with the noise of one GPU's batch.
+    None if impossible or a different training, and in fp32 on a CPU, where EXACT is known to hold.
+    Also None for a large batch: that of eight GPUs takes one GPU eight times as long, with the
+    noise of one GPU's batch.
     """
-    if reference.device != "cuda" or _tokens(reference, 1) > NOISE_TOKENS:
+    rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
+    if rounds_alike or _tokens(reference, 1) > NOISE_TOKENS:
         return None
     return _halved(reference)
 
@@ -72,6 +79,13 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
         return halved, data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores), replace(data, last_first=True)
+
+
+def without_exchange(cell: Cell) -> tuple[Cell, int]:
+    """Returns the training by ranks that exchange nothing, and their number."""
+    ranks = make_strategy(cell).layout(cell.devices).data
+    reference = cell.reference(NO_EXCHANGE)
+    return reference.model_copy(update={"devices": ranks}), ranks
 
 
 def _halved(reference: Cell) -> Cell | None:
@@ -132,12 +146,12 @@ def reference_of(cell: Cell) -> Reference:
 
 
 def noise_for(cell: Cell, reference: Reference) -> Noise | None:
-    """Returns the noise of a cell's reference, or of one GPU's part of a large batch. None on a CPU
-    or if not measured."""
-    if cell.device != "cuda":
-        return None
+    """Returns the noise of a cell's reference, or of one GPU's part of a large batch; None if not
+    measured."""
     if noise := reference.noise:
         return noise
+    if cell.device != "cuda":
+        return None
     part = cell.model_copy(update={"global_batch": max(1, cell.global_batch // cell.devices)})
     smaller = reference_of(part)
     return smaller.noise if smaller.exists else None

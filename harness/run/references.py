@@ -23,15 +23,18 @@ from harness.parity.reference_runs import (
     reference_of,
     rounded_differently,
     split_differently,
+    without_exchange,
 )
 from harness.parity.verdict import (
-    PRECISION,
+    CAPPED_ABOVE,
     ParityVerdict,
     allowed_deviation,
+    capped,
     distance_to_fp32,
     in_fp32,
     loss_deviations,
     noise_of,
+    unverifiable,
     verdict_of,
     widened,
 )
@@ -40,6 +43,7 @@ from harness.run.prepared import PreparedTrial
 from harness.run.rows import RewindCheck, Verification
 from harness.spec.cell import Cell
 from harness.spec.training import Tolerance
+from harness.strategy.registry import make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
 
 if TYPE_CHECKING:
@@ -111,12 +115,35 @@ class ReferenceRuns:
                 noise = noise_of(losses, rank.update_deviations, reference.facts["losses"])
                 if noise:
                     reference.note(noise)
+        if reference.exists:
+            self._learn_no_exchange(launcher, cell, reference, announce)
+
+    def _learn_no_exchange(
+        self,
+        launcher: LauncherProtocol,
+        cell: Cell,
+        reference: Reference,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Adds how far ranks get that exchange nothing, if the cell's limit is wide."""
+        alone, ranks = without_exchange(cell)
+        if ranks == 1 or declared(cell).update <= CAPPED_ABOVE or reference.no_exchange(ranks):
+            return
+        announce(f"the same by {ranks} ranks that exchange nothing, which limits must not allow")
+        outcome = _launch(launcher, alone, _data_of(cell), ranks, reference=reference.folder)
+        if outcome.status == "ok":
+            losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
+            updates: dict[str, float] = {}
+            for rank in outcome.trained:
+                for name, moved in (rank.update_deviations or {}).items():
+                    updates[name] = max(moved, updates.get(name, 0.0))
+            if deviations := noise_of(losses, updates, reference.facts["losses"]):
+                reference.note_no_exchange(ranks, deviations)
 
     def verify(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """Returns a trial's verdict, with a reference that covers all its steps. If losses exceed
-        the assumed effect of low precision, also runs references in it."""
+        """Returns a trial's verdict, with a reference that covers all its steps."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
@@ -126,9 +153,6 @@ class ReferenceRuns:
         verification = verified(prepared, outcome)
         if reference.drift is None and _diverged_later(verification):
             self._learn_drift(launcher, cell, reference)
-            verification = verified(prepared, outcome)
-        if cell.precision in PRECISION and _diverged_later(verification):
-            self._learn_drift_in_precision(launcher, cell, reference)
             verification = verified(prepared, outcome)
         return verification
 
@@ -155,30 +179,16 @@ class ReferenceRuns:
         # An empty drift means that both runs rounded alike, which tells you nothing about others.
         reference.note_drift(drift if any(drift) else [])
 
-    def _learn_drift_in_precision(
-        self, launcher: LauncherProtocol, cell: Cell, reference: Reference
-    ) -> None:
-        """Adds the drift in the cell's precision: by step, the larger loss deviation of two
-        runs."""
-        known = reference.all_losses
-        if len(reference.precision_drift(cell.precision)) >= len(known):
-            return
-        longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
-        longer = longer.model_copy(update={"precision": cell.precision})
-        data = _data_of(cell)
-        runs = [
-            _losses_of(_launch(launcher, *one))
-            for one in ((longer, data), rounded_differently(longer, data))
-        ]
-        deviations = [loss_deviations(own, known) for own in runs if len(own) == len(known)]
-        if deviations:
-            largest = [max(at) for at in zip(*deviations, strict=True)]
-            reference.note_precision_drift(cell.precision, largest)
-
 
 def _diverged_later(verification: Verification) -> bool:
     verdict = verification.verdict
     return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
+
+
+def declared(cell: Cell) -> Tolerance:
+    """Returns the limits of a cell before noise widens them."""
+    strategy, workload = make_strategy(cell), make_workload(cell.workload)
+    return allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
 
 
 def _data_of(cell: Cell) -> DataSource:
@@ -204,13 +214,17 @@ def _losses_of(outcome: Outcome) -> list[float]:
 
 
 def _launch(
-    launcher: LauncherProtocol, cell: Cell, data: DataSource, **more: Unpack[TrialOptions]
+    launcher: LauncherProtocol,
+    cell: Cell,
+    data: DataSource,
+    processes: int = 1,
+    **more: Unpack[TrialOptions],
 ) -> Outcome:
     """Raises KeyboardInterrupt if the user stopped the launch."""
     if cell.device == "cuda":
         limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
         cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
-    outcome = launcher.run(cell, data, 1, **more)
+    outcome = launcher.run(cell, data, processes, **more)
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
     return outcome
@@ -235,11 +249,12 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
     steps = [step.training_step for step in outcome.trained[0].steps]
     first, *replays = passes(losses, steps)
+    allowed = declared(cell)
+    wide = allowed.update > CAPPED_ABOVE
     judging = _Judging(
         prepared,
-        widened(
-            allowed_deviation(cell, prepared.workload, prepared.strategy, prepared.layout), noise
-        ),
+        widened(allowed, reference.roundings, noise, cell.precision) if reference else allowed,
+        reference.no_exchange(prepared.layout.data) if reference and wide else None,
         reference_losses,
         why_not,
         reference,
@@ -273,6 +288,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 class _Judging:
     prepared: PreparedTrial
     allowed: Tolerance
+    no_exchange: Noise | None
     reference_losses: Sequence[float]
     why_not: str
     reference: Reference | None
@@ -282,10 +298,23 @@ class _Judging:
         self, losses: Sequence[float | None], updates: Sequence[Mapping[str, float]]
     ) -> ParityVerdict:
         """Returns the verdict on the parity segment, or on a retrained part of it."""
+        verdict = self._with(self.allowed, losses, updates)
+        if self.no_exchange is None or verdict.verdict not in VERIFIED:
+            return verdict
+        tight = self._with(capped(self.allowed, self.no_exchange), losses, updates)
+        told_apart = tight.verdict in VERIFIED
+        return tight if told_apart else unverifiable(verdict, self.no_exchange)
+
+    def _with(
+        self,
+        allowed: Tolerance,
+        losses: Sequence[float | None],
+        updates: Sequence[Mapping[str, float]],
+    ) -> ParityVerdict:
         return verdict_of(
             self.prepared.cell,
             self.prepared.workload,
-            self.allowed,
+            allowed,
             losses,
             updates,
             self.reference_losses,
@@ -309,5 +338,4 @@ class _Judging:
             drift = [0.0] * len(self.reference.all_losses)
         if self.prepared.workload.batch_norm:
             drift = with_jumps(drift, segment)
-        low = self.reference.precision_drift(self.prepared.cell.precision)
-        return with_later(verdict, later, segment, drift, low)
+        return with_later(verdict, later, segment, drift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -161,17 +162,19 @@ class Cell(BaseModel):
         """Number of steps of a trial, enough for timing and for parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
-    def reference(self) -> Cell:
-        """Returns the parity reference: the same training in fp32 in one process."""
+    def reference(self, strategy: str = BASELINE, options: Mapping[str, Any] | None = None) -> Cell:
+        """Returns the parity reference: the same training in one process, in the same precision.
+
+        `strategy` and `options` say how that process rounds.
+        """
         return self.model_copy(
             update={
-                "strategy": BASELINE,
-                "options": {},
+                "strategy": strategy,
+                "options": dict(options or {}),
                 "defaults": {},
                 "devices": 1,
                 "nodes": 1,
                 "links": "",
-                "precision": "fp32",
                 "regime": "strong",
                 **{name: type(self).model_fields[name].default for name in TECHNIQUES},
                 "optimizer": SAME_TRAINING.get(self.optimizer, self.optimizer),

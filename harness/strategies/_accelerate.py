@@ -10,6 +10,7 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import fsdp2_settings, mixed_precision
 from harness.strategies._deepspeed import settle
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states, whole_model_states
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-FSDP2_HALF = Tolerance(
-    5e-2,
-    1.0,
-    "Accelerate makes FSDP2 compute and reduce gradients in bf16, including the residual stream"
-    " and the norms",
-)
 
 
 class AccelerateEngine(Strategy):
@@ -65,7 +59,13 @@ class AccelerateEngine(Strategy):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.zero:
             return self.zero.tolerance(cell, workload)
-        return FSDP2_HALF if self.engine == "fsdp2" and cell.precision != "fp32" else EXACT
+        return WHOLLY if self.engine == "fsdp2" and cell.precision != "fp32" else EXACT
+
+    def reference(self, cell: Cell) -> Cell:
+        if self.zero:
+            return self.zero.reference(cell)
+        wholly = self.tolerance(cell, make_workload(cell.workload)) == WHOLLY
+        return half_throughout(cell) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
         if self.engine != "fsdp2" or cell.device != "cpu":

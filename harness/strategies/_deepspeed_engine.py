@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.training import Batch, Retained, Tolerance, TrainStep
+from harness.spec.training import Batch, Retained, TrainStep
 from harness.strategy import Job
 from harness.strategy.job import Wait, own_precision
 
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from harness.workloads.workload import HasLogits
-
-HALF = Tolerance(
-    6e-3,
-    0.12,
-    "DeepSpeed starts from weights rounded to bf16, and sums and sends gradients in bf16",
-)
 
 
 def emptied_folder(job: Job, chosen: str) -> Path:

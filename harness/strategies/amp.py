@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
 from harness.strategy.job import loss_scaler, own_precision, standard_step
 from harness.workloads import Workload
 from harness.workloads.low_precision import halve
 
-WHOLLY = "norms, residual stream and gradients are half too; the update is made in fp32"
-LOST = "weights are half: an update smaller than half a unit in their last place is lost"
-TOLERANCES = {
-    ("O2", "fp16"): Tolerance(1e-3, 0.05, WHOLLY),
-    ("O2", "bf16"): Tolerance(5e-2, 1.0, WHOLLY),
-    ("O3", "fp16"): Tolerance(4e-3, 0.2, LOST),
-    ("O3", "bf16"): Tolerance(4e-2, 2.0, LOST),
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOST = Tolerance(
+    EXACT.loss,
+    EXACT.update,
+    "weights are half: an update smaller than half a unit in their last place is lost",
+)
 
 
 class Amp(Strategy):
@@ -27,14 +28,17 @@ class Amp(Strategy):
 
     Half is the cell's precision; fp16 scales the loss dynamically in O1 and O2. As in apex, O2
     keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights start
-    unrounded and rotary frequencies stay fp32, so levels differ only in how they train. Deviations
-    from fp32: O1, rounding in autocast operators; O2, also norms and residuals; O3, also lost
-    updates (in bf16, a norm weight of 1.0 never moves by steps of 1e-3). Pure fp16 with AdamW
-    diverges: a squared gradient below 6e-8 becomes zero, leaving epsilon as the divisor.
+    unrounded and rotary frequencies stay fp32, so levels differ only in how they train. Each level
+    is compared with itself in one process. They deviate from fp32 by rounding in autocast operators
+    (O1), also in norms and residuals (O2), and by lost updates (O3): in bf16, a norm weight of 1.0
+    never moves by steps of 1e-3. Pure fp16 with AdamW diverges: a squared gradient below 6e-8
+    becomes zero, leaving epsilon as the divisor.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     """O0: fp32; O1: autocast; O2: half model, fp32 master weights; O3: half model and update."""
+    rounded_masters: bool = False
+    """O2's fp32 master weights start as the half weights, as in apex and DeepSpeed."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
@@ -42,7 +46,12 @@ class Amp(Strategy):
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return TOLERANCES.get((self.opt_level, cell.precision), EXACT)
+        return {"O2": WHOLLY, "O3": LOST}.get(self.opt_level, EXACT)
+
+    def reference(self, cell: Cell) -> Cell:
+        levels = {"O2": half_throughout(cell, self.rounded_masters)}
+        levels["O3"] = cell.reference("amp", {"opt_level": "O3"})
+        return levels.get(self.opt_level) or cell.reference()
 
     @property
     def costs(self) -> AmpCosts:
@@ -51,12 +60,16 @@ class Amp(Strategy):
     def setup(self, job: Job) -> TrainStep:
         whole = job.model()
         names = [name for name, _ in whole.named_parameters()]
-        masters = []
+        masters: list[Tensor] = []
         if self.opt_level == "O2":
-            masters = [p.detach().clone().requires_grad_() for p in whole.parameters()]
+            masters = [p.detach().clone() for p in whole.parameters()]
         half = self.opt_level in ("O2", "O3")
         if half:
             halve(whole, job.dtype(), keep_batch_norm=self.opt_level == "O2")
+        for master, parameter in zip(masters, whole.parameters(), strict=False):
+            if self.rounded_masters:
+                master.copy_(parameter.detach())
+            master.requires_grad_()
         model = wrap_in_ddp(job, whole)
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 COMPRESSED = {
-    "fp16": Tolerance(1e-3, 0.2, "gradients travel in fp16"),
-    "bf16": Tolerance(5e-3, 0.5, "gradients travel in bf16"),
+    "fp16": Tolerance(1e-4, 0.03, "gradients travel in fp16"),
+    "bf16": Tolerance(1e-3, 0.2, "gradients travel in bf16"),
     "powersgd": Tolerance(
         2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
     ),

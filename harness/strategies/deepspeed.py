@@ -14,6 +14,7 @@ from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import SWAPPED_BYTES, ZeroOptions
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts
 from harness.strategy.formulas import all_reduced, passed_once
 from harness.workloads import Workload, make_workload
@@ -35,7 +36,12 @@ class Deepspeed(ZeroOptions):
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return engines.HALF if cell.precision == "bf16" else EXACT
+        return EXACT if cell.precision == "fp32" else WHOLLY
+
+    def reference(self, cell: Cell) -> Cell:
+        if cell.precision == "fp32":
+            return cell.reference()
+        return half_throughout(cell, rounded_masters=True)
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         plain = self.stage == 0 and self.model_fields_set <= {"stage"}

@@ -63,7 +63,7 @@ class DiLoCo(Strategy):
         linear = cell.optimizer == "sgd" and self.period == 1
         if mean and (linear or cell.devices == 1):
             return EXACT
-        periods = cell.parity_steps // self.period
+        periods = max(1, cell.parity_steps // self.period)  # fewer are refused
         gain = outer_gain(self.outer_learning_rate, self.outer_momentum, periods)
         return Tolerance(
             0.3,

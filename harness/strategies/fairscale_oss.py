@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fairscale.optim import OSS
     from torch import nn
 
-REDUCED = Tolerance(1e-3, 0.2, "gradients travel in fp16")
+REDUCED = Tolerance(1e-4, 0.03, "gradients travel in fp16")
 BROADCAST = Tolerance(
     1e-3,
     0.6,

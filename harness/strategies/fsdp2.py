@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import fsdp2_export
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.strategy.job import own_precision, standard_step
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-
-MIXED = Tolerance(
-    5e-2, 1.0, "the residual stream and the norms are bf16 too, which autocast keeps in fp32"
-)
 
 
 class Fsdp2(Strategy):
@@ -61,7 +57,10 @@ class Fsdp2(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return MIXED if self.mixed_precision else EXACT
+        return WHOLLY if self.mixed_precision else EXACT
+
+    def reference(self, cell: Cell) -> Cell:
+        return half_throughout(cell) if self.mixed_precision else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"

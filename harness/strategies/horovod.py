@@ -19,7 +19,7 @@ from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
-HALF = Tolerance(1e-4, 0.05, "gradients travel in fp16")
+HALF = Tolerance(1e-4, 0.03, "gradients travel in fp16")
 
 
 class Horovod(Strategy):

@@ -8,8 +8,9 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Layout, Tolerance, TrainStep
 from harness.strategies import _accelerate
 from harness.strategies import _distributed as mesh
-from harness.strategies._accelerate import FSDP2_HALF, recompute_by_transformers
+from harness.strategies._accelerate import recompute_by_transformers
 from harness.strategies._accelerate_config import fsdp2_settings
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Cell, Job, ModelFacts
 from harness.strategy.optimizers import with_dtensors_apart
 from harness.workloads import Workload, make_workload
@@ -42,7 +43,11 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return FSDP2_HALF if self.tensor == 1 and cell.precision != "fp32" else EXACT
+        return WHOLLY if self.tensor == 1 and cell.precision != "fp32" else EXACT
+
+    def reference(self, cell: Cell) -> Cell:
+        wholly = self.tensor == 1 and cell.precision != "fp32"
+        return half_throughout(cell) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
         real = "Accelerate takes a ParallelismConfig on GPUs only: told to be on one, its own"

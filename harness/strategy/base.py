@@ -97,6 +97,11 @@ class Strategy(BaseModel, ABC):
         """Returns the allowed deviation from the reference, EXACT or looser."""
         return EXACT
 
+    def reference(self, cell: Cell) -> Cell:
+        """Returns the same training in one process, which the strategy is compared with: `single`,
+        unless that rounds in other places."""
+        return cell.reference()
+
     def stand_in(self, cell: Cell) -> str | None:
         """Returns what replaces the strategy on this device, if anything."""
         return None

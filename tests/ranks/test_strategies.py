@@ -14,8 +14,10 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import read_matrix
 from harness.launch.launcher import Launcher
+from harness.parity.verdict import CAPPED_ABOVE
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
+from harness.run.references import declared
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
@@ -99,8 +101,10 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
         assert (trial["status"], trial["expected"]) == ("diverged", True)
         return
     assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
-    assert trial["parity_verdict"] in ("exact", "within tolerance")
-    if trial["parity_loss_tolerance"] == 1e-5:
+    # What is declared may be too far off to be told from ranks that exchange nothing.
+    unverifiable = {"unknown"} if declared(one).update > CAPPED_ABOVE else set[str]()
+    assert trial["parity_verdict"] in {"exact", "within tolerance", *unverifiable}
+    if trial["parity_loss_tolerance"] == 1e-6:
         assert trial["parity_verdict"] == "exact"
     if (why_not := make_strategy(one).rewind_skipped_reason) == "":
         assert trial["rewinds"] >= 1, trial["rewind_skipped_reason"]

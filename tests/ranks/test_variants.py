@@ -17,7 +17,7 @@ from harness.workloads.counts import model_facts
 from harness.workloads.workload_variants import ADAPTERS
 from tests.ranks.conftest import RunCells, cell
 
-EXACT = ("ok", "exact", 1e-5, 1e-3)
+EXACT = ("ok", "exact", 1e-6)
 
 
 def verdict(trial: Any) -> tuple[Any, ...]:
@@ -25,7 +25,6 @@ def verdict(trial: Any) -> tuple[Any, ...]:
         trial["status"],
         trial["parity_verdict"],
         trial["parity_loss_tolerance"],
-        trial["parity_update_tolerance"],
     )
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as some
 from harness.parity.later import MOST, NARROWEST, envelope, with_jumps, with_later
 from harness.parity.verdict import ParityVerdict
 
-EXACT = ParityVerdict("exact", "", 1e-7, 1e-5, "weight", 1e-5, 1e-3)
+EXACT = ParityVerdict("exact", "", 1e-7, 1e-5, "weight", 1e-6, 1e-4)
 
 
 def test_envelope_follows_the_drift_of_the_references() -> None:
     drift = [1e-7] * 20 + [1e-5] * 20
-    assert envelope(5, 3, 1e-5, 0.0, drift) == pytest.approx(3e-6)
-    assert envelope(30, 3, 1e-5, 0.0, drift) == pytest.approx(3e-4)
-    assert envelope(5, 3, 1e-5, 0.0, [0.0] * 40) == NARROWEST
-    assert envelope(5, 3, 1e-5, 1e-5, [0.0] * 40) == pytest.approx(3e-5), "thrice its own"
+    assert envelope(5, 3, 1e-6, 0.0, drift) == pytest.approx(3e-6)
+    assert envelope(30, 3, 1e-6, 0.0, drift) == pytest.approx(3e-4)
+    assert envelope(5, 3, 1e-6, 0.0, [0.0] * 40) == NARROWEST
+    assert envelope(5, 3, 1e-6, 1e-5, [0.0] * 40) == pytest.approx(3e-5), "thrice its own"
     assert envelope(2, 3, 2e-3, 0.0, [0.0] * 40) == 2e-3, "what is declared"
     assert envelope(11, 3, 2e-3, 0.0, [0.0] * 40) == 4e-3, (
         "twice as much after four times the steps"
@@ -28,14 +28,14 @@ def test_envelope_follows_the_drift_of_the_references() -> None:
     assert envelope(30, 3, 2e-3, 0.0, drift) == pytest.approx(0.2), (
         "what is declared grows as the drift did since the segment, here a hundredfold"
     )
-    assert envelope(39, 3, 1e-5, 0.0, [1.0] * 40) == MOST
+    assert envelope(39, 3, 1e-6, 0.0, [1.0] * 40) == MOST
     assert envelope(39, 3, 0.3, 0.0, drift) == math.inf
 
 
 @given(
     some.lists(some.floats(0.0, 1.0), max_size=40),
     some.integers(3, 39),
-    some.floats(1e-5, 0.04),
+    some.floats(1e-6, 0.04),
     some.floats(0.0, 0.1),
 )
 def test_without_any_drift_it_is_the_narrowest(
@@ -47,7 +47,7 @@ def test_without_any_drift_it_is_the_narrowest(
 
 
 def test_without_a_second_reference_it_grows_step_by_step() -> None:
-    first, second = (envelope(step, 3, 1e-5, 0.0, []) for step in (3, 4))
+    first, second = (envelope(step, 3, 1e-6, 0.0, []) for step in (3, 4))
     assert first == pytest.approx(1e-5 * math.exp(0.08))
     assert second / first == pytest.approx(math.exp(0.08))
 
@@ -59,9 +59,9 @@ def test_a_convolutional_net_may_jump_where_its_references_did_not() -> None:
     assert jumping[:11] == drift[:11]
     assert with_jumps([], 11) == []
     for step, deviation in ((19, 8e-6), (23, 5.2e-5), (36, 4e-4)):
-        assert envelope(step, 11, 1e-5, 0.0, drift) < deviation
-        assert envelope(step, 11, 1e-5, 0.0, jumping) > deviation
-    assert envelope(12, 11, 1e-5, 0.0, jumping) < 1e-3
+        assert envelope(step, 11, 1e-6, 0.0, drift) < deviation
+        assert envelope(step, 11, 1e-6, 0.0, jumping) > deviation
+    assert envelope(12, 11, 1e-6, 0.0, jumping) < 1e-3
 
 
 def test_a_loss_outside_is_diverged_and_its_step_named() -> None:
@@ -73,21 +73,3 @@ def test_a_loss_outside_is_diverged_and_its_step_named() -> None:
     lost = with_later(replace(EXACT, loss_tolerance=0.3), [math.inf], 8, drift)
     assert lost.verdict == "diverged", "not finite is never the same"
     assert "not finite" in lost.reason
-
-
-def test_a_batch_that_is_sensitive_to_low_precision_is_known_from_a_reference_in_it() -> None:
-    """DDP of llama-mini in bf16 at step 34, and a training in one process whose batch was split in
-    two, which has the same loss there (docs/studies/parity-deviations.md)."""
-    low = replace(EXACT, verdict="within tolerance", loss_tolerance=2e-3)
-    drift, off = [1e-7] * 60, [1e-3] * 23 + [0.1157] + [1e-3] * 5
-    judged = with_later(low, off, 11, drift)
-    assert "off by 1.2e-01 at step 34" in judged.reason
-    sensitive = [1e-3] * 34 + [0.1157] + [1e-3] * 25
-    assert with_later(low, off, 11, drift, sensitive) is low
-    other_step = with_later(low, [*off, 0.1157], 11, drift, sensitive)
-    assert "at step 40" in other_step.reason, "no other step may be off by so much"
-    wrong = with_later(low, [1e-3] * 23 + [0.5], 11, drift, sensitive)
-    assert wrong.verdict == "diverged", "nor may that one be off by more than thrice as much"
-    for lost in (math.nan, math.inf):
-        judged = with_later(low, off, 11, drift, [1e-3] * 34 + [lost] + [1e-3] * 25)
-        assert judged.verdict == "diverged", "a reference that is not finite allows nothing"

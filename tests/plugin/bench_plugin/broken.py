@@ -38,7 +38,7 @@ class Broken(Strategy):
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         job.register(model, optimizer)
         size = dist.get_world_size()
-        norm = next(p for n, p in model.named_parameters() if n.endswith("norm.weight"))
+        norms = [p for n, p in model.named_parameters() if n.endswith("norm.weight")]
         kept: list[Batch] = []
 
         def step(batch: Batch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Broken(Strategy):
                 optimizer.step()
             if mistake == "undecayed_norm":
                 with torch.no_grad():
-                    norm.div_(1 - job.cell.learning_rate * job.cell.weight_decay)
+                    norms[0].div_(1 - job.cell.learning_rate * job.cell.weight_decay)
             optimizer.zero_grad()
             return loss.detach()
 

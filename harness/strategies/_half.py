@@ -1,0 +1,18 @@
+"""Training in half precision throughout, not by autocast, and its reference in one process."""
+
+from __future__ import annotations
+
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Tolerance
+
+WHOLLY = Tolerance(
+    EXACT.loss,
+    EXACT.update,
+    "norms, residual stream and gradients are half too; the update is made in fp32",
+)
+
+
+def half_throughout(cell: Cell, rounded_masters: bool = False) -> Cell:
+    """Returns apex-style O2 in one process; see `Amp.rounded_masters`."""
+    rounded = {"rounded_masters": True} if rounded_masters else {}
+    return cell.reference("amp", {"opt_level": "O2", **rounded})

@@ -1,0 +1,19 @@
+"""Ranks that exchange nothing, which limits of parity must not allow."""
+
+from __future__ import annotations
+
+from harness.spec.training import TrainStep
+from harness.strategy import Capabilities, Job, Strategy
+from harness.strategy.job import standard_step
+
+
+class NoExchange(Strategy):
+    """Data parallelism without any exchange: each rank trains alone on its share."""
+
+    capabilities = Capabilities(process_group=False, extra_optimizers=("adamw_8bit", "muon"))
+
+    def setup(self, job: Job) -> TrainStep:
+        model = job.model()
+        optimizer = job.optimizer_of(model)
+        job.register(model, optimizer)
+        return standard_step(job, model, optimizer)
