@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from harness.host.gpu_state import GpuState, GpuUse, state_of
 from harness.host.nvml import Handle, Nvml
@@ -76,14 +79,14 @@ class Load:
 
     seconds: float = 0.0
     own: float = 0.0
-    """CPU seconds of this rank."""
+    """CPU seconds of this rank and its children, such as a compiler's workers."""
     busy: float | None = 0.0
     """CPU seconds of all processes."""
     _start: tuple[float, float, float | None] | None = None
 
     def _read(self) -> tuple[float, float, float | None]:
         all_cores = cpu_seconds()
-        return time.perf_counter(), time.process_time(), all_cores and all_cores[0]
+        return time.perf_counter(), _own_cpu_seconds(), all_cores and all_cores[0]
 
     def start(self) -> None:
         self._start = self._read()
@@ -100,6 +103,16 @@ class Load:
             else self.busy + busy_now - busy
         )
         self._start = None
+
+
+def _own_cpu_seconds() -> float:
+    ended = os.times()
+    seconds = time.process_time() + ended.children_user + ended.children_system
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may just have ended
+            times = child.cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:

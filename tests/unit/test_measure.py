@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +231,21 @@ def test_busy_share_and_bubble() -> None:
     assert share == 0.5
     assert "forward" not in vars(stage), "the pass leaves the method as it was"
     assert bubble_fraction([0.5, 0.9]) == pytest.approx(0.3)
+
+
+def test_a_childs_work_is_its_ranks() -> None:
+    """Compiled blocks' workers kept a core busy on a GPU host, and their trials were disturbed."""
+    load = Load()
+    load.start()
+    busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has worked, and lives
+        load.stop()
+        child.kill()
+    assert load.own >= 0.35
 
 
 def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
