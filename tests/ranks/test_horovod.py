@@ -131,7 +131,8 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
         cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
     ).trials.set_index("strategy")
     row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
-    assert (row["status"], row["parity_verdict"]) == ("ok", "unknown"), "as far off as no exchange"
+    assert row["status"] == "ok", row["reason"]
+    assert row["parity_verdict"] in ("within tolerance", "unknown"), row["parity_reason"]
     assert list(row["losses"]) == pytest.approx(list(by_hand["losses"]), rel=1e-5)
     assert not len(row["sent_bytes_per_step"])
     assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], rel=0.01)
