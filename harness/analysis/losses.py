@@ -17,6 +17,12 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
     return losses
 
 
+def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Returns each step's value of the first rank that has one. `ranks`: values by rank and
+    step."""
+    return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
+
+
 @dataclass(frozen=True)
 class Pass:
     """Consecutive steps up to a rewind or the end."""

@@ -32,6 +32,7 @@ class Setting:
     global_batch: int
     optimizer: str
     threads_per_device: int
+    recipe: str
 
     @classmethod
     def of(cls, cell: Cell) -> Setting:
@@ -45,8 +46,9 @@ class Setting:
         threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
         optimizer = f" with {self.optimizer}" if self.optimizer != "adamw" else ""
         data = f" of {self.data}" if self.data not in ("stdlib", "images") else ""
+        recipe = f" ({self.recipe})" if self.recipe else ""
         return (
-            f"{self.workload} in {self.precision}{optimizer} on {ranks}{threads}{on},"
+            f"{self.workload} in {self.precision}{optimizer}{recipe} on {ranks}{threads}{on},"
             f" {self.global_batch} samples of {self.sequence_length} tokens{data} a step"
         )
 

@@ -113,6 +113,8 @@ def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
 
 
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
+    if cell.recipe:
+        return Refused(f"no standalone script trains with {cell.recipe}")
     try:
         return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
     except Refused as reason:

@@ -56,7 +56,12 @@ class Reference:
         return (Path(self.folder) / "reference.json").is_file()
 
     def save(
-        self, workload: Workload, train_state: TrainState, initial: nn.Module, losses: list[float]
+        self,
+        workload: Workload,
+        train_state: TrainState,
+        initial: nn.Module,
+        losses: list[float],
+        gradient_norms: list[float],
     ) -> None:
         """Writes the JSON last, since it marks the files as complete."""
         from safetensors.torch import save_file
@@ -87,6 +92,7 @@ class Reference:
         }
         self._write(
             {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
+            | {"gradient_norms": gradient_norms}
         )
 
     @property
@@ -105,6 +111,12 @@ class Reference:
         facts = self.facts
         losses: list[float] = facts.get("all_losses") or facts["losses"]
         return losses
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Gradient norms of the segment before clipping; empty if not clipped."""
+        norms: list[float] = self.facts.get("gradient_norms", [])
+        return norms
 
     @property
     def drift(self) -> list[float] | None:

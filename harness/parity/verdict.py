@@ -62,6 +62,8 @@ class ParityVerdict:
     worst_tensor: str | None
     loss_tolerance: float
     update_tolerance: float
+    max_norm_deviation: float | None = None
+    """Largest deviation of a gradient norm; None without clipping."""
 
 
 def noise_of(

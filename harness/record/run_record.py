@@ -119,3 +119,5 @@ class StepRecord(Record):
     step_seconds"""
     training_step: Int32 | None = None
     """number of the training step, from 0: less than step after a rewind"""
+    gradient_norm: float | None = None
+    """2-norm of all gradients before clipping, if the rank knows it"""

@@ -113,6 +113,14 @@ class TrialRecord(Record):
     global_batch: Int32
     """samples per step"""
     micro_batches: Int32
+    clip_norm: float | None = None
+    """2-norm that gradients are clipped to; null: not clipped"""
+    schedule: str = "constant"
+    """learning rate: constant, warmup_cosine"""
+    decay: str = "all"
+    """weight decay of all, or of matrices"""
+    labels: str = "all"
+    """all, padded"""
     recompute: str = "none"
     """what blocks recompute during backward: none, selective (all but matrix products and
     attention), full"""
@@ -294,6 +302,10 @@ class TrialRecord(Record):
     parity_reason: str | None = None
     parity_max_loss_deviation: float | None = None
     """largest |loss - reference| / |reference|"""
+    parity_max_norm_deviation: float | None = None
+    """largest |gradient norm - reference| / reference"""
+    gradient_norms: tuple[float, ...] = ()
+    """before clipping, by step"""
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
     later_steps_verified: Int32 | None = None

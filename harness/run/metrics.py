@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from harness.analysis.losses import mean_losses, passes
+from harness.analysis.losses import first_known, mean_losses, passes
 from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
 from harness.analysis.utilization import mfu
 from harness.host.gpu_state import as_json
@@ -58,6 +58,7 @@ def with_metrics(
     trial = _with_traffic(trial, ranks)
     trial = _with_experts(trial, ranks)
     losses = _losses(ranks)
+    norms = first_known([[step.gradient_norm for step in rank.steps] for rank in ranks])
     joules = all_known([rank.joules_per_step for rank in ranks])
     return replace(
         trial,
@@ -67,6 +68,7 @@ def with_metrics(
         restarts=max(rank.restarts for rank in ranks),
         steps_taken=len(ranks[0].steps),
         losses=tuple(math.nan if loss is None else loss for loss in losses),
+        gradient_norms=tuple(norm for norm in norms if norm is not None),
         rank_cores=tuple(rank.cores for rank in ranks),
         foreign_load_cores=_foreign_load(answers),
         energy_joules_per_sample=sum(joules) / cell.global_batch if joules else None,

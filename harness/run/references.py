@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.losses import Pass, mean_losses, passes
+from harness.analysis.losses import Pass, first_known, mean_losses, passes
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
 from harness.launch.outcome import Outcome
+from harness.parity.gradient_norms import norm_deviations, with_norms
 from harness.parity.later import deviations_later, with_jumps, with_later
 from harness.parity.reference import Noise, Reference
 from harness.parity.reference_runs import (
@@ -261,6 +262,10 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
         noise,
     )
     verdict = judging.of(first.losses, [rank.update_deviations or {} for rank in outcome.trained])
+    if reference:
+        norms = first_known([[s.gradient_norm for s in rank.steps] for rank in outcome.trained])
+        taken = [n if step is None else step for n, step in enumerate(steps)]
+        verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None
     if not reference or verdict.verdict not in VERIFIED:
         return Verification(verdict, reference_losses, noise, distance)

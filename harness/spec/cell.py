@@ -19,6 +19,8 @@ TECHNIQUES = ("micro_batches", "recompute", "compile")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Implementations of an optimizer, and the one the reference uses."""
+RECIPE = ("clip_norm", "schedule", "decay", "labels")
+"""Fields of the recipe; at their defaults, the plainest training."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
 
@@ -78,6 +80,14 @@ class Cell(BaseModel):
     The default follows Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies
     rounding noise.
     """
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest 2-norm of all gradients together, to which they are clipped; None: not clipped."""
+    schedule: Literal["constant", "warmup_cosine"] = "constant"
+    """Learning rate over the parity segment: constant, or a linear warm-up and a cosine to 10 %."""
+    decay: Literal["all", "matrices"] = "all"
+    """Parameters with weight decay: all, or only those with two dimensions or more."""
+    labels: Literal["all", "padded"] = "all"
+    """Tokens with a label: all, or a random number of each sample's first ones."""
     seed: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=3, ge=1)
     """Number of first steps, recorded but excluded from timings."""
@@ -138,10 +148,16 @@ class Cell(BaseModel):
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
             on += f" {over(self.links)}"
+        recipe = f" {self.recipe}" if self.recipe else ""
         return (
             f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch"
-            f" {self.global_batch}{weak}"
+            f" {self.global_batch}{weak}{recipe}"
         )
+
+    @property
+    def recipe(self) -> str:
+        """Recipe as text, such as `clip_norm=0.5, schedule=warmup_cosine`; empty by default."""
+        return ", ".join(f"{k}={getattr(self, k)}" for k in RECIPE if self.is_set(k))
 
     @property
     def plain(self) -> bool:

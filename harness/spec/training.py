@@ -108,10 +108,21 @@ class Batch:
     step: int
     inputs: Tensor
     labels: Tensor
+    label_tokens: float | None = None
+    """Number that the sum of its token losses is divided by: the mean number of label tokens over
+    all equal parts of the global batch. None: its own number of labels, all parts having equally
+    many.
+
+    The mean over all parts is thus the mean over all label tokens of the step."""
 
     def split(self, parts: int) -> Iterator[Batch]:
         for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
-            yield Batch(self.step, inputs, labels)
+            yield self.part(inputs, labels, parts)
+
+    def part(self, inputs: Tensor, labels: Tensor, parts: int) -> Batch:
+        """Returns one of `parts` equal parts."""
+        tokens = None if self.label_tokens is None else self.label_tokens / parts
+        return Batch(self.step, inputs, labels, tokens)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states, whole_model_states
 from harness.strategy.job import LOSS_SCALE, own_precision
+from harness.strategy.recipe import whole
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.recompute import checkpoint_arguments
@@ -22,6 +23,7 @@ from harness.workloads.recompute import checkpoint_arguments
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.scheduler import AcceleratedScheduler
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -141,6 +143,7 @@ def make_accelerator(
     import torch
     from accelerate import Accelerator
     from accelerate.utils import (
+        DataLoaderConfiguration,
         DeepSpeedPlugin,
         FullyShardedDataParallelPlugin,
         GradScalerKwargs,
@@ -172,6 +175,8 @@ def make_accelerator(
     made = Accelerator(
         cpu=cpu and not deepspeed,
         gradient_accumulation_steps=job.cell.micro_batches,
+        # Otherwise a prepared scheduler takes as many steps per update as there are processes.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
         kwargs_handlers=handlers,
         **given,
     )
@@ -217,12 +222,25 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
         )
 
 
+def prepare_scheduler(
+    job: Job, accelerator: Accelerator, optimizer: Optimizer
+) -> AcceleratedScheduler | None:
+    """Returns Accelerate's wrapper of the cell's scheduler; None if the learning rate is
+    constant."""
+    scheduler = job.scheduler(optimizer)
+    return None if scheduler is None else accelerator.prepare_scheduler(scheduler)
+
+
 def train_step(
-    job: Job, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+    job: Job,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: AcceleratedScheduler | None,
 ) -> TrainStep:
     import torch
 
-    plain, parts = own_precision(job), job.cell.micro_batches
+    plain, parts, max_norm = own_precision(job), job.cell.micro_batches, job.cell.clip_norm
 
     def step(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -231,7 +249,12 @@ def train_step(
                 loss = plain.loss(model, part)
                 # Divides by the number of micro-batches; DeepSpeed's also steps.
                 accelerator.backward(loss)
-                optimizer.step()  # no-op before the last micro-batch
+                if max_norm is not None and accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                    job.recipe.gradient_norm = whole(norm)
+                optimizer.step()  # no-op before the last micro-batch, as is the scheduler's
+                if scheduler is not None:
+                    scheduler.step()
                 optimizer.zero_grad()
             total += loss.detach() / parts
         return total

@@ -42,7 +42,8 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     _, kwargs = job.optimizer_class()
-    optimizer: Optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **kwargs)
+    groups = job.parameter_groups(model.parameters())
+    optimizer: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **kwargs)
     return optimizer
 
 
@@ -70,6 +71,7 @@ def engine_step(
     import torch
 
     plain, parts = own_precision(job), job.cell.micro_batches
+    keep_norm(engine)
 
     def step(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -78,9 +80,28 @@ def engine_step(
             engine.backward(loss / divisor if divisor > 1 else loss)
             engine.step()
             total += loss.detach() / parts
+        if job.cell.clip_norm is not None:
+            job.recipe.gradient_norm = engine.get_global_grad_norm()
         return total
 
     return step
+
+
+def keep_norm(engine: DeepSpeedEngine) -> None:
+    """Makes `get_global_grad_norm` return the norm in fp32 without ZeRO, too.
+
+    DeepSpeed 0.19.8 clips to it, but does not keep it.
+    """
+    from deepspeed.runtime import engine as module
+
+    clip = module.clip_grad_norm_
+
+    def clip_and_keep(*arguments: object, **named: object) -> Tensor:
+        norm: Tensor = clip(*arguments, **named)
+        engine._global_grad_norm = norm
+        return norm
+
+    module.clip_grad_norm_ = clip_and_keep
 
 
 def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:

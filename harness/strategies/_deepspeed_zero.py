@@ -273,7 +273,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
         "train_batch_size": cell.global_batch,
         "train_micro_batch_size_per_gpu": cell.global_batch // layout.data // cell.micro_batches,
         "gradient_accumulation_steps": cell.micro_batches,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": cell.clip_norm or 0.0,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},

@@ -81,7 +81,7 @@ class SequencePart:
         inputs, labels = (
             tensor.chunk(self.parts, dim=1)[self.number] for tensor in (batch.inputs, batch.labels)
         )
-        return Batch(batch.step, inputs, labels)
+        return batch.part(inputs, labels, self.parts)
 
     def positions(self, job: Job) -> Tensor:
         """Returns positions in the whole sample, (1, tokens of the part)."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
 
 from harness.spec.training import Batch
@@ -19,6 +21,7 @@ from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._deepspeed import settle
 from harness.strategy import Job
 from harness.strategy.job import LOSS_SCALE
+from harness.strategy.recipe import whole
 from harness.workloads import Workload
 from harness.workloads.recompute import checkpoint_arguments
 
@@ -131,6 +134,27 @@ class SteppedTrainer(Trainer):
             self.optimizer = self.job.optimizer(whole.parameters())
         return self.optimizer
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """Returns the cell's scheduler, which Trainer steps once per update."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.job.scheduler(optimizer or self.create_optimizer())
+        created: LRScheduler = super().create_scheduler(num_training_steps, optimizer)
+        return created
+
+    def keep_norms(self) -> None:
+        """Keeps the norm that Trainer has Accelerate clip to in each step."""
+        clip = self.accelerator.clip_grad_norm_
+
+        def clip_and_keep(*arguments: object, **named: object) -> Tensor:
+            norm: Tensor = clip(*arguments, **named)
+            self.job.recipe.gradient_norm = whole(norm)
+            return norm
+
+        if self.job.cell.clip_norm is not None:
+            self.accelerator.clip_grad_norm_ = clip_and_keep
+
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         args["kwargs_handlers"].append(GradScalerKwargs(init_scale=LOSS_SCALE))
@@ -151,6 +175,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
         pretend_gpus()
     trainer = SteppedTrainer(stepped, model, args)
     trainer.model_accepts_loss_kwargs = counts_labels(job.workload)
+    trainer.keep_norms()
     verify(job, trainer.accelerator, sharded, bool(engine.zero))
     return trainer
 
@@ -163,7 +188,7 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
         "per_device_train_batch_size": (cell.global_batch // job.layout.data // cell.micro_batches),
         "gradient_accumulation_steps": cell.micro_batches,
         "train_sampling_strategy": "sequential",
-        "max_grad_norm": 0.0,
+        "max_grad_norm": cell.clip_norm or 0.0,
         "lr_scheduler_type": "constant",
         "ddp_find_unused_parameters": False,
         "bf16": cell.precision == "bf16",

@@ -19,7 +19,8 @@ class Accelerate(AccelerateEngine):
     Accelerate infers its setup from the environment, so it is verified before the first step.
     Without torchrun's variables, or without `cpu=True` on a host with no GPU, ranks train alone. On
     CPUs it silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin clips gradients at 1.0
-    unless configured, and on CPUs sees one process unless the backend is named.
+    unless configured, and on CPUs sees one process unless the backend is named. A prepared
+    scheduler steps once per process and update, unless batches are said to be split (1.15).
     """
 
     config_file: bool = False
@@ -59,4 +60,5 @@ class Accelerate(AccelerateEngine):
             self.zero.register(job, model)
         else:
             job.register(model, optimizer, library=lambda: ddp_buckets(model))
-        return _accelerate.train_step(job, accelerator, model, optimizer)
+        scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
+        return _accelerate.train_step(job, accelerator, model, optimizer, scheduler)

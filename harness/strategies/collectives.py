@@ -29,7 +29,8 @@ class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum), unlike AdamW's. Ranks that never average end at 0.8 to 1.2 of the update.
+    (SGD with momentum), unlike AdamW's or a clipped one. Ranks that never average end at 0.8 to 1.2
+    of the update.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
@@ -47,7 +48,7 @@ class Collectives(Strategy):
             raise Refused(f"gradients are averaged at every step: {only}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        linear = cell.optimizer == "sgd" and self.period == 1
+        linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
         same = self.average == "gradients" or linear or cell.devices == 1
         return EXACT if same else LOCAL[cell.moments]
 

@@ -66,7 +66,7 @@ class ContextParallel(Strategy):
             with context_parallel(
                 mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
             ):
-                return step(Batch(batch.step, buffers[0], buffers[1]))
+                return step(batch.part(buffers[0], buffers[1], job.layout.sequence))
 
         return ring_step
 

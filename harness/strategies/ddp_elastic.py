@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -60,18 +61,20 @@ class DdpElastic(Strategy):
         model = wrap_in_ddp(job, job.model())
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
         job.register(model, optimizer)
-        snapshots = Snapshots(job, {"model": model, "optimizer": optimizer, "scaler": scaler})
+        train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
+        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        parts |= {f"scheduler{i}": part for i, part in enumerate(job.recipe.schedulers)}
+        snapshots = Snapshots(job, parts)
         if job.restart_count:
             snapshots.load()
-        train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
         crashes = job.restart_count == 0 and job.rank == job.cell.devices - 1
 
         def step(batch: Batch) -> Tensor | None:
             if batch.step < snapshots.steps:
-                return snapshots.losses[batch.step].clone()
+                return snapshots.replayed(batch.step)
             if crashes and batch.step == self.crash_at_step:
                 os._exit(17)
-            snapshots.losses[batch.step] = loss = cast("Tensor", train(batch))
+            snapshots.note(batch.step, loss := cast("Tensor", train(batch)))
             if (batch.step + 1) % self.snapshot_every == 0:
                 snapshots.save(batch.step + 1)
             return loss
@@ -92,17 +95,32 @@ class Stateful(Protocol):
 
 
 class Snapshots:
-    """All parts and all ranks' losses, in a file of the trial's folder, which survives restarts."""
+    """All parts and all ranks' losses and norms, in a file of the trial's folder, which survives
+    restarts."""
 
     steps = 0
-    losses: Tensor
+    noted: Tensor
+    """Each step's loss and gradient norm, (steps, 2); NaN if not clipped."""
 
     def __init__(self, job: Job, parts: Mapping[str, Stateful]) -> None:
         import torch
 
         self.job, self.parts = job, parts
-        self.losses = torch.zeros(job.cell.total_steps, device=job.device)
+        self.noted = torch.full((job.cell.total_steps, 2), math.nan, device=job.device)
         self.file = job.scratch / "snapshot.pt"
+
+    def note(self, step: int, loss: Tensor) -> None:
+        self.noted[step, 0] = loss
+        if (norm := self.job.recipe.gradient_norm) is not None:
+            self.noted[step, 1] = norm
+
+    def replayed(self, step: int) -> Tensor:
+        """Returns the loss of a step before the restart, and restores its norm."""
+        noted: tuple[Tensor, ...] = self.noted[step].clone().unbind()
+        loss, norm = noted
+        if not norm.isnan():
+            self.job.recipe.gradient_norm = norm
+        return loss
 
     def load(self) -> None:
         """Restores all parts, if a snapshot exists.
@@ -114,7 +132,7 @@ class Snapshots:
         if not self.file.exists():
             return
         snapshot = torch.load(self.file, map_location=self.job.device, weights_only=True)
-        self.losses = snapshot.pop("losses")[self.job.rank]
+        self.noted = snapshot.pop("noted")[self.job.rank]
         self.steps = snapshot.pop("steps")
         if self.steps > self.job.cell.warmup_steps:
             raise RuntimeError(
@@ -129,10 +147,10 @@ class Snapshots:
         import torch
         import torch.distributed as dist
 
-        everyones = [torch.empty_like(self.losses) for _ in range(self.job.cell.devices)]
-        dist.all_gather(everyones, self.losses)
+        everyones = [torch.empty_like(self.noted) for _ in range(self.job.cell.devices)]
+        dist.all_gather(everyones, self.noted)
         if self.job.rank == 0:
             states = {name: part.state_dict() for name, part in self.parts.items()}
             new = self.file.with_suffix(".new")
-            torch.save({"losses": everyones, "steps": steps, **states}, new)
+            torch.save({"noted": everyones, "steps": steps, **states}, new)
             new.replace(self.file)  # atomic

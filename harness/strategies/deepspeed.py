@@ -80,7 +80,11 @@ class Deepspeed(ZeroOptions):
         optimizer = engines.zero_optimizer(job, model, self.offload_optimizer != "none")
         groups = self.groups(job, model)
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, mpu=groups
+            model=model,
+            optimizer=optimizer,
+            config=config,
+            mpu=groups,
+            lr_scheduler=job.scheduler(optimizer),
         )
         if self.stage == 0:
             engines.undo_first_step(engine)

@@ -18,7 +18,9 @@ from harness.workloads import Workload, make_workload
 class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
-    It takes over the model's weights; no token is dropped, no expert drawn at random. Rows for each
+    It takes over the model's weights; no token is dropped, no expert drawn at random. DeepSpeed
+    0.19.8 clips to the mean of the ranks' norms, although their experts differ: another training
+    than clipping to the norm of all gradients (`clip_norm`), and thus `diverged`. Rows for each
     expert are padded to the busiest one's, so traffic depends on the routing and has no formula.
     """
 
@@ -61,7 +63,12 @@ class DeepspeedMoe(Strategy):
         sizes = [p.numel() for p in model.parameters()]
         config = zero.config(job.cell, job.layout, sizes)
         optimizer = job.optimizer(model.parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=config,
+            lr_scheduler=job.scheduler(optimizer),
+        )
         moe.check_groups(mixtures)
         job.register(
             engine.module,

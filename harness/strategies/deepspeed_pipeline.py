@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from harness.spec.training import Batch, Layout, Retained, TrainStep
+from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import deepspeed_config
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.strategy import ModelFacts, States
+    from harness.strategy.pipelining import Stage
 
 
 class DeepspeedPipeline(Strategy):
     """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
 
     Parameters tied between the first and last stage use TiedLayerSpec, which sums their gradients.
+    DeepSpeed 0.19.8 clips to the norm of the first stage's gradients, see `count_in_norm`.
     """
 
     requires = ("deepspeed",)
@@ -50,19 +53,33 @@ class DeepspeedPipeline(Strategy):
         deepspeed.init_distributed(verbose=False)
         count = job.layout.pipeline
         layers = [self.layer(job, index) for index in range(count)]
-        options = {"loss_fn": job.workload.loss, "partition_method": "uniform"}
+        current: list[float | None] = [None]  # label tokens of the step's micro-batches
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            return job.workload.loss(logits, labels, current[0])
+
+        options = {"loss_fn": loss_of, "partition_method": "uniform"}
         module = PipelineModule(layers, num_stages=count, **options)
         (stage,) = (m for m in module.modules() if isinstance(m, Stage))
+        count_in_norm(stage)
         optimizer = job.optimizer(module.parameters())
         config = deepspeed_config(job.cell, job.layout)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=config,
+            lr_scheduler=job.scheduler(optimizer),
+        )
+        engines.keep_norm(engine)
         buffers, timed = functools.partial(pipeline_buffers, engine), timed_instructions(engine)
         job.register(stage.model, engine.basic_optimizer, library=buffers, compute=timed)
         parts = job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:
-            pairs = ((part.inputs, part.labels) for part in batch.split(parts))
-            loss: Tensor = engine.train_batch(pairs)
+            micro_batches = list(batch.split(parts))
+            current[0] = micro_batches[0].label_tokens
+            loss: Tensor = engine.train_batch((part.inputs, part.labels) for part in micro_batches)
+            job.recipe.gradient_norm = engine.get_global_grad_norm()
             return loss
 
         return step
@@ -81,6 +98,17 @@ class DeepspeedPipeline(Strategy):
         if count == 1 or not shared:
             return LayerSpec(Stage, job, index, count)
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
+
+
+def count_in_norm(stage: Stage) -> None:
+    """Marks a stage's parameters as model parallel, except copies of the first stage's.
+
+    DeepSpeed counts only such parameters in the norm, in addition to all of the first stage, and
+    marks none itself.
+    """
+    copies = stage.split.tied if stage.last and not stage.first else {}
+    for name, parameter in stage.model.named_parameters():
+        parameter.model_parallel = name not in copies  # type: ignore[attr-defined]
 
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):

@@ -60,7 +60,7 @@ class DiLoCo(Strategy):
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         mean = self.outer_learning_rate == 1 and self.outer_momentum == 0
-        linear = cell.optimizer == "sgd" and self.period == 1
+        linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
         if mean and (linear or cell.devices == 1):
             return EXACT
         periods = max(1, cell.parity_steps // self.period)  # fewer are refused

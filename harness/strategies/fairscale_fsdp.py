@@ -41,6 +41,11 @@ class FairscaleFsdp(Strategy):
                 f"{workload.name} freezes most parameters, and a flat parameter is trained or"
                 " frozen as a whole: use fsdp1 or fsdp2"
             )
+        if cell.decay == "matrices":
+            raise Refused(
+                "fairscale's flat parameters mix matrices and vectors, which cannot decay"
+                " differently: use decay all, or fsdp1 or fsdp2"
+            )
         if cell.device != "cuda":
             raise Unavailable(
                 "fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward:"
@@ -75,6 +80,7 @@ class FairscaleFsdp(Strategy):
             with model.summon_full_params(volatile=True):
                 yield from model.named_parameters()
 
+        job.recipe.clip = model.clip_grad_norm_
         optimizer = job.optimizer(model.parameters())
         job.register(model, optimizer, gather=gather, library=lambda: pinned_gradients(model))
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)

@@ -71,7 +71,8 @@ class FairscaleOss(Strategy):
 
         whole = job.model(recompute_by_fairscale)
         factory, kwargs = job.optimizer_class()
-        optimizer = OSS(whole.parameters(), factory, broadcast_fp16=self.broadcast_fp16, **kwargs)
+        groups = job.parameter_groups(whole.parameters())
+        optimizer = OSS(groups, factory, broadcast_fp16=self.broadcast_fp16, **kwargs)
         model = ShardedDataParallel(
             whole,
             optimizer,
@@ -79,6 +80,7 @@ class FairscaleOss(Strategy):
             reduce_fp16=self.reduce_fp16,
         )
         job.register(model, optimizer.optim, states=lambda: retained_by_oss(model, optimizer))
+        job.recipe.clip = optimizer.clip_grad_norm
         return standard_step(
             job,
             model,

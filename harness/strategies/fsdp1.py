@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
+from harness.parity.reference import plain_name
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
@@ -15,7 +16,7 @@ from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
 
@@ -39,6 +40,11 @@ class Fsdp1(Strategy):
         if workload.partly_frozen and not self.use_orig_params:
             reason = "freezes most parameters, and a flat parameter is trained or frozen as a whole"
             raise Refused(f"{workload.name} {reason}: use_orig_params")
+        if cell.decay == "matrices" and not self.use_orig_params:
+            raise Refused(
+                "FSDP1's flat parameters mix matrices and vectors, which cannot decay differently:"
+                " use_orig_params, or decay all"
+            )
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
@@ -56,6 +62,7 @@ class Fsdp1(Strategy):
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
         whole = job.model()
+        shapes = {name: p.ndim for name, p in whole.named_parameters()}
         model = FullyShardedDataParallel(
             whole,
             device_mesh=shard_mesh(job, hybrid=self.sharding == "hybrid_shard"),
@@ -67,7 +74,12 @@ class Fsdp1(Strategy):
             use_orig_params=self.use_orig_params,
         )
 
-        optimizer = job.optimizer(model.parameters())
+        # Shards are flat, whatever the parameter's shape.
+        matrices: dict[Tensor, bool] = {
+            p: shapes.get(plain_name(name), 0) >= 2 for name, p in model.named_parameters()
+        }
+        job.recipe.clip = model.clip_grad_norm_
+        optimizer = job.optimizer(model.parameters(), matrices)
         job.register(model, optimizer, gather=lambda: summoned_parameters(model))
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)

@@ -55,6 +55,11 @@ class Fsdp2(Strategy):
                 "loss scaling would have to reduce infinities of gradients in host memory, which"
                 " NCCL cannot; use bf16"
             )
+        if self.cpu_offload and cell.device == "cuda" and cell.clip_norm is not None:
+            raise Refused(
+                "clipping would have to reduce the norms of gradients in host memory, which NCCL"
+                " cannot; leave clip_norm out, or cpu_offload"
+            )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return WHOLLY if self.mixed_precision else EXACT

@@ -63,6 +63,11 @@ class Horovod(Strategy):
             raise Refused(
                 f"Adasum combines ranks in pairs: it needs a power of two, not {cell.devices}"
             )
+        if cell.clip_norm is not None:
+            raise Refused(
+                "Adasum updates during backward, before all gradients are known: use op average to"
+                " clip them"
+            )
         if cell.precision == "fp16":
             raise Refused(
                 "Adasum updates during backward, before the loss scale can be taken off: use bf16"

@@ -71,7 +71,8 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         with_dtensors_apart(optimizer)
         job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
-        return _accelerate.train_step(job, accelerator, model, optimizer)
+        scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
+        return _accelerate.train_step(job, accelerator, model, optimizer, scheduler)
 
 
 class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):

@@ -15,6 +15,7 @@ from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, Train
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.job import Wait, loss_scaler
+from harness.strategy.recipe import clip_gradients
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ParameterServer(Strategy):
         optimizer = server_optimizer(job, model, updates=job.layout.data // together)
         job.register(model, optimizer, over_tcp=tcp, waits=waits())
         join(job, tcp)
-        return serve(job, optimizer, together)
+        return serve(job, optimizer, trained(model), together)
 
 
 class ParameterServerCosts(CostModel[ParameterServer]):
@@ -223,34 +224,45 @@ def take(parameters: list[nn.Parameter], fetched: list[Tensor]) -> None:
         parameter.detach().copy_(new)
 
 
-def serve(job: Job, optimizer: Optimizer, together: int) -> TrainStep:
+def serve(
+    job: Job, optimizer: Optimizer, parameters: list[nn.Parameter], together: int
+) -> TrainStep:
     """Returns the server's step: one update per `together` workers' gradients, as they arrive."""
     import torch
 
     workers, scaler = job.layout.data, loss_scaler(job)
     scaler.scale(torch.zeros(()))  # sets the scale, since the server sees no loss
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+    scheduler = job.scheduler(optimizer)
     early: list[Push] = []
 
     def step(batch: Batch) -> None:
         came = arrivals(workers, early)
         while pushes := sorted(itertools.islice(came, together), key=lambda pushed: pushed[0]):
-            update(optimizer, scaler, pushes)
+            average(parameters, pushes)
+            update(job, optimizer, scaler)
             # Without cloning, the next update may change a reply before it is sent, unless it needs
             # this worker's gradients.
             answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
             for _, _, reply in pushes:
                 reply.set_result((answer, scaler.get_scale()))
+        if scheduler:
+            scheduler.step()
         for _ in range(workers):
             next_confirmation()
 
     return step
 
 
-def update(optimizer: Optimizer, scaler: GradScaler, pushes: list[Push]) -> None:
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+def average(parameters: list[nn.Parameter], pushes: list[Push]) -> None:
     for parameter, *gradients in zip(parameters, *(sent for _, sent, _ in pushes), strict=True):
         parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
+
+
+def update(job: Job, optimizer: Optimizer, scaler: GradScaler) -> None:
+    if job.cell.clip_norm is not None:
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        job.recipe.gradient_norm = clip_gradients(parameters, job.cell.clip_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

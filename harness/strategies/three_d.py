@@ -181,4 +181,4 @@ def stage_optimizer(
     if shards is None:
         return job.optimizer(parameters)
     kind, kwargs = job.optimizer_class()
-    return ZeroRedundancyOptimizer(parameters, kind, shards, **kwargs)
+    return ZeroRedundancyOptimizer(job.parameter_groups(parameters), kind, shards, **kwargs)

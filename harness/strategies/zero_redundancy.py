@@ -39,7 +39,10 @@ class ZeroRedundancy(Strategy):
         # ZeroRedundancyOptimizer would also broadcast the frozen parameters.
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = ZeroRedundancyOptimizer(
-            trained, factory, parameters_as_bucket_view=self.parameters_as_bucket_view, **kwargs
+            job.parameter_groups(trained),
+            factory,
+            parameters_as_bucket_view=self.parameters_as_bucket_view,
+            **kwargs,
         )
         job.register(model, optimizer.optim, library=lambda: ddp_buckets(model))
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

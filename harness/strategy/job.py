@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, Layout, Retained, TrainStep
 from harness.strategy.optimizers import optimizer_class, optimizer_of, with_dtensors_apart
+from harness.strategy.recipe import (
+    RecipeState,
+    clip_gradients,
+    make_scheduler,
+    parameter_groups,
+)
 from harness.workloads.recompute import recompute_blocks
 
 if TYPE_CHECKING:
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
     from harness.workloads import Workload
@@ -127,6 +136,7 @@ class Job:
     train_state: TrainState | None = None
     recomputes: bool = False
     compiles: bool = False
+    recipe: RecipeState = field(default_factory=RecipeState)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -167,9 +177,27 @@ class Job:
         it."""
         return optimizer_class(self.cell)
 
-    def optimizer(self, parameters: Iterable[nn.Parameter | Tensor]) -> Optimizer:
+    def optimizer(
+        self,
+        parameters: Iterable[Tensor],
+        matrices: Mapping[Tensor, bool] | None = None,
+    ) -> Optimizer:
+        """Builds the cell's optimizer. `matrices`: see `parameter_groups`."""
         factory, kwargs = self.optimizer_class()
-        return with_dtensors_apart(factory(parameters, **kwargs))
+        groups = parameter_groups(self.cell, parameters, matrices)
+        return with_dtensors_apart(factory(groups, **kwargs))
+
+    def parameter_groups(self, parameters: Iterable[Tensor]) -> ParamsT:
+        """Returns parameters as the cell's optimizer takes them, for libraries that build it."""
+        return parameter_groups(self.cell, parameters)
+
+    def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
+        """Returns the cell's scheduler, to be stepped after each update; None if constant."""
+        if self.cell.schedule == "constant":
+            return None
+        scheduler = make_scheduler(self.cell, optimizer)
+        self.recipe.schedulers.append(scheduler)
+        return scheduler
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
         """Builds the cell's optimizer, also one that depends on parameter names."""
@@ -192,7 +220,8 @@ class Job:
 
     def loss(self, model: Callable[[Tensor], Tensor | HasLogits], batch: Batch) -> Tensor:
         with self.autocast():
-            return self.workload.loss(self.workload.logits(model, batch.inputs), batch.labels)
+            logits = self.workload.logits(model, batch.inputs)
+            return self.workload.loss(logits, batch.labels, batch.label_tokens)
 
     def register(
         self, model: nn.Module, *optimizers: Optimizer, **options: Unpack[TrainStateOptions]
@@ -217,13 +246,16 @@ def standard_step(
     Losses are divided by the number of micro-batches. fp16 scales the loss dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
-    default, `clear` the optimizer's `zero_grad`.
+    default, `clear` the optimizer's `zero_grad`. Gradients are clipped by torch, or by the
+    library's `job.recipe.clip`.
     """
     import torch
 
     scaler = scaler or loss_scaler(job)
     clear = clear or optimizer.zero_grad
-    parts = job.cell.micro_batches
+    clip = job.recipe.clip or functools.partial(clip_gradients, _parameters_of(optimizer))
+    scheduler = job.scheduler(optimizer)
+    parts, max_norm = job.cell.micro_batches, job.cell.clip_norm
 
     def step(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -235,12 +267,21 @@ def standard_step(
         if before_update:
             before_update()
         with around_update():
+            if max_norm is not None:
+                scaler.unscale_(optimizer)
+                job.recipe.gradient_norm = clip(max_norm)
             scaler.step(optimizer)
         scaler.update()
+        if scheduler:
+            scheduler.step()
         clear()
         return total
 
     return step
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def loss_scaler(job: Job) -> GradScaler:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.spec.cell import Cell
 from harness.spec.training import Tolerance
+from harness.strategy.recipe import parameter_groups
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -76,14 +77,18 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 
     factory, kwargs = optimizer_class(cell)
     if cell.optimizer != "muon":
-        return with_dtensors_apart(factory(model.parameters(), **kwargs))
+        groups = parameter_groups(cell, model.parameters())
+        return with_dtensors_apart(factory(groups, **kwargs))
     block_path = make_workload(cell.workload).block_path
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         hidden = parameter.ndim == 2 and block_path and f"{block_path}." in name
         (matrices if hidden else others).append(parameter)
-    return _together(torch.optim.Muon(matrices, **muon_arguments(cell)), factory(others, **kwargs))
+    return _together(
+        torch.optim.Muon(matrices, **muon_arguments(cell)),
+        factory(parameter_groups(cell, others), **kwargs),
+    )
 
 
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from harness.strategy.recipe import clip_gradients
 from harness.strategy.schedules import blocks_of_stage
 
 if TYPE_CHECKING:
@@ -147,16 +148,33 @@ class Pipe:
             scale_grads=False,
         )
         self.schedule._n_microbatches = self.parts
+        self.label_tokens: float | None = None
+        """`Batch.label_tokens` of the current step's micro-batches."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.job.workload.loss(logits, labels) / self.parts
+        return self.job.workload.loss(logits, labels, self.label_tokens) / self.parts
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Returns the ranks with the pipeline's stages; None for a single one."""
+        group = self.group or dist.group.WORLD
+        return group if group is not None and group.size() > 1 else None
 
     def forward_backward(self, batch: Batch) -> Tensor | None:
         """Runs the schedule; returns the mean loss on the last stage's rank, else None."""
         inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
         losses: list[Tensor] = []
+        self.label_tokens = batch.label_tokens and batch.label_tokens / self.parts
         self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else None
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Returns this rank's parameters tied to those of the first stage on another rank."""
+        last = self.stages[-1]
+        if last.count == 1 or not last.last or any(stage.first for stage in self.stages):
+            return []
+        return [last.model.get_parameter(name) for name in last.split.tied]
 
     def receive_buffers(self) -> Iterator[Retained]:
         for stage in self.torch_stages:
@@ -219,6 +237,7 @@ def train_step(
         ]
     # ZeroRedundancyOptimizer's states are in the optimizer it wraps.
     states: Optimizer = getattr(optimizer, "optim", optimizer)
+    scheduler, max_norm = job.scheduler(optimizer), job.cell.clip_norm
     job.register(
         nn.ParameterList(pipe.parameters),
         states,
@@ -228,6 +247,9 @@ def train_step(
         restore=restore or {},
     )
 
+    def clip(largest: float) -> Tensor:
+        return clip_gradients(pipe.parameters, largest, pipe.ranks, pipe.copies)
+
     def step(batch: Batch) -> Tensor | None:
         loss = pipe.forward_backward(batch)
         if average_over is not None:
@@ -236,7 +258,11 @@ def train_step(
                 parameter.grad /= average_over.size()
                 dist.all_reduce(parameter.grad, group=average_over)
         pipe.sum_tied()
+        if max_norm is not None:
+            job.recipe.gradient_norm = clip(max_norm)
         optimizer.step()
+        if scheduler:
+            scheduler.step()
         optimizer.zero_grad()
         return loss
 

@@ -210,6 +210,11 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
+    if cell.labels == "padded" and workload.kind != "causal":
+        raise Refused(
+            f"{workload.name} has one label per sample, so none can be left out; use a causal"
+            " workload, such as a llama, or labels all"
+        )
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.costs.shards_parameters)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from harness.spec.training import Batch
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+IGNORED = -100
+"""Label of a token without one, as in torch and transformers."""
 
 
 class Batches:
@@ -21,7 +26,13 @@ class Batches:
     """
 
     def __init__(
-        self, data: DataSource, seed: int, global_batch: int, rows: slice, device: torch.device
+        self,
+        data: DataSource,
+        seed: int,
+        global_batch: int,
+        rows: slice,
+        device: torch.device,
+        padded: bool = False,
     ) -> None:
         self.data, self.seed, self.global_batch, self.rows, self.device = (
             data,
@@ -30,6 +41,8 @@ class Batches:
             rows,
             device,
         )
+        self.padded = padded
+        """Whether only a random number of each sample's first tokens have labels."""
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
@@ -48,7 +61,9 @@ class Batches:
         shown = step if number is None else number
         if self._pool is None:
             inputs, labels = self._tensors(step)
-            return Batch(shown, inputs.to(self.device), labels.to(self.device))
+            return Batch(
+                shown, inputs.to(self.device), labels.to(self.device), self._label_tokens(step)
+            )
         if self._next is None or self._next[0] != step:
             self._next = step, self._pool.submit(self._pinned, step)
         inputs, labels = self._next[1].result()
@@ -57,6 +72,7 @@ class Batches:
             shown,
             inputs.to(self.device, non_blocking=True),
             labels.to(self.device, non_blocking=True),
+            self._label_tokens(step),
         )
 
     def close(self) -> None:
@@ -68,7 +84,19 @@ class Batches:
         import torch
 
         inputs, labels = self.data.batch(self.seed, step, self.global_batch, self.rows)
+        if self.padded:
+            lengths = self.data.lengths(self.seed, step, self.global_batch)[self.rows]
+            padding = np.arange(labels.shape[1]) >= lengths[:, None]
+            inputs, labels = np.where(padding, 0, inputs), np.where(padding, IGNORED, labels)
         return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+    def _label_tokens(self, step: int) -> float | None:
+        """Returns the mean number of label tokens over all ranks' shares; see `Batch`."""
+        if not self.padded:
+            return None
+        lengths = self.data.lengths(self.seed, step, self.global_batch)
+        samples: int = self.rows.stop - self.rows.start
+        return float(lengths.sum()) * samples / self.global_batch
 
     def _pinned(self, step: int) -> tuple[Tensor, Tensor]:
         inputs, labels = self._tensors(step)

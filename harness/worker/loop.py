@@ -116,7 +116,10 @@ class Loop:
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
-        self.batches = Batches(spec.data, job.cell.seed, job.cell.global_batch, rows, job.device)
+        cell = job.cell
+        self.batches = Batches(
+            spec.data, cell.seed, cell.global_batch, rows, job.device, cell.labels == "padded"
+        )
 
     def synchronize(self) -> None:
         if self.job.device.type == "cuda":
@@ -251,6 +254,7 @@ class Loop:
         self.settling = False
         self.timed += phase == "timed"
         value = None if loss is None else float(loss.detach())
+        norm, self.job.recipe.gradient_norm = self.job.recipe.gradient_norm, None
         self.steps.append(
             RankStep(
                 data_seconds,
@@ -259,6 +263,7 @@ class Loop:
                 phase,
                 value,
                 training_step=self.training_step,
+                gradient_norm=None if norm is None else float(norm),
             )
         )
         self.training_step += 1
@@ -320,8 +325,11 @@ class Loop:
         with self.meter.unlimited():
             if self.spec.reference_output:
                 losses = [step.loss for step in self.steps if step.loss is not None]
+                norms = [s.gradient_norm for s in self.steps if s.gradient_norm is not None]
                 initial = workload.build(self.job.cell.seed, self.job.device)
-                Reference(self.spec.reference_output).save(workload, train_state, initial, losses)
+                Reference(self.spec.reference_output).save(
+                    workload, train_state, initial, losses, norms
+                )
             if self.spec.reference:
                 reference = Reference(self.spec.reference)
                 self.deviations.append(update_deviations(train_state, workload, reference))

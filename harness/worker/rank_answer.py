@@ -35,6 +35,8 @@ class RankStep:
     included in `step_seconds`."""
     training_step: int | None = None
     """Index of the training step from 0: less than `step` after a rewind."""
+    gradient_norm: float | None = None
+    """Global norm of the gradients before clipping; None if not clipped, or unknown to the rank."""
 
 
 @dataclass(frozen=True)

@@ -354,6 +354,8 @@ def _set_up(
             f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
         )
     job.require_model()
+    schedules = [(scheduler, "steps") for scheduler in job.recipe.schedulers]
+    job.train_state.counters = (*job.train_state.counters, *schedules)
     _KEPT.extend([job, step])
     return step, job
 

@@ -83,6 +83,13 @@ class DataSource:
             return inputs, np.ascontiguousarray(pieces[:, 1:])
         return inputs, labels[rows]
 
+    def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
+        """Returns the number of tokens with a label of each sample of a step's global batch, if
+        samples are padded: between an eighth and all."""
+        rng = np.random.default_rng([seed, step, 1])
+        least = max(1, self.sequence_length // 8)
+        return self._ordered(rng.integers(least, self.sequence_length + 1, global_batch))
+
     def _ordered(self, samples: NDArray[Number]) -> NDArray[Number]:
         return samples[::-1].copy() if self.last_first else samples  # torch rejects reversed views
 

@@ -201,15 +201,18 @@ class Workload:
         output = model(inputs)
         return cast("Tensor", getattr(output, "logits", output))
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross entropy, always in fp32.
+    def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
+        """Returns the mean cross entropy, or its sum over `label_tokens`; always in fp32.
 
         `logits`: (samples, tokens, vocabulary) or (samples, classes); `labels`: (samples, tokens)
-        or (samples,), already shifted for causal models.
+        or (samples,), already shifted for causal models; -100 is no label.
         """
         from torch.nn import functional as F
 
-        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        rows, targets = logits.flatten(0, -2).float(), labels.flatten()
+        if label_tokens is None:
+            return F.cross_entropy(rows, targets)
+        return F.cross_entropy(rows, targets, reduction="sum") / label_tokens
 
     @property
     def suffixes(self) -> tuple[str, ...]:

@@ -17,17 +17,17 @@ class ParameterServerTraps(ParameterServer):
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import parameter_server
 
-        update = parameter_server.update
+        average = parameter_server.average
 
-        def update_without_worker_1(optimizer: Any, scaler: Any, pushes: Any) -> None:
+        def average_without_worker_1(parameters: Any, pushes: Any) -> None:
             heard = [push for push in pushes if push[0] != 1]
             if heard:
-                update(optimizer, scaler, heard)
+                average(parameters, heard)
 
         if self.trap == "never_fetches":
             parameter_server.take = lambda parameters, fetched: None
         if self.trap == "deaf_to_one":
-            parameter_server.update = update_without_worker_1
+            parameter_server.average = average_without_worker_1
         return super().setup(job)
 
 
