@@ -25,6 +25,7 @@ class AccelerateTraps(Accelerate):
         "batch_sizes",
         "unnamed_backend",
         "inner_optimizer",
+        "scheduler",
     ] = "none"
     """What is left out."""
     verified: bool = True
@@ -56,6 +57,8 @@ class AccelerateTraps(Accelerate):
                     for handler in kwargs_handlers
                     if not isinstance(handler, InitProcessGroupKwargs)
                 ]
+            if self.trap == "scheduler":
+                del more["dataloader_config"]
             init(self_, cpu=cpu and self.trap != "no_cpu", kwargs_handlers=kwargs_handlers, **more)
             self_.threads_taken = torch.get_num_threads()
 

@@ -1,0 +1,139 @@
+"""Clipping, schedule, decay and padded labels: right in each library, and each mistake is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.record.store import Results
+from harness.spec.cell import Cell
+from tests.ranks.conftest import RunCells, cell
+
+RECIPE: dict[str, Any] = {
+    "clip_norm": 0.6,  # about a third of a gradient's norm
+    "schedule": "warmup_cosine",
+    "decay": "matrices",
+    "labels": "padded",
+    "weight_decay": 0.5,
+}
+LARGEST_NORM_DEVIATION = 1e-5
+
+
+def trained(strategy: str, **axes: Any) -> Cell:
+    return cell(strategy, **{**RECIPE, **axes})
+
+
+def largest(results: Results) -> float:
+    """Returns the largest deviation of a gradient norm; checks that all cells are exact."""
+    trials = results.trials
+    assert list(trials["status"]) == ["ok"] * len(trials), list(trials["reason"])
+    assert set(trials["parity_verdict"]) == {"exact"}
+    norms = trials["gradient_norms"].map(min)
+    assert (norms > trials["clip_norm"]).all(), "every step must be clipped"
+    return float(trials["parity_max_norm_deviation"].max())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano", "mixtral-nano"])
+def test_each_way_to_split_the_work_clips_to_the_same_norm(
+    run_cells: RunCells, workload: str, seed: int
+) -> None:
+    axes: dict[str, Any] = {"workload": workload, "seed": seed, "micro_batches": 2}
+    cells = [trained(name, **axes) for name in ("ddp", "fsdp1", "fsdp2")]
+    if workload != "mixtral-nano":
+        cells += [trained("pipeline", **axes), trained("tensor", **axes)]
+    deviation = largest(run_cells(*cells))
+    print(f"{workload}, seed {seed}: norms deviate by up to {deviation:.1e}")
+    assert deviation <= LARGEST_NORM_DEVIATION
+
+
+def test_mixed_meshes_and_localised_tensors_are_counted_once(run_cells: RunCells) -> None:
+    axes: dict[str, Any] = {"micro_batches": 2, "workload": "gpt2-nano"}
+    cells = [
+        trained("three_d", devices=8, options={"data_axis": axis}, **axes)
+        for axis in ("fsdp2", "ddp")
+    ]
+    assert largest(run_cells(*cells)) <= LARGEST_NORM_DEVIATION
+
+
+def test_sharding_and_sequences_that_need_gpus_are_right_on_a_stand_in(run_cells: RunCells) -> None:
+    pytest.importorskip("fairscale")
+    cells = [
+        trained("fairscale_on_cpu", decay="all", micro_batches=2),
+        trained("ring_on_cpu", micro_batches=2),
+    ]
+    assert largest(run_cells(*cells)) <= LARGEST_NORM_DEVIATION
+
+
+def test_a_rewind_sets_the_schedule_back(run_cells: RunCells) -> None:
+    cells = [trained(name, parity_steps=8, timed_steps=12) for name in ("ddp", "accelerate")]
+    trials = run_cells(*cells, trials=3, timed_seconds=0.1).trials
+    assert set(trials["parity_verdict"]) == {"exact"}, list(trials["parity_reason"])
+    assert trials["rewinds"].max() >= 1
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "clip_before_reduction",
+        "clip_each_micro_batch",
+        "schedule_per_process",
+        "decay_on_all",
+        "mean_of_means",
+    ],
+)
+def test_a_wrong_recipe_diverges(run_cells: RunCells, mistake: str) -> None:
+    options = {"mistake": mistake}
+    trial = run_cells(trained("recipe_traps", micro_batches=2, options=options)).trials.iloc[0]
+    assert trial["status"] == "diverged", trial["log_tail"]
+    assert trial["parity_max_norm_deviation"] > LARGEST_NORM_DEVIATION
+
+
+def test_the_same_without_a_mistake_is_exact(run_cells: RunCells) -> None:
+    assert largest(run_cells(trained("recipe_traps", micro_batches=2))) <= LARGEST_NORM_DEVIATION
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("local_norm", {}),
+        ("pipeline_norm", {"mistake": "own_stage"}),
+        ("pipeline_norm", {"mistake": "tied_twice"}),
+        ("tensor_norm", {"mistake": "whole_twice"}),
+        ("tensor_norm", {"mistake": "own_shards"}),
+    ],
+)
+def test_a_norm_that_is_not_global_diverges(
+    run_cells: RunCells, strategy: str, options: dict[str, Any]
+) -> None:
+    axes: dict[str, Any] = {"workload": "gpt2-nano", "micro_batches": 2, "options": options}
+    trial = run_cells(trained(strategy, **axes)).trials.iloc[0]
+    assert trial["status"] == "diverged", trial["log_tail"]
+    assert trial["parity_max_norm_deviation"] > LARGEST_NORM_DEVIATION
+
+
+def test_a_strategy_that_does_not_clip_diverges(run_cells: RunCells) -> None:
+    """Even where no gradient is as long as the limit: its norms are not known."""
+    trial = run_cells(cell("broken", clip_norm=1e6)).trials.iloc[0]
+    assert trial["status"] == "diverged"
+
+
+def test_a_prepared_scheduler_steps_once_per_process(run_cells: RunCells) -> None:
+    """Accelerate 1.15, unless batches are said to be split."""
+    pytest.importorskip("accelerate")
+    options = {"trap": "scheduler"}
+    assert run_cells(trained("accelerate_traps", options=options)).trials["status"].iloc[0] == (
+        "diverged"
+    )
+
+
+def test_deepspeed_clips_to_the_norm_of_some_parameters(run_cells: RunCells) -> None:
+    """DeepSpeed 0.19: of the first stage, and to the mean of norms with different experts."""
+    pytest.importorskip("deepspeed")
+    cells = [
+        trained("first_stage_norm", micro_batches=2),
+        trained("deepspeed_moe", workload="mixtral-nano"),
+    ]
+    trials = run_cells(*cells).trials
+    assert list(trials["status"]) == ["diverged"] * 2, list(trials["log_tail"])
