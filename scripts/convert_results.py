@@ -46,9 +46,7 @@ KEY = tuple(field.name for field in dataclasses.fields(TrialKey))
 
 def single_files(folder: Path, run_id: str) -> Iterator[tuple[str, Path]]:
     yield "runs", folder / "runs" / f"{run_id}.parquet"
-    yield from (
-        ("conclusions", file) for file in (folder / "conclusions" / run_id).glob("*.parquet")
-    )
+    yield from (("conclusions", file) for file in (folder / "conclusions" / run_id).glob("*"))
 
 
 def rows_of(file: Path) -> list[Row]:

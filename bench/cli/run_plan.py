@@ -172,6 +172,11 @@ def require_few(plan: Plan) -> None:
                 f"--interleave is for cells of one node: leave {cell.name!r} out with --skip or"
                 " --only"
             )
+        if cell.checkpoint != "none":
+            raise UsageError(
+                f"--interleave is for trials launched once: leave {cell.name!r} out with --skip or"
+                " --only"
+            )
     on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
     if not on_gpus or not (devices := gpus()):
         return

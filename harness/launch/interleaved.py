@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from harness.host.folders import scratch_folder
 from harness.host.process import die_with_parent
-from harness.launch.launcher import Launcher, LaunchOptions
+from harness.launch.launcher import Launcher, LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
 from harness.worker.spec import TimeSlices
@@ -40,6 +40,13 @@ class Launch:
     processes: int
     cycle: int = 1
     more: LaunchOptions = field(default_factory=LaunchOptions)
+
+    def run(
+        self, launcher: LauncherProtocol, on_progress: Callable[[int, float], None] | None
+    ) -> Outcome:
+        return launcher.run(
+            self.cell, self.data, self.processes, on_progress=on_progress, **self.more
+        )
 
 
 class InterleavedLauncher:

@@ -31,7 +31,7 @@ from harness.launch.elastic import run_elastic
 from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
-from harness.worker.spec import TimeSlices, TrialSpec, log_file
+from harness.worker.spec import Checkpointing, TimeSlices, TrialSpec, log_file
 from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 
@@ -53,6 +53,7 @@ class TrialOptions(TypedDict, total=False):
     samples_per_control: int
     timed_seconds: float
     rewind_seed: int | None
+    checkpoint: Checkpointing | None
 
 
 class LaunchOptions(TrialOptions, total=False):

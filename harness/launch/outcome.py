@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.watch import Hang, missing, read_groups
+from harness.record.checkpoint import CheckpointFacts
 from harness.spec.cell import Cell
 from harness.spec.redaction import redacted
 from harness.worker.rank_answer import RankAnswer, TrainedAnswer
@@ -38,6 +39,8 @@ class Outcome:
     """Facts of its nodes (harness/nodes/node.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
     """Record columns of the emulated link, if any."""
+    checkpoint: CheckpointFacts | None = None
+    """Facts of the checkpoint from which its ranks went on, if any."""
 
     @property
     def startup_seconds(self) -> float | None:

@@ -127,6 +127,11 @@ class TrialRecord(Record):
     compile: str = "none"
     """what torch.compile compiles: none, block (each block separately), block_cudagraphs (also
     replayed as CUDA graphs)"""
+    checkpoint: str = "none"
+    """how the state is saved before all ranks are killed and new ones load it: none, full (one
+    file), sharded (by rank), async (sharded, while training)"""
+    checkpoint_from: str | None = None
+    """strategy and devices that saved it, if not the cell's own"""
     optimizer: str
     seed: Int64
     launcher: str
@@ -232,6 +237,29 @@ class TrialRecord(Record):
     gpu_use: str | None = None
     """JSON: by rank, GPU UUIDs, seconds of timed steps with power or thermal throttling, state at
     the end"""
+
+    # The checkpoint from which new ranks went on.
+
+    checkpoint_step: Int32 | None = None
+    """number of training steps before the checkpoint"""
+    checkpoint_ranks: Int32 | None = None
+    """number of ranks that saved it"""
+    checkpoint_bytes: Int64 | None = None
+    """size of its files"""
+    checkpoint_files: Int32 | None = None
+    """number of its files"""
+    checkpoint_save_seconds: float | None = None
+    """from the call to the end of the save, slowest rank; async: with the steps meanwhile"""
+    checkpoint_blocked_seconds: float | None = None
+    """part of that in which the slowest rank could not train"""
+    checkpoint_load_seconds: float | None = None
+    """time to load it into a new model and optimizer, slowest rank"""
+    checkpoint_restores_random: bool | None = None
+    """whether loading restored torch's random state on every rank; null for another number of
+    ranks"""
+    checkpoint_restores_bits: bool | None = None
+    """whether loading restored every rank's parameters and optimizer states bit by bit; null for
+    another number of ranks"""
 
     # Efficiency.
 

@@ -140,6 +140,7 @@ def trial_seconds(
     started += known.compile_seconds * (cell.compile != "none")
     if cell.launcher == "spawn" or strategy.own_launcher:
         started += known.interpreter_seconds
+    started *= 2 if cell.checkpoint != "none" else 1  # killed, and launched again
     busy, crowded = cell.devices, 1.0
     if cell.device == "cpu":
         busy *= cell.threads_per_device

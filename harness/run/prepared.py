@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.host.cuda import to_preload
@@ -11,14 +11,17 @@ from harness.host.environment import device_type
 from harness.host.gpu_state import GpuState, as_json
 from harness.host.memory_limits import available_memory_bytes
 from harness.launch.interleaved import Launch
-from harness.launch.launcher import LaunchOptions
+from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
+from harness.launch.restarted import RestartedLaunch
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.expected import has_control
 from harness.spec.cell import Cell
+from harness.spec.training import EXACT
+from harness.strategy.checkpoints import checkpoint_step, saving_cell
 from harness.strategy.registry import make_strategy, own_command, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
@@ -63,7 +66,7 @@ class PreparedTrial:
             "max_restarts": self.strategy.capabilities.max_restarts,
             "command": own_command(self.strategy, cell),
         }
-        if timed_seconds is not None and has_control(cell):
+        if timed_seconds is not None and has_control(cell) and cell.checkpoint == "none":
             fixed = self.strategy.capabilities.fixed_steps
             more |= {
                 "samples_per_control": SAMPLES_PER_CONTROL,
@@ -79,12 +82,30 @@ class PreparedTrial:
             more["rewind_seed"] = zlib.crc32(text.encode())
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
         self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+        self.restarted = self._restarted() if cell.checkpoint != "none" else None
+
+    def _restarted(self) -> RestartedLaunch:
+        """Returns the launch that saves, perhaps by another strategy, and the one that loads."""
+        saves, first = self.launch, saving_cell(self.cell)
+        if self.cell.checkpoint_from:
+            strategy, layout = validate(first, self.workload)
+            more: LaunchOptions = {"command": own_command(strategy, first)}
+            saves = replace(saves, cell=first, processes=layout.processes, more=more)
+        exact = self.strategy.tolerance(self.cell, self.workload) == EXACT
+        bitwise = not exact and not self.cell.checkpoint_from
+        after = checkpoint_step(self.cell)
+        return RestartedLaunch(saves, self.launch, after=after, bitwise=bitwise)
+
+    def run(self, launcher: LauncherProtocol, on_progress: Callable[[int, float], None]) -> Outcome:
+        return (self.restarted or self.launch).run(launcher, on_progress)
 
     def _why_not_rewound(self, timed_seconds: float | None) -> str:
         """Returns why the state is never rewound; empty if it is."""
         cell = self.cell
         if self.known is None:
             return "there is no reference run to compare with"
+        if cell.checkpoint != "none":
+            return "its state is saved and loaded instead"
         if timed_seconds is None:
             return "its launches are not timed by seconds"
         if cell.parity_steps < 2:

@@ -271,10 +271,7 @@ class Runner:
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
-        how = prepared.launch
-        outcome = launcher.run(
-            how.cell, how.data, how.processes, on_progress=on_progress, **how.more
-        )
+        outcome = prepared.run(launcher, on_progress)
         around = Surroundings(
             gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after()
         )

@@ -15,7 +15,7 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """Strategy that all others are compared with: one process on one device. It is part of the record
 format, which is read where no strategy can be imported."""
-TECHNIQUES = ("micro_batches", "recompute", "compile")
+TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Implementations of an optimizer, and the one the reference uses."""
@@ -67,6 +67,11 @@ class Cell(BaseModel):
     compile: Literal["none", "block", "block_cudagraphs"] = "none"
     """What torch.compile compiles before the timed steps: nothing, or each block separately;
     `block_cudagraphs` also replays kernels as CUDA graphs (mode `reduce-overhead`)."""
+    checkpoint: Literal["none", "full", "sharded", "async"] = "none"
+    """How the state is saved before all ranks are killed and new ones load it: in one file, in
+    each rank's shards, or in shards while training goes on."""
+    checkpoint_from: str = ""
+    """Strategy and devices that save the checkpoint, such as `fsdp2 x2`; empty: the cell's own."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
@@ -137,6 +142,8 @@ class Cell(BaseModel):
             for k, v in sorted(self.options.items())
         ]
         shown += [f"{k}={getattr(self, k)}" for k in ("launcher", *TECHNIQUES) if self.is_set(k)]
+        if self.checkpoint_from:
+            shown.append(f"from {self.checkpoint_from}")
         if self.optimizer != "adamw":
             shown.append(self.optimizer)
         return self.strategy + (f"({', '.join(shown)})" if shown else "")
@@ -194,6 +201,7 @@ class Cell(BaseModel):
                 "regime": "strong",
                 **{name: type(self).model_fields[name].default for name in TECHNIQUES},
                 "optimizer": SAME_TRAINING.get(self.optimizer, self.optimizer),
+                "checkpoint_from": "",
                 "launcher": "elastic",
                 "warmup_steps": self.parity_steps,
                 "timed_steps": 1,

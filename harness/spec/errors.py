@@ -40,6 +40,10 @@ class DamagedFileWarning(UserWarning):
     """A damaged file was skipped."""
 
 
+class BadCheckpoint(Exception):
+    """A checkpoint's files are not those that were saved."""
+
+
 class Refused(Exception):
     """The cell can run on no host: a batch that does not divide, options that exclude each
     other."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
-from harness.strategies._accelerate_config import fsdp2_settings, mixed_precision
+from harness.strategies._accelerate_config import fsdp2_settings, mixed_precision, state_dict_type
 from harness.strategies._deepspeed import settle
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.deepspeed import Deepspeed
@@ -39,6 +41,10 @@ class AccelerateEngine(Strategy):
         """Equivalent strategy, if DeepSpeed is the engine."""
         stages: dict[str, Literal[2, 3]] = {"zero2": 2, "zero3": 3}
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return {"ddp": ("full",), "fsdp2": ("full", "sharded")}.get(self.engine, ("sharded",))
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.precision == "fp16" and cell.device == "cpu" and not self.zero:
@@ -78,7 +84,9 @@ class AccelerateEngine(Strategy):
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
-        return fsdp2_settings(make_workload(cell.workload)) if self.engine == "fsdp2" else None
+        if self.engine != "fsdp2":
+            return None
+        return fsdp2_settings(make_workload(cell.workload)) | state_dict_type(cell)
 
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
         """Returns DeepSpeed's config; None for other engines."""
@@ -183,6 +191,35 @@ def make_accelerator(
     # Accelerate takes all cores if OMP_NUM_THREADS is not set.
     torch.set_num_threads(job.threads)
     return made
+
+
+@dataclass
+class SavedStep:
+    """The number of steps, which Accelerate saves with the rest."""
+
+    step: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.step = state_dict["step"]
+
+
+class AccelerateState:
+    """Accelerate's `save_state` and `load_state`."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator, self.position = accelerator, SavedStep()
+        accelerator.register_for_checkpointing(self.position)
+
+    def save(self, folder: Path, step: int) -> None:
+        self.position.step = step
+        self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> int:
+        self.accelerator.load_state(str(folder))
+        return self.position.step
 
 
 def pretend_gpus() -> None:

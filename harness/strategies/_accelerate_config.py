@@ -42,6 +42,12 @@ def fsdp2_settings(
     }
 
 
+def state_dict_type(cell: Cell) -> dict[str, object]:
+    """Returns the setting of what a checkpoint consists of; empty without one."""
+    kinds = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
+    return {"state_dict_type": kinds[cell.checkpoint]} if cell.checkpoint in kinds else {}
+
+
 def block_classes(workload: Workload) -> list[str]:
     import torch
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.spec.training import Batch, Retained, TrainStep
 from harness.strategy import Job
+from harness.strategy.checkpoints import random_states
 from harness.strategy.job import Wait, own_precision
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from harness.workloads.workload import HasLogits
+
+CHECKPOINT = "checkpoint"
+"""Tag of a checkpoint."""
 
 
 def emptied_folder(job: Job, chosen: str) -> Path:
@@ -102,6 +106,24 @@ def keep_norm(engine: DeepSpeedEngine) -> None:
         return norm
 
     module.clip_grad_norm_ = clip_and_keep
+
+
+def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
+    """Saves each rank's shards; step and random states travel in DeepSpeed's client state."""
+    client_state = {"step": step, "random": random_states()}
+    engine.save_checkpoint(str(folder), CHECKPOINT, client_state=client_state)
+
+
+def load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
+    """Raises RuntimeError if DeepSpeed finds no checkpoint, about which it only warns."""
+    import torch
+
+    path, client_state = engine.load_checkpoint(str(folder), CHECKPOINT)
+    if path is None:
+        raise RuntimeError("DeepSpeed has not loaded the checkpoint")
+    torch.set_rng_state(client_state["random"][job.rank])
+    step: int = client_state["step"]
+    return step
 
 
 def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:

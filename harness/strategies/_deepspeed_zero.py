@@ -114,6 +114,7 @@ class ZeroOptions(Strategy):
     capabilities = Capabilities(
         preload=("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo"),
         compiled_parts=_compiled_parts,
+        checkpoints=("sharded",),
     )
 
     stage: Literal[0, 1, 2, 3] = 0

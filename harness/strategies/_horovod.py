@@ -11,12 +11,14 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.packages import unbuilt
 from harness.spec.training import Retained
 from harness.strategy import Job
+from harness.strategy.checkpoints import StateFiles
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
@@ -212,6 +214,30 @@ def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
 
 
+@dataclass(frozen=True)
+class RootFile:
+    """Rank 0's file, whose contents are broadcast after loading, as in Horovod's examples."""
+
+    job: Job
+    model: nn.Module
+    optimizer: Optimizer
+
+    def save(self, folder: Path, step: int) -> None:
+        self._files.save(folder, step)
+
+    def load(self, folder: Path) -> int:
+        import horovod.torch as hvd
+
+        step = self._files.load(folder) if self.job.rank == 0 else 0
+        broadcast(self.model, self.optimizer)
+        loaded: int = hvd.broadcast_object(step, root_rank=0)
+        return loaded
+
+    @property
+    def _files(self) -> StateFiles:
+        return StateFiles(self.job, {"model": self.model, "optimizer": self.optimizer})
+
+
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
     """Averages gradients before GradScaler inspects them, and stops step() from averaging again.
@@ -248,4 +274,6 @@ def register(
         waits=[(module, "synchronize", "communication")],
         wire="ring",
         over_tcp=over_tcp,
+        save=RootFile(job, model, optimizer).save,
+        load=RootFile(job, model, optimizer).load,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harness.spec.training import Batch
 from harness.strategies._accelerate import AccelerateEngine, pretend_gpus, verify
-from harness.strategies._accelerate_config import fsdp2_settings
+from harness.strategies._accelerate_config import fsdp2_settings, state_dict_type
 from harness.strategies._deepspeed import settle
 from harness.strategy import Job
 from harness.strategy.job import LOSS_SCALE
@@ -52,6 +54,17 @@ class Stepped:
         self._answer()
         return self.trainer
 
+    def save(self, folder: Path, step: int) -> None:
+        """Saves as the loop would, which is paused before its next step."""
+        self.trainer.args.output_dir = str(folder)
+        assert self.trainer.model is not None
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+    def loaded(self, folder: Path) -> int:
+        """Returns the step at which the loop resumed in `begin`."""
+        step: int = self.trainer.state.global_step
+        return step
+
     def step(self, batch: Batch) -> Tensor | None:
         """Runs one step of the loop; returns the loss passed with the next request."""
         self._batches.put(batch)
@@ -75,7 +88,9 @@ class Stepped:
             if self.job.device.type == "cuda":
                 torch.cuda.set_device(self.job.device)
             self.trainer = make_trainer(self, self.engine)
-            self.trainer.train()
+            resume_from = self.job.resume_from
+            where = str(checkpoint_in(resume_from)) if resume_from else None
+            self.trainer.train(resume_from_checkpoint=where)
             raise RuntimeError("the training loop has ended before the harness's steps were done")
         except BaseException as error:
             self._answers.put(error)
@@ -180,6 +195,12 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
     return trainer
 
 
+def checkpoint_in(folder: Path) -> Path:
+    """Returns the folder that Trainer made in this one."""
+    (found,) = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return found
+
+
 def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str, Any]:
     cell = job.cell
     same_training = {
@@ -209,7 +230,7 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
         args["deepspeed"] = zero.config(cell, job.layout, sizes)
     if engine.engine == "fsdp2":
-        settings = fsdp2_settings(job.workload)
+        settings = fsdp2_settings(job.workload) | state_dict_type(cell)
         classes = settings.pop("transformer_cls_names_to_wrap", None)
         args |= {
             "fsdp": True,

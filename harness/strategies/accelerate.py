@@ -61,4 +61,6 @@ class Accelerate(AccelerateEngine):
         else:
             job.register(model, optimizer, library=lambda: ddp_buckets(model))
         scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
+        state = _accelerate.AccelerateState(accelerator)
+        job.save_by(state.save, state.load)
         return _accelerate.train_step(job, accelerator, model, optimizer, scheduler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import Batch, Layout, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import Stateful
 from harness.strategy.job import loss_scaler, standard_step
 from harness.workloads import Workload
 
@@ -32,6 +33,8 @@ class DdpElastic(Strategy):
         max_restarts=3,
         # A snapshot holds the losses of all steps.
         fixed_steps=True,
+        # Its snapshots are checkpoints already.
+        checkpoints=(),
     )
 
     crash_at_step: int = Field(default=2, ge=0)
@@ -87,11 +90,6 @@ class DdpElasticCosts(CostModel[DdpElastic]):
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         return 3.0 * facts.trained_bytes / self.strategy.snapshot_every
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Snapshots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,8 @@ class Deepspeed(ZeroOptions):
             states=lambda: engines.retained_by_engine(engine),
             waits=engines.engine_waits(engine),
             offload_folder=folder,
+            save=functools.partial(engines.save_checkpoint, engine),
+            load=functools.partial(engines.load_checkpoint, job, engine),
         )
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pydantic import Field
 
@@ -25,7 +26,9 @@ class DeepspeedMoe(Strategy):
     """
 
     requires = ("deepspeed",)
-    capabilities = Capabilities(preload=Deepspeed.capabilities.preload, precisions=("fp32",))
+    capabilities = Capabilities(
+        preload=Deepspeed.capabilities.preload, precisions=("fp32",), checkpoints=("sharded",)
+    )
 
     expert: int = Field(default=2, ge=1)
     """Ranks among which the experts of each layer are divided (`ep_size`)."""
@@ -77,6 +80,8 @@ class DeepspeedMoe(Strategy):
             states=lambda: engines.retained_by_engine(engine),
             waits=engines.engine_waits(engine),
             routers=moe.routers(mixtures),
+            save=functools.partial(engines.save_checkpoint, engine),
+            load=functools.partial(engines.load_checkpoint, job, engine),
         )
         return engines.engine_step(job, engine)
 

@@ -31,7 +31,7 @@ class DeepspeedPipeline(Strategy):
     """
 
     requires = ("deepspeed",)
-    capabilities = Capabilities(precisions=("fp32",))
+    capabilities = Capabilities(precisions=("fp32",), checkpoints=("sharded",))
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -72,7 +72,14 @@ class DeepspeedPipeline(Strategy):
         )
         engines.keep_norm(engine)
         buffers, timed = functools.partial(pipeline_buffers, engine), timed_instructions(engine)
-        job.register(stage.model, engine.basic_optimizer, library=buffers, compute=timed)
+        job.register(
+            stage.model,
+            engine.basic_optimizer,
+            library=buffers,
+            compute=timed,
+            save=functools.partial(engines.save_checkpoint, engine),
+            load=functools.partial(engines.load_checkpoint, job, engine),
+        )
         parts = job.cell.micro_batches
 
         def step(batch: Batch) -> Tensor:

@@ -14,6 +14,7 @@ from harness.host.tcp_store import LOOPBACK, open_store
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.formulas import model_states
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
@@ -38,7 +39,7 @@ class DiLoCo(Strategy):
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
     # fp16 loss scaling would skip a step, and thus shift the period, on one rank only.
-    capabilities = Capabilities(precisions=("fp32", "bf16"))
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=("sharded",))
 
     period: int = Field(default=4, ge=1)
     """Inner steps between outer steps."""
@@ -91,13 +92,22 @@ class DiLoCo(Strategy):
         manager = manager_of(job)
         diloco = TorchftDiLoCo(manager, [model], inner, outer, sync_every=self.period)
         diloco.__enter__()  # hooks the inner optimizer until the trial ends
-        began = diloco._fragments[0].original_parameters
+        fragment = diloco._fragments[0]
+        began = fragment.original_parameters
+        files = StateFiles(
+            job,
+            {"model": model, "inner": inner, "outer": outer, "began": Tensors(began)},
+            counters := ((diloco, "_local_step"),),
+        )
         job.register(
             model,
             inner,
             outer,
             library=lambda: [("library", f"began.{name}", t) for name, t in began.items()],
             waits=[(manager, name, "communication") for name in ("start_quorum", "should_commit")],
+            counters=counters,
+            save=files.save,
+            load=files.load,
         )
         return standard_step(job, model, inner)
 

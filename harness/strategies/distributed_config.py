@@ -6,6 +6,7 @@ import dataclasses
 
 from pydantic import Field
 
+from harness.spec.errors import Refused
 from harness.spec.training import Layout, TrainStep
 from harness.strategies import _distributed as mesh
 from harness.strategies.fsdp2 import sharded_messages
@@ -29,6 +30,11 @@ class DistributedConfigParallel(mesh.MeshStrategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         mesh.check_version()
+        if cell.checkpoint == "async":
+            raise Refused(
+                'torch cannot copy the files that transformers maps into memory ("copy_() on an'
+                ' invalid python storage"); use checkpoint sharded'
+            )
         super().check(cell, workload)
 
     def export(self, cell: Cell, to: str) -> Export | None:

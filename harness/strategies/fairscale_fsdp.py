@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, Retained, States, TrainStep
 from harness.strategies.fairscale_oss import check_recompute, recompute_by_fairscale
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import StateDict, StateFiles
 from harness.strategy.formulas import model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
@@ -24,7 +26,7 @@ class FairscaleFsdp(Strategy):
     """fairscale's FullyShardedDataParallel: each block gathered as one flat tensor when it runs."""
 
     requires = ("fairscale",)
-    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
+    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",), checkpoints=("sharded",))
 
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (zero_dp_3) or keep them
@@ -82,7 +84,15 @@ class FairscaleFsdp(Strategy):
 
         job.recipe.clip = model.clip_grad_norm_
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, gather=gather, library=lambda: pinned_gradients(model))
+        files = StateFiles(job, {"model": LocalState(model), "optimizer": optimizer})
+        job.register(
+            model,
+            optimizer,
+            gather=gather,
+            library=lambda: pinned_gradients(model),
+            save=files.save,
+            load=files.load,
+        )
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)
 
@@ -99,6 +109,20 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
         if self.strategy.reshard_after_forward:
             return shard
         return dataclasses.replace(shard, transient=4.0 * facts.parameters)
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """A rank's shard of the model."""
+
+    model: FullyShardedDataParallel
+
+    def state_dict(self) -> StateDict:
+        state: StateDict = self.model.local_state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.model.load_local_state_dict(state_dict)
 
 
 def pinned_gradients(model: FullyShardedDataParallel) -> Iterator[Retained]:

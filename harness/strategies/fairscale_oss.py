@@ -14,6 +14,7 @@ from harness.parity.verdict import widest
 from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import StateFiles
 from harness.strategy.formulas import BESIDE_BACKWARD, model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
@@ -40,7 +41,7 @@ class FairscaleOss(Strategy):
     """
 
     requires = ("fairscale",)
-    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",))
+    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",), checkpoints=("full",))
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
     """Elements of the persistent bucket that reduces gradients for one rank; 0: no bucket."""
@@ -79,7 +80,16 @@ class FairscaleOss(Strategy):
             reduce_buffer_size=self.reduce_buffer_size,
             reduce_fp16=self.reduce_fp16,
         )
-        job.register(model, optimizer.optim, states=lambda: retained_by_oss(model, optimizer))
+        files = StateFiles(
+            job, {"model": model, "optimizer": optimizer}, gather=optimizer.consolidate_state_dict
+        )
+        job.register(
+            model,
+            optimizer.optim,
+            states=lambda: retained_by_oss(model, optimizer),
+            save=files.save,
+            load=files.load,
+        )
         job.recipe.clip = optimizer.clip_grad_norm
         return standard_step(
             job,

@@ -27,7 +27,9 @@ class Horovod(Strategy):
 
     requires = ("horovod",)
     install = "make setup builds it from its source release (needs g++ and make)"
-    capabilities = Capabilities(preload=("horovod.torch",), compiled_parts=_horovod.compiled)
+    capabilities = Capabilities(
+        preload=("horovod.torch",), compiled_parts=_horovod.compiled, checkpoints=("full",)
+    )
 
     controller: Literal["gloo", "mpi"] = "gloo"
     """Communication backend: Gloo's ring, or MPI_Allreduce under mpirun."""

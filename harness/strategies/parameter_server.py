@@ -52,6 +52,8 @@ class ParameterServer(Strategy):
         process_group=False,
         # A worker must know its last step to wait for its last message.
         fixed_steps=True,
+        # Workers have parameters without optimizer, the server both: torch's state dicts fit none.
+        checkpoints=(),
     )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"

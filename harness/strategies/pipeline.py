@@ -9,6 +9,7 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import OF_STAGES
 from harness.strategy.formulas import hidden_bytes, pipeline_states
 from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
@@ -18,7 +19,7 @@ from harness.workloads.family import Split
 class Pipeline(Strategy):
     """Pipeline parallelism (torch.distributed.pipelining): one or more stages per rank."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"))
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients

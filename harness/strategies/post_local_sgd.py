@@ -9,6 +9,7 @@ from pydantic import Field
 from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
+from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
@@ -30,7 +31,9 @@ class PostLocalSgd(Strategy):
 
     capabilities = Capabilities(
         # fp16 loss scaling would skip a step and its average on one rank only.
-        precisions=("fp32", "bf16")
+        precisions=("fp32", "bf16"),
+        # Between averages every rank has its own parameters.
+        checkpoints=("sharded",),
     )
 
     start_step: int = Field(default=4, ge=0)
@@ -63,7 +66,9 @@ class PostLocalSgd(Strategy):
         model.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
-        job.register(model, optimizer.optim, counters=((state, "iter"), (averager, "step")))
+        counters = ((state, "iter"), (averager, "step"))
+        files = StateFiles(job, {"model": model, "optimizer": optimizer}, counters)
+        job.register(model, optimizer.optim, counters=counters, save=files.save, load=files.load)
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 

@@ -13,6 +13,7 @@ from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.pipeline import pipeline_values
 from harness.strategies.tensor import tensor_values
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import OF_STAGES
 from harness.strategy.formulas import (
     a_stage_each,
     dealt_out_states,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class ThreeD(Strategy):
     """3D parallelism: data x pipeline x tensor on one mesh, tensor innermost."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"))
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
 
     tensor: int = Field(default=2, ge=1)
     """Ranks over which each weight is split."""
@@ -55,6 +56,11 @@ class ThreeD(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         workload.check_split(self.layout(cell.devices))
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
+        if cell.checkpoint != "none" and self.data_axis != "fsdp2":
+            raise Refused(
+                "torch makes the weights of the other data axes plain tensors, whose parts it would"
+                " take for copies when saving; use data_axis fsdp2"
+            )
         if workload.split and self.tensor > 1:
             workload.split.check_tensor(sequence_parallel=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.spec.errors import Refused
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import OF_STAGES
 from harness.strategy.formulas import a_stage_each, pipeline_states
 from harness.workloads import Workload
 
@@ -12,7 +13,7 @@ from harness.workloads import Workload
 class Vertical(Strategy):
     """Naive vertical model parallelism: layers split over ranks, which compute one at a time."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"))
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy.checkpoints import StateFiles
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
@@ -44,7 +45,20 @@ class ZeroRedundancy(Strategy):
             parameters_as_bucket_view=self.parameters_as_bucket_view,
             **kwargs,
         )
-        job.register(model, optimizer.optim, library=lambda: ddp_buckets(model))
+        files = StateFiles(
+            job,
+            {"model": model, "optimizer": optimizer},
+            gather=lambda: optimizer.consolidate_state_dict(to=0),
+        )
+        # Its own way is one file; each rank's inner optimizer can also save its shard.
+        full = job.cell.checkpoint == "full"
+        job.register(
+            model,
+            optimizer.optim,
+            library=lambda: ddp_buckets(model),
+            save=files.save if full else None,
+            load=files.load if full else None,
+        )
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 

@@ -49,6 +49,8 @@ class Capabilities:
     """Whether ranks need torch.distributed."""
     synchronizes_batch_norm: bool = False
     """Whether BatchNorm sees the whole global batch."""
+    checkpoints: tuple[str, ...] = ("full", "sharded", "async")
+    """Values of the checkpoint axis, whatever its options."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""
@@ -122,6 +124,11 @@ class Strategy(BaseModel, ABC):
         Rewinding restores what the strategy registers.
         """
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Values of the checkpoint axis by which training can be saved and continued."""
+        return self.capabilities.checkpoints
 
     @property
     def own_launcher(self) -> OwnLauncher | None:

@@ -46,6 +46,13 @@ Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimiz
 """Object or module, function name, and the component that its time counts for."""
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
+Save = Callable[[Path, int], "Callable[[], object] | None"]
+"""Saves the state after this many steps to a folder, the number included.
+
+Returns a function that waits for the end of an asynchronous save, or None.
+"""
+Load = Callable[[Path], int]
+"""Loads the state from a folder; returns the number of steps read from it."""
 LOSS_SCALE = 4096.0
 
 
@@ -89,6 +96,12 @@ class TrainState:
     """Whether CPU ranks communicate only over TCP; otherwise sent bytes are unknown."""
     counters: Sequence[tuple[object, str]] = ()
     """Step counters outside the optimizers that affect a step, as (object, attribute name)."""
+    save: Save | None = None
+    """Saves a checkpoint by the library's own means, if it has any; called on all ranks."""
+    load: Load | None = None
+    """Loads that checkpoint into a newly built training; called on all ranks."""
+    loads_in_setup: bool = False
+    """Whether `setup` has loaded `Job.resume_from`, and `load` only returns its step."""
 
 
 class TrainStateOptions(TypedDict, total=False):
@@ -106,6 +119,8 @@ class TrainStateOptions(TypedDict, total=False):
     routers: Mapping[int, Router] | None
     over_tcp: bool
     counters: Sequence[tuple[object, str]]
+    save: Save | None
+    load: Load | None
 
 
 @dataclass
@@ -133,6 +148,8 @@ class Job:
 
     Always a GPU in GPU cells: the CPU generator draws other weights than the reference's.
     """
+    resume_from: Path | None = None
+    """Checkpoint that `TrainState.load` will be called with; None without one."""
     train_state: TrainState | None = None
     recomputes: bool = False
     compiles: bool = False
@@ -228,6 +245,12 @@ class Job:
     ) -> None:
         """Registers the trained module and optimizers (see `TrainState`); call once."""
         self.train_state = TrainState(model, optimizers, **options)
+
+    def save_by(self, save: Save, load: Load, *, loads_in_setup: bool = False) -> None:
+        """Replaces how the registered training is saved and loaded."""
+        assert self.train_state is not None
+        self.train_state.save, self.train_state.load = save, load
+        self.train_state.loads_in_setup = loads_in_setup
 
 
 def standard_step(

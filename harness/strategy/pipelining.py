@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from harness.strategy.checkpoints import load_by_torch, save_by_torch
+from harness.strategy.job import TrainState
 from harness.strategy.recipe import clip_gradients
 from harness.strategy.schedules import blocks_of_stage
 
@@ -207,6 +210,20 @@ class Pipe:
                 mine += other
 
 
+def _module_of(named: Iterable[tuple[str, nn.Parameter]]) -> nn.Module:
+    """Returns a module with these parameters and names, which differ between stages."""
+    root = nn.Module()
+    for name, parameter in named:
+        module = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, parameter)
+    return root
+
+
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
@@ -238,10 +255,13 @@ def train_step(
     # ZeroRedundancyOptimizer's states are in the optimizer it wraps.
     states: Optimizer = getattr(optimizer, "optim", optimizer)
     scheduler, max_norm = job.scheduler(optimizer), job.cell.clip_norm
+    named = TrainState(_module_of(pipe.named), [states])
     job.register(
         nn.ParameterList(pipe.parameters),
         states,
         compute=compute,
+        save=functools.partial(save_by_torch, job, named),
+        load=functools.partial(load_by_torch, job, named),
         gather=lambda: iter(pipe.named),
         library=pipe.receive_buffers,
         restore=restore or {},

@@ -18,6 +18,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
+from harness.strategy.checkpoints import admit_checkpoint, saving_cell
 from harness.strategy.optimizers import EXTRA_OPTIMIZERS, packages_of
 
 if TYPE_CHECKING:
@@ -222,6 +223,10 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         workload.check_recompute(cell.recompute)
     if cell.compile != "none":
         _admit_compiled(cell, strategy, workload, here)
+    if cell.checkpoint != "none":
+        admit_checkpoint(cell, strategy.checkpoints)
+        if cell.checkpoint_from:
+            validate(saving_cell(cell), workload, here)
     strategy.check(cell, workload)
     return strategy, layout
 

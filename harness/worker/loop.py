@@ -21,7 +21,7 @@ from harness.strategy.job import Job, TrainState
 from harness.worker.batches import Batches
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
-from harness.worker.rank_answer import Offload, RankStates, RankStep
+from harness.worker.rank_answer import LoadedAnswer, Offload, RankStates, RankStep
 from harness.worker.reporting import Heartbeat, Progress
 from harness.worker.rewind import FIRST_WITHIN, REPLAYED_STEPS, Rewinds
 from harness.worker.spec import TrialSpec, TurnClient
@@ -81,6 +81,9 @@ class Loop:
     ) -> None:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
         self.control, self.heartbeat, self.rewinds = control, heartbeat, rewinds
+        self.first_step = 0
+        """Index of this process's first step: more than 0 after a restart."""
+        self.loaded: LoadedAnswer | None = None
         self.training_step = 0
         """Index of the next training step, for its batch and the reference's step."""
         self.paused_seconds = 0.0
@@ -118,7 +121,7 @@ class Loop:
         rows = slice(share * size, (share + 1) * size)
         cell = job.cell
         self.batches = Batches(
-            spec.data, cell.seed, cell.global_batch, rows, job.device, cell.labels == "padded"
+            spec.data, spec.cell.seed, cell.global_batch, rows, job.device, cell.labels == "padded"
         )
 
     def synchronize(self) -> None:
@@ -166,6 +169,16 @@ class Loop:
         timed = self.control is not None and self.spec.timed_seconds > 0
         return self.spec.turns is not None or timed
 
+    @property
+    def next_step(self) -> int:
+        return self.first_step + len(self.steps)
+
+    def continue_at(self, step: int, loaded: LoadedAnswer) -> None:
+        """Continues a training of this many steps. The next one does not count, as caches are
+        cold."""
+        self.first_step = self.training_step = step
+        self.loaded, self.settling = loaded, True
+
     def over(self) -> bool:
         """Returns whether all steps are done.
 
@@ -176,7 +189,7 @@ class Loop:
             not self.rewinds.count or self.training_step < self.job.cell.parity_steps
         ):
             return False
-        return len(self.steps) >= self.job.cell.total_steps and (
+        return self.next_step >= self.job.cell.total_steps and (
             not self.counted or self.timed >= self.planned
         )
 

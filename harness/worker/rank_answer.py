@@ -61,6 +61,26 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class CheckpointedState:
+    """What must be the same before saving and after loading."""
+
+    random: str
+    """Digest of torch's random state."""
+    tensors: str
+    """Digest of this rank's parameters, buffers and optimizer states."""
+    counters: tuple[int, ...]
+    """Values of the library's step counters."""
+
+
+@dataclass(frozen=True)
+class LoadedAnswer:
+    load_seconds: float | None
+    """None if the library loads while it is set up."""
+    state: CheckpointedState
+    """State after loading."""
+
+
+@dataclass(frozen=True)
 class RankStates:
     parameter_dtypes: tuple[str, ...]
     gradient_dtypes: tuple[str, ...]
@@ -100,9 +120,24 @@ class TrainedAnswer:
     states: RankStates
     compile_seconds: float | None = None
     """Seconds before the timed steps; None without compilation."""
+    loaded: LoadedAnswer | None = None
+    """How it loaded its checkpoint; None without one."""
     expert_tokens: dict[int, tuple[int, ...]] | None = None
     """Tokens of this rank's samples per expert in the last warm-up step, by block; None without
     experts. Empty if another rank counts the same samples."""
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """What a rank reports after saving, before it is killed."""
+
+    steps: tuple[RankStep, ...]
+    """Steps before the checkpoint."""
+    save_seconds: float
+    blocked_seconds: float
+    """Part of that in which the rank could not train."""
+    state: CheckpointedState
+    """State when it saved."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +178,7 @@ class FailureAnswer:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank: at most one of three parts; none if it ended silently."""
+    """Result of a rank: at most one of four parts; none if it ended silently."""
 
     rank: int
     pid: int | None = None
@@ -151,6 +186,7 @@ class RankAnswer:
     """Time of its first instruction, in seconds after the epoch."""
     trained: TrainedAnswer | None = None
     profiled: ProfiledAnswer | None = None
+    saved: SavedAnswer | None = None
     failure: FailureAnswer | None = None
     machine: str | None = None
     """Machine of a rank on another node."""
@@ -159,7 +195,7 @@ class RankAnswer:
 
     @property
     def succeeded(self) -> bool:
-        return self.trained is not None or self.profiled is not None
+        return any(part is not None for part in (self.trained, self.profiled, self.saved))
 
     @property
     def silent(self) -> bool:

@@ -61,6 +61,17 @@ class TurnClient:
 
 
 @dataclass(frozen=True)
+class Checkpointing:
+    """What a launch of a restarted trial does with its checkpoint."""
+
+    folder: str
+    step: int
+    """Number of training steps before the checkpoint."""
+    loads: bool
+    """Whether the ranks load it, or save it and are killed."""
+
+
+@dataclass(frozen=True)
 class TrialSpec:
     """Specification for every rank; small and picklable. A node fills in the last fields."""
 
@@ -83,6 +94,8 @@ class TrialSpec:
     """With a control: least total time of the timed steps; never fewer than the cell's."""
     rewind_seed: int | None = None
     """Seed of the rewind schedule (harness/worker/rewind.py); None: no rewinds."""
+    checkpoint: Checkpointing | None = None
+    """Checkpoint of a restarted trial; None for other trials."""
     node: int = 0
     node_name: str = ""
     """Name of this node; empty for the host's."""

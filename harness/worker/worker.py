@@ -23,6 +23,7 @@ from harness.measure.peak_memory import MemoryMeter
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
+from harness.worker.checkpoint import Saver, resume
 from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
 from harness.worker.control_process import Control
 from harness.worker.loop import Loop, busy_share
@@ -247,11 +248,8 @@ def _train(
     spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
     """Trains and verifies, or profiles. `answer`: this rank's answer so far."""
-    cell, strategy, workload = (
-        spec.cell,
-        make_strategy(spec.cell),
-        make_workload(spec.cell.workload),
-    )
+    cell, strategy = _rank_cell(spec), make_strategy(spec.cell)
+    workload = make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
     device = _prepare_device(cell, strategy, workload, layout.serves(answer.rank))
     progress.heartbeat.beat(RENDEZVOUS)
@@ -269,11 +267,14 @@ def _train(
         from harness.worker.rank_profile import profile_rank
 
         return profile_rank(loop, answer, spec.traces)
+    saver = _checkpoint(loop, answer)
     gc.collect()
     meter.reset()
     gc.disable()  # a collection in a timed step would be noise
     while not loop.over():
-        loop.run_step(len(loop.steps))
+        loop.run_step(loop.next_step)
+        if saver:
+            saver.after_step()
         if loop.training_step == cell.parity_steps:
             loop.verify()
     loop.stop_counting()
@@ -283,6 +284,17 @@ def _train(
         control.close()
     gc.enable()
     return _measurements(loop, setup_seconds, setup_peak)
+
+
+def _checkpoint(loop: Loop, answer: RankAnswer) -> Saver | None:
+    """Loads a restarted trial's checkpoint, or returns what will save it."""
+    how = loop.spec.checkpoint
+    if how is None:
+        return None
+    if not how.loads:
+        return Saver(loop, Path(how.folder), how.step, answer)
+    resume(loop, Path(how.folder), how.step)
+    return None
 
 
 def _prepare_device(
@@ -307,6 +319,13 @@ def _prepare_device(
     return device
 
 
+def _rank_cell(spec: TrialSpec) -> Cell:
+    """Returns the cell to build from: with another seed if all is to come from a checkpoint, so
+    that whatever it does not restore is noticed."""
+    seed = spec.cell.seed + (spec.checkpoint is not None and spec.checkpoint.loads)
+    return spec.cell.model_copy(update={"seed": seed})
+
+
 def _set_up(
     spec: TrialSpec,
     strategy: Strategy,
@@ -321,7 +340,7 @@ def _set_up(
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    cell, layout = spec.cell, strategy.layout(spec.cell.devices)
+    cell, layout = _rank_cell(spec), strategy.layout(spec.cell.devices)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.capabilities.process_group:
         # torchrun keeps one store over its restarts: without a prefix a rank may read the address
@@ -347,6 +366,7 @@ def _set_up(
         local_processes=len(spec.ranks),
         threads=torch.get_num_threads(),
         weights_device=torch.device("cuda", 0) if serves_gpus else device,
+        resume_from=Path(how.folder) if (how := spec.checkpoint) and how.loads else None,
     )
     step = strategy.setup(job)
     if job.train_state is None:
@@ -384,6 +404,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
         joules_per_step=loop.joules_per_step(),
         compile_seconds=compile_seconds,
+        loaded=loop.loaded,
         expert_tokens=loop.expert_tokens,
         states=loop.states,
     )

@@ -1,0 +1,113 @@
+"""What a checkpoint consists of, so that no damaged one is loaded, and what it cost."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.spec.errors import BadCheckpoint
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    path: str
+    """Path within the checkpoint."""
+    size: int
+    """Size in bytes."""
+    digest: str
+    """BLAKE2b of its contents."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files of a checkpoint, written after them."""
+
+    step: int
+    """Number of training steps before the checkpoint."""
+    ranks: int
+    """Number of ranks that saved it."""
+    files: tuple[SavedFile, ...]
+
+    @classmethod
+    def of(cls, folder: Path, step: int, ranks: int) -> Manifest:
+        """Describes the files now in the folder."""
+        names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
+        files = tuple(
+            SavedFile(name, (folder / name).stat().st_size, _digest(folder / name))
+            for name in names
+        )
+        return cls(step, ranks, files)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def write(self, folder: Path) -> None:
+        """Writes the manifest atomically."""
+        temporary = folder / f"{NAME}.tmp"
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(folder / NAME)
+
+    @classmethod
+    def verified(cls, folder: Path) -> Manifest:
+        """Reads a checkpoint's manifest and compares all files with it; raises BadCheckpoint."""
+        try:
+            manifest = _adapter().validate_python(json.loads((folder / NAME).read_text()))
+        except FileNotFoundError:
+            raise BadCheckpoint("it has no manifest, so saving it did not end") from None
+        except ValueError:
+            raise BadCheckpoint(f"{NAME} is not a manifest") from None
+        for file in manifest.files:
+            path = folder / file.path
+            if not path.is_file():
+                raise BadCheckpoint(f"{file.path} is missing")
+            if path.stat().st_size != file.size:
+                raise BadCheckpoint(
+                    f"{file.path} has {path.stat().st_size} bytes instead of {file.size}"
+                )
+            if _digest(path) != file.digest:
+                raise BadCheckpoint(f"{file.path} is not the file that was saved at this step")
+        return manifest
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Manifest]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A trial's columns about its checkpoint, see harness/record/trial.py."""
+
+    checkpoint_step: int
+    checkpoint_ranks: int
+    checkpoint_bytes: int
+    checkpoint_files: int
+    checkpoint_save_seconds: float
+    checkpoint_blocked_seconds: float
+    checkpoint_load_seconds: float | None
+    checkpoint_restores_random: bool | None
+    checkpoint_restores_bits: bool | None
+
+
+def _files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.is_file() and p.name not in (NAME, f"{NAME}.tmp")]
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as content:
+        while piece := content.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()

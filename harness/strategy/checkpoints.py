@@ -1,0 +1,246 @@
+"""Checkpoints of any model and optimizers, by torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    from harness.strategy.job import Job, TrainState
+
+
+StateDict: TypeAlias = dict[str, Any]
+"""Tensors and values by name, perhaps nested, as torch names them."""
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> StateDict: ...
+    def load_state_dict(self, state_dict: StateDict, /) -> object: ...
+
+
+Counter = tuple[object, str]
+"""Object and name of its step counter."""
+OF_STAGES = ("sharded", "async")
+"""Checkpoints of pipelines: no rank has the whole model for a full one."""
+LEAST_STEPS = 6
+"""Least steps of a parity segment with a checkpoint: steps are compared before and after it."""
+FILE = "checkpoint.pt"
+"""Name of the one file of a full checkpoint."""
+
+
+def checkpoint_step(cell: Cell) -> int:
+    """Returns the number of steps before the checkpoint: half of the parity segment."""
+    return cell.parity_steps // 2
+
+
+def saving_cell(cell: Cell) -> Cell:
+    """Returns the cell that saves the checkpoint: another strategy's with `checkpoint_from`.
+
+    Raises UsageError if that is not a strategy and a number of devices.
+    """
+    if not cell.checkpoint_from:
+        return cell
+    strategy, _, devices = cell.checkpoint_from.rpartition(" x")
+    if not strategy or not devices.isdigit():
+        raise UsageError(
+            f"checkpoint_from {cell.checkpoint_from!r} is not a strategy and a number of devices,"
+            " such as `fsdp2 x2`"
+        )
+    changes = {"strategy": strategy, "devices": int(devices), "options": {}, "defaults": {}}
+    return cell.model_copy(update={**changes, "checkpoint_from": ""})
+
+
+def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
+    """Raises Refused if the cell cannot be restarted from a checkpoint. `able`: the strategy's
+    checkpoints."""
+    if cell.checkpoint not in able:
+        remedy = f"use {', '.join(able)}" if able else "leave the checkpoint out"
+        raise Refused(f"{cell.strategy} does not save checkpoints {cell.checkpoint}; {remedy}")
+    if cell.nodes > 1:
+        raise Refused("a checkpoint of several nodes needs a shared folder: set nodes to 1")
+    if cell.precision == "fp16":
+        raise Refused("the loss scale of fp16 is not saved with a checkpoint: use fp32 or bf16")
+    if cell.compile != "none":
+        raise Refused("a restart would compile twice: use compile none with a checkpoint")
+    if cell.parity_steps < LEAST_STEPS:
+        raise Refused(
+            f"half of {cell.parity_steps} parity_steps is too early for a checkpoint; use at least"
+            f" {LEAST_STEPS}"
+        )
+
+
+def save_by_torch(
+    job: Job, train_state: TrainState, folder: Path, step: int
+) -> Callable[[], object] | None:
+    """Saves model, optimizers, counters and random state, as the cell asks; see `Save`."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state: StateDict = {**_states(job, train_state), "step": step}
+    state["counters"] = counters_of(train_state.counters)
+    if job.cell.checkpoint == "full":
+        state["random"] = random_states()
+        if job.rank == 0:
+            torch.save(state, folder / FILE)
+        return None
+    state["random"] = {str(job.rank): torch.get_rng_state()}
+    if job.cell.checkpoint == "async":
+        return _save_beside_training(state, folder)
+    save(state, checkpoint_id=folder)
+    return None
+
+
+def load_by_torch(job: Job, train_state: TrainState, folder: Path) -> int:
+    """Loads what `save_by_torch` saved, on any number of ranks; returns its step."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if job.cell.checkpoint == "full":
+        state = torch.load(folder / FILE, map_location="cpu", mmap=True, weights_only=True)
+        random = dict(enumerate(state["random"])).get(job.rank)
+    else:
+        state = {**_states(job, train_state), "step": 0}
+        state["counters"] = counters_of(train_state.counters)
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if f"random.{job.rank}" in saved:
+            state["random"] = {str(job.rank): torch.get_rng_state()}
+        load(state, checkpoint_id=folder)
+        random = state.get("random", {}).get(str(job.rank))
+    set_state_dict(
+        train_state.model,
+        list(train_state.optimizers),
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_options(job),
+    )
+    set_counters(train_state.counters, state["counters"])
+    if random is not None:
+        torch.set_rng_state(random)
+    step: int = state["step"]
+    return step
+
+
+def counters_of(counters: Sequence[Counter]) -> list[int]:
+    return [getattr(owner, name) for owner, name in counters]
+
+
+def set_counters(counters: Sequence[Counter], values: Sequence[int]) -> None:
+    for (owner, name), value in zip(counters, values, strict=True):
+        setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors by name, which loading overwrites in place."""
+
+    by_name: Mapping[str, Tensor]
+
+    def state_dict(self) -> StateDict:
+        return dict(self.by_name)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        for name, tensor in self.by_name.items():
+            tensor.copy_(state_dict[name])
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """What `state_dict` returns of several parts: rank 0's in one file, or every rank's in its own.
+
+    For libraries whose documentation says to save it so.
+    """
+
+    job: Job
+    parts: Mapping[str, Stateful]
+    counters: Sequence[Counter] = ()
+    gather: Callable[[], object] = list
+    """Gathers sharded states to rank 0 before a full checkpoint; called on all ranks."""
+
+    def save(self, folder: Path, step: int) -> None:
+        import torch
+
+        full = self.job.cell.checkpoint == "full"
+        if full:
+            self.gather()
+        random = random_states() if full else torch.get_rng_state()
+        if full and self.job.rank:
+            return
+        state: StateDict = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"counters": counters_of(self.counters), "random": random, "step": step}
+        torch.save(state, self._file(folder))
+
+    def load(self, folder: Path) -> int:
+        import torch
+
+        state = torch.load(self._file(folder), map_location="cpu", weights_only=False)
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        set_counters(self.counters, state["counters"])
+        random = state["random"]
+        torch.set_rng_state(random[self.job.rank] if isinstance(random, list) else random)
+        step: int = state["step"]
+        return step
+
+    def _file(self, folder: Path) -> Path:
+        full = self.job.cell.checkpoint == "full"
+        return folder / (FILE if full else f"rank{self.job.rank}.pt")
+
+
+def random_states() -> list[Tensor]:
+    """Returns every rank's random state; call on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.get_rng_state()
+    if not dist.is_initialized():
+        return [own]
+    everyones = [own] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return everyones
+
+
+def _states(job: Job, train_state: TrainState) -> StateDict:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(
+        train_state.model, list(train_state.optimizers), options=_options(job)
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def _options(job: Job) -> StateDictOptions:
+    """Flat names let ranks with other parameters, such as pipeline stages, share a checkpoint.
+
+    torch 2.13 cannot load them from a full one: KeyError 'param_groups.0.params.0'. On a CPU,
+    `cpu_offload` makes FSDP1 return views of memory that it frees.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    full = job.cell.checkpoint == "full"
+    return StateDictOptions(
+        full_state_dict=full,
+        cpu_offload=full and job.device.type == "cuda",
+        flatten_optimizer_state_dict=not full,
+    )
+
+
+def _save_beside_training(state: StateDict, folder: Path) -> Callable[[], object]:
+    """Uses a process group of its own, since its thread's collectives may meet the training's."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    saving: Any = async_save(state, checkpoint_id=folder, process_group=group)
+    upload: Future[object] = getattr(saving, "upload_completion", saving)
+    return upload.result
