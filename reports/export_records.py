@@ -45,7 +45,10 @@ FIGURES = _names(
     " memory_imbalance memory_method parameter_bytes gradient_bytes optimizer_bytes library_bytes"
     " state_bytes formula_bytes formula_transient_bytes formula_deviation host_state_bytes"
     " sent_bytes_per_step offload_read_bytes_per_step offload_written_bytes_per_step"
-    " offload_kept_bytes parameters trained_parameters parity_verdict parity_reason parity_steps"
+    " offload_kept_bytes checkpoint_bytes checkpoint_files checkpoint_save_seconds"
+    " checkpoint_blocked_seconds checkpoint_load_seconds checkpoint_restores_random"
+    " checkpoint_restores_bits parameters trained_parameters parity_verdict parity_reason"
+    " parity_steps"
     " parity_max_loss_deviation parity_loss_tolerance parity_max_update_deviation"
     " parity_update_tolerance fp32_loss_deviation"
 )

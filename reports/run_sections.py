@@ -12,6 +12,7 @@ from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import data, prose, strong
 from reports.cells_sections import cells_blocks, failures_blocks, systems_blocks
+from reports.checkpoint_section import checkpoint_blocks, has_checkpoints
 from reports.comparison_sections import effects_blocks, launchers_blocks, variants_blocks
 from reports.html_writer import PageHead
 from reports.links_section import links_blocks
@@ -76,6 +77,14 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         lambda report: parity_blocks(report.cells),
         "Parity",
         in_text=True,
+    ),
+    Section(
+        "checkpoints",
+        "Checkpoints: does training go on from them?",
+        checkpoint_blocks,
+        "Checkpoints",
+        in_text=True,
+        runs=has_checkpoints,
     ),
     Section("bubble", "Pipeline bubble", lambda report: bubble_blocks(report.cells)),
     Section("experts", "Experts", lambda report: experts_blocks(report.cells), in_text=True),

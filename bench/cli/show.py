@@ -78,6 +78,7 @@ def draw(out: Console, detail: CellDetail) -> None:
     _memory(out, detail)
     _time(out, detail)
     _parity(out, cell)
+    _checkpoint(out, cell)
     if detail.log_tail:
         out.print("[bold]end of the log[/bold]")
         for line in detail.log_tail.splitlines()[-8:]:
@@ -274,6 +275,34 @@ def _parity(out: Console, cell: CellResult) -> None:
         out.print(f"  state never rewound between timed steps: {why}")
     if losses := [loss for loss in cell.parity.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
+
+
+def _checkpoint(out: Console, cell: CellResult) -> None:
+    from reports.text import MIB, scaled
+
+    facts = cell.checkpoint
+    if facts.checkpoint_bytes is None:
+        return
+    loaded = (
+        "in set-up"
+        if facts.checkpoint_load_seconds is None
+        else f"in {scaled(facts.checkpoint_load_seconds, 1e3)} ms"
+    )
+    out.print(
+        f"[bold]checkpoint[/bold]  {cell.cell.checkpoint}, saved by"
+        f" {cell.cell.checkpoint_from or 'the same ranks'}:"
+        f" {scaled(facts.checkpoint_bytes, 1 / MIB)} MiB in {facts.checkpoint_files} files"
+    )
+    out.print(
+        f"  saved in {scaled(facts.checkpoint_save_seconds, 1e3)} ms, of which"
+        f" {scaled(facts.checkpoint_blocked_seconds, 1e3)} ms blocked training; loaded {loaded}"
+    )
+    for what, restored in (
+        ("parameters and optimizer states, bit by bit", facts.checkpoint_restores_bits),
+        ("torch's random state", facts.checkpoint_restores_random),
+    ):
+        if restored is not None:
+            out.print(f"  {'restored' if restored else 'not restored'}: {what}")
 
 
 def _table(*columns: str) -> Table:

@@ -157,6 +157,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Costs of the checkpoint from which training went on; median over finished trials."""
+
+    checkpoint_ranks: int | None = of_trials("shared", None)
+    checkpoint_bytes: int | None = of_trials("largest", None)
+    checkpoint_files: int | None = of_trials("largest", None)
+    checkpoint_save_seconds: float | None = of_trials("median", None)
+    checkpoint_blocked_seconds: float | None = of_trials("median", None)
+    checkpoint_load_seconds: float | None = of_trials("median", None)
+    checkpoint_restores_random: bool | None = of_trials("shared", None)
+    checkpoint_restores_bits: bool | None = of_trials("shared", None)
+
+
+@dataclass(frozen=True)
 class KeptStates:
     """Bytes between steps on the fullest rank of any trial, and the strategy's formula."""
 
@@ -245,6 +259,7 @@ class CellResult:
     times: Times = Times()
     memory: Memory = Memory()
     traffic: Traffic = Traffic()
+    checkpoint: Checkpoint = Checkpoint()
     states: KeptStates = KeptStates()
     parity: Parity = Parity()
     disturbance: Disturbance = Disturbance()

@@ -14,6 +14,7 @@ from harness.analysis.baseline import Choice, with_baselines, with_efficiencies
 from harness.analysis.cell_result import (
     VERIFIED,
     CellResult,
+    Checkpoint,
     Disturbance,
     KeptStates,
     Memory,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 _WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
 STATE_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
-Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Parity)
+Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Parity)
 
 
 def cells(trials: pd.DataFrame) -> pd.DataFrame:
@@ -139,6 +140,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
         times=fill(Times),
         memory=_memory(fill, well),
         traffic=_traffic(fill),
+        checkpoint=fill(Checkpoint),
         states=_states(finished),
         parity=_parity(fill, judged),
         disturbance=_disturbance(finished),

@@ -35,6 +35,10 @@ class RestartedLaunch:
     """Whether each rank must have its saved tensors again, bit by bit: a wide tolerance would hide
     lost ones."""
 
+    @property
+    def same(self) -> bool:
+        return self.saves.cell == self.loads.cell
+
     def run(self, launcher: LauncherProtocol, on_progress: Callable[[int, float], None]) -> Outcome:
         """Runs both, if the first one saved an intact checkpoint."""
         with scratch_folder() as scratch:
@@ -56,11 +60,11 @@ class RestartedLaunch:
         second = replace(
             second,
             answers=joined(saved, second.answers),
-            checkpoint=checkpoint_facts(manifest, saved, loaded_by(second)),
+            checkpoint=checkpoint_facts(manifest, saved, loaded_by(second), self.same),
             started_at=first.started_at,
             wall_seconds=first.wall_seconds + second.wall_seconds,
         )
-        lost = not_restored(saved, loaded_by(second), self.bitwise)
+        lost = not_restored(saved, loaded_by(second), self.bitwise) if self.same else ""
         if second.status == "ok" and lost:
             return replace(second, status="failed", reason=lost)
         return replace(
@@ -85,14 +89,16 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 
 
 def checkpoint_facts(
-    manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer]
+    manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
 ) -> CheckpointFacts:
-    """Returns a trial's columns about its checkpoint; those of loading are null if it failed."""
-    same_ranks = len(loaded) == len(saved)
+    """Returns a trial's columns about its checkpoint; those of loading are null if it failed.
+
+    `same`: whether the same strategy on as many ranks saved it.
+    """
     before, after = [rank.state for rank in saved], [rank.state for rank in loaded]
 
     def restores(part: Callable[[CheckpointedState], object]) -> bool | None:
-        return list(map(part, before)) == list(map(part, after)) if same_ranks else None
+        return list(map(part, before)) == list(map(part, after)) if loaded and same else None
 
     return CheckpointFacts(
         checkpoint_step=manifest.step,

@@ -255,11 +255,10 @@ class TrialRecord(Record):
     checkpoint_load_seconds: float | None = None
     """time to load it into a new model and optimizer, slowest rank"""
     checkpoint_restores_random: bool | None = None
-    """whether loading restored torch's random state on every rank; null for another number of
-    ranks"""
+    """whether loading restored torch's random state on every rank; null with checkpoint_from"""
     checkpoint_restores_bits: bool | None = None
-    """whether loading restored every rank's parameters and optimizer states bit by bit; null for
-    another number of ranks"""
+    """whether loading restored every rank's parameters and optimizer states bit by bit; null with
+    checkpoint_from"""
 
     # Efficiency.
 

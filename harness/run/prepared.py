@@ -87,12 +87,11 @@ class PreparedTrial:
     def _restarted(self) -> RestartedLaunch:
         """Returns the launch that saves, perhaps by another strategy, and the one that loads."""
         saves, first = self.launch, saving_cell(self.cell)
-        if self.cell.checkpoint_from:
+        if first != self.cell:
             strategy, layout = validate(first, self.workload)
             more: LaunchOptions = {"command": own_command(strategy, first)}
             saves = replace(saves, cell=first, processes=layout.processes, more=more)
-        exact = self.strategy.tolerance(self.cell, self.workload) == EXACT
-        bitwise = not exact and not self.cell.checkpoint_from
+        bitwise = self.strategy.tolerance(self.cell, self.workload) != EXACT
         after = checkpoint_step(self.cell)
         return RestartedLaunch(saves, self.launch, after=after, bitwise=bitwise)
 

@@ -14,7 +14,7 @@ from harness.strategies._accelerate_config import fsdp2_settings, mixed_precisio
 from harness.strategies._deepspeed import settle
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states, whole_model_states
 from harness.strategy.job import LOSS_SCALE, own_precision
 from harness.strategy.recipe import whole
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 class AccelerateEngine(Strategy):
     requires = ("accelerate",)
+    capabilities = Capabilities(reshards=False)
 
     engine: Literal["ddp", "zero2", "zero3", "fsdp2"] = "ddp"
     """Engine that wraps the model: DDP, DeepSpeed's ZeRO stage 2 or 3, or FSDP2."""

@@ -115,6 +115,7 @@ class ZeroOptions(Strategy):
         preload=("deepspeed.runtime.zero.muon.muon_optimizer", "cpuinfo"),
         compiled_parts=_compiled_parts,
         checkpoints=("sharded",),
+        reshards=False,
     )
 
     stage: Literal[0, 1, 2, 3] = 0

@@ -9,6 +9,7 @@ from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
+from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.job import loss_scaler, own_precision, standard_step
 from harness.workloads import Workload
 from harness.workloads.low_precision import halve
@@ -41,6 +42,8 @@ class Amp(Strategy):
     """O2's fp32 master weights start as the half weights, as in apex and DeepSpeed."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
+        if self.opt_level == "O2" and cell.checkpoint not in ("none", "full"):
+            raise Refused("the optimizer of O2 has masters without names: use checkpoint full")
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
             levels = f"{self.opt_level} does not go with {cell.precision}"
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")
@@ -88,7 +91,15 @@ class Amp(Strategy):
                 parameter.detach().copy_(master.detach())
 
         optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
-        job.register(model, optimizer, gather=lambda: iter(zip(names, masters, strict=True)))
+        named = dict(zip(names, masters, strict=True))
+        files = StateFiles(job, {"masters": Tensors(named), "optimizer": optimizer, "model": model})
+        job.register(
+            model,
+            optimizer,
+            gather=lambda: iter(named.items()),
+            save=files.save,
+            load=files.load,
+        )
         plain, scaler = own_precision(job), loss_scaler(job)
         return standard_step(
             plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler

@@ -33,8 +33,6 @@ class DdpElastic(Strategy):
         max_restarts=3,
         # A snapshot holds the losses of all steps.
         fixed_steps=True,
-        # Its snapshots are checkpoints already.
-        checkpoints=(),
     )
 
     crash_at_step: int = Field(default=2, ge=0)
@@ -53,6 +51,8 @@ class DdpElastic(Strategy):
                 f"crash_at_step={self.crash_at_step} is not one of the {cell.warmup_steps} warm-up"
                 " steps, and replayed steps must not be timed"
             )
+        if cell.checkpoint != "none":
+            raise Refused("its own restart is from a checkpoint already: leave the checkpoint out")
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 

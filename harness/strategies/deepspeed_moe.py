@@ -27,7 +27,10 @@ class DeepspeedMoe(Strategy):
 
     requires = ("deepspeed",)
     capabilities = Capabilities(
-        preload=Deepspeed.capabilities.preload, precisions=("fp32",), checkpoints=("sharded",)
+        preload=Deepspeed.capabilities.preload,
+        precisions=("fp32",),
+        checkpoints=("sharded",),
+        reshards=False,
     )
 
     expert: int = Field(default=2, ge=1)

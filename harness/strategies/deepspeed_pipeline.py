@@ -31,7 +31,7 @@ class DeepspeedPipeline(Strategy):
     """
 
     requires = ("deepspeed",)
-    capabilities = Capabilities(precisions=("fp32",), checkpoints=("sharded",))
+    capabilities = Capabilities(precisions=("fp32",), checkpoints=("sharded",), reshards=False)
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)

@@ -39,7 +39,9 @@ class DiLoCo(Strategy):
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
     # fp16 loss scaling would skip a step, and thus shift the period, on one rank only.
-    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=("sharded",))
+    capabilities = Capabilities(
+        precisions=("fp32", "bf16"), checkpoints=("sharded",), reshards=False
+    )
 
     period: int = Field(default=4, ge=1)
     """Inner steps between outer steps."""
@@ -92,8 +94,7 @@ class DiLoCo(Strategy):
         manager = manager_of(job)
         diloco = TorchftDiLoCo(manager, [model], inner, outer, sync_every=self.period)
         diloco.__enter__()  # hooks the inner optimizer until the trial ends
-        fragment = diloco._fragments[0]
-        began = fragment.original_parameters
+        began = diloco._fragments[0].original_parameters
         files = StateFiles(
             job,
             {"model": model, "inner": inner, "outer": outer, "began": Tensors(began)},

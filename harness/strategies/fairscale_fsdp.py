@@ -26,7 +26,9 @@ class FairscaleFsdp(Strategy):
     """fairscale's FullyShardedDataParallel: each block gathered as one flat tensor when it runs."""
 
     requires = ("fairscale",)
-    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",), checkpoints=("sharded",))
+    capabilities = Capabilities(
+        preload=("fairscale.nn.data_parallel",), checkpoints=("sharded",), reshards=False
+    )
 
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (zero_dp_3) or keep them

@@ -41,7 +41,9 @@ class FairscaleOss(Strategy):
     """
 
     requires = ("fairscale",)
-    capabilities = Capabilities(preload=("fairscale.nn.data_parallel",), checkpoints=("full",))
+    capabilities = Capabilities(
+        preload=("fairscale.nn.data_parallel",), checkpoints=("full",), reshards=False
+    )
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
     """Elements of the persistent bucket that reduces gradients for one rank; 0: no bucket."""

@@ -28,7 +28,10 @@ class Horovod(Strategy):
     requires = ("horovod",)
     install = "make setup builds it from its source release (needs g++ and make)"
     capabilities = Capabilities(
-        preload=("horovod.torch",), compiled_parts=_horovod.compiled, checkpoints=("full",)
+        preload=("horovod.torch",),
+        compiled_parts=_horovod.compiled,
+        checkpoints=("full",),
+        reshards=False,
     )
 
     controller: Literal["gloo", "mpi"] = "gloo"

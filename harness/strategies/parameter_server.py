@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
+from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
@@ -52,8 +53,6 @@ class ParameterServer(Strategy):
         process_group=False,
         # A worker must know its last step to wait for its last message.
         fixed_steps=True,
-        # Workers have parameters without optimizer, the server both: torch's state dicts fit none.
-        checkpoints=(),
     )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
@@ -64,6 +63,12 @@ class ParameterServer(Strategy):
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        if cell.checkpoint != "none":
+            raise Refused(
+                "torch.distributed.rpc has no checkpoints: use ddp, or leave the checkpoint out"
+            )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.mode == "synchronous" or cell.devices == 1:

@@ -34,6 +34,7 @@ class PostLocalSgd(Strategy):
         precisions=("fp32", "bf16"),
         # Between averages every rank has its own parameters.
         checkpoints=("sharded",),
+        reshards=False,
     )
 
     start_step: int = Field(default=4, ge=0)

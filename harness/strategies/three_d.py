@@ -57,10 +57,7 @@ class ThreeD(Strategy):
         workload.check_split(self.layout(cell.devices))
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
         if cell.checkpoint != "none" and self.data_axis != "fsdp2":
-            raise Refused(
-                "torch makes the weights of the other data axes plain tensors, whose parts it would"
-                " take for copies when saving; use data_axis fsdp2"
-            )
+            raise Refused("torch would save a weight's parts as copies: use data_axis fsdp2")
         if workload.split and self.tensor > 1:
             workload.split.check_tensor(sequence_parallel=False)
 

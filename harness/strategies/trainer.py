@@ -27,6 +27,7 @@ class TransformersTrainer(AccelerateEngine):
         preload=("transformers.trainer", "deepspeed"),
         # Trainer needs `max_steps`.
         fixed_steps=True,
+        reshards=False,
     )
 
     def check(self, cell: Cell, workload: Workload) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import StateFiles
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
@@ -21,6 +21,8 @@ class ZeroRedundancy(Strategy):
 
     `overlap_with_ddp` is not offered: it skips the first updates while DDP's buckets settle.
     """
+
+    capabilities = Capabilities(reshards=False)
 
     parameters_as_bucket_view: bool = False
     """Store a rank's parameters in one tensor, so that a single broadcast sends them."""

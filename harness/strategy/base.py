@@ -51,6 +51,8 @@ class Capabilities:
     """Whether BatchNorm sees the whole global batch."""
     checkpoints: tuple[str, ...] = ("full", "sharded", "async")
     """Values of the checkpoint axis, whatever its options."""
+    reshards: bool = True
+    """Whether checkpoints are torch's, which other ranks and other strategies can load."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""

@@ -151,7 +151,7 @@ class Tensors:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         for name, tensor in self.by_name.items():
-            tensor.copy_(state_dict[name])
+            tensor.detach().copy_(state_dict[name])
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class TrainStateOptions(TypedDict, total=False):
     counters: Sequence[tuple[object, str]]
     save: Save | None
     load: Load | None
+    loads_in_setup: bool
 
 
 @dataclass

@@ -223,12 +223,23 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         workload.check_recompute(cell.recompute)
     if cell.compile != "none":
         _admit_compiled(cell, strategy, workload, here)
-    if cell.checkpoint != "none":
+    if cell.checkpoint != "none" or cell.checkpoint_from:
         admit_checkpoint(cell, strategy.checkpoints)
-        if cell.checkpoint_from:
-            validate(saving_cell(cell), workload, here)
+    if cell.checkpoint_from:
+        saved_by, _ = validate(saving_cell(cell), workload, here)
+        _admit_resharding(cell, saved_by, strategy)
     strategy.check(cell, workload)
     return strategy, layout
+
+
+def _admit_resharding(cell: Cell, saves: Strategy, loads: Strategy) -> None:
+    """Raises Refused if one strategy cannot load what the other saves."""
+    if not (saves.capabilities.reshards and loads.capabilities.reshards):
+        able = [name for name, cls in strategies().items() if cls.capabilities.reshards]
+        raise Refused(
+            f"a checkpoint of {cell.checkpoint_from} is not for {cell.strategy} x{cell.devices}:"
+            f" only {', '.join(able)} load each other's"
+        )
 
 
 def _admit_cuda_graphs(cell: Cell) -> None:

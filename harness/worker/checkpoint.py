@@ -84,10 +84,17 @@ class Saver:
         scratch, ranks = self.loop.spec.scratch, self.loop.spec.processes
         replace(self.answer, saved=self._saved).write(scratch)
         if self.answer.rank == 0:
-            _wait(lambda: all(answer_file(scratch, rank).exists() for rank in range(ranks)))
+            self._wait(lambda: all(answer_file(scratch, rank).exists() for rank in range(ranks)))
             Manifest.of(self.folder, self.step, ranks).write(self.folder)
-        _wait((self.folder / NAME).exists)
+        self._wait((self.folder / NAME).exists)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Waits for other ranks, which is no hang; the time limit still applies."""
+        while not until():
+            if self.loop.heartbeat:
+                self.loop.heartbeat.beat("checkpoint")
+            time.sleep(_POLL_SECONDS)
 
 
 def resume(loop: Loop, folder: Path, step: int) -> None:
@@ -142,8 +149,3 @@ def _bytes(tensor: Tensor) -> bytes:
     copied = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     data: bytes = copied.view(torch.uint8).numpy().tobytes()
     return data
-
-
-def _wait(until: Callable[[], bool]) -> None:
-    while not until():
-        time.sleep(_POLL_SECONDS)

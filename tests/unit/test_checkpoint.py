@@ -1,0 +1,111 @@
+"""A checkpoint's manifest, which cells can have one, and what a report says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.record.checkpoint import NAME, Manifest
+from harness.spec.cell import Cell
+from harness.spec.errors import BadCheckpoint, Refused, UsageError
+from harness.strategy.registry import validate
+from harness.workloads import make_workload
+from reports.run_report import ran
+from reports.run_sections import run_text
+from tests.unit.made_results import stored, trial_rows
+
+COSTS = {
+    "checkpoint_step": 6,
+    "checkpoint_ranks": 2,
+    "checkpoint_bytes": 2**20,
+    "checkpoint_files": 3,
+    "checkpoint_save_seconds": 0.25,
+    "checkpoint_blocked_seconds": 0.125,
+    "checkpoint_load_seconds": 0.5,
+    "checkpoint_restores_random": False,
+    "checkpoint_restores_bits": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "model.pt").write_bytes(b"model")
+    (tmp_path / "shards" / "0.pt").write_bytes(b"shard")
+    Manifest.of(tmp_path, step=6, ranks=2).write(tmp_path)
+    return tmp_path
+
+
+def test_an_intact_checkpoint_is_as_its_manifest_says(folder: Path) -> None:
+    manifest = Manifest.verified(folder)
+    assert (manifest.step, manifest.ranks, manifest.total_bytes) == (6, 2, 10)
+    assert [file.path for file in manifest.files] == ["model.pt", "shards/0.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == [NAME, "model.pt", "shards"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / NAME).unlink(),
+        lambda folder: (folder / NAME).write_text('{"step": 6'),
+        lambda folder: (folder / NAME).write_text('{"step": 6}'),
+        lambda folder: (folder / "model.pt").write_bytes(b"mode"),
+        lambda folder: (folder / "model.pt").write_bytes(b"mOdel"),
+        lambda folder: (folder / "shards" / "0.pt").unlink(),
+    ],
+)
+def test_a_damaged_checkpoint_is_bad(folder: Path, damage: Callable[[Path], object]) -> None:
+    damage(folder)
+    with pytest.raises(BadCheckpoint):
+        Manifest.verified(folder)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"strategy": "deepspeed", "checkpoint": "full"},
+        {"strategy": "post_local_sgd", "checkpoint": "full"},
+        {"strategy": "ddp_elastic", "checkpoint": "full"},
+        {"strategy": "ddp", "checkpoint": "full", "nodes": 2},
+        {"strategy": "ddp", "checkpoint": "full", "precision": "fp16"},
+        {"strategy": "ddp", "checkpoint": "full", "compile": "block"},
+        {"strategy": "ddp", "checkpoint": "full", "parity_steps": 5},
+        {"strategy": "ddp", "checkpoint_from": "single x1"},
+        {"strategy": "ddp", "checkpoint": "full", "checkpoint_from": "horovod x2"},
+        {"strategy": "ddp", "checkpoint": "sharded", "checkpoint_from": "pipeline x2"},
+    ],
+)
+def test_what_cannot_be_restarted_is_refused(axes: dict[str, object]) -> None:
+    cell = Cell(**{"workload": "llama-nano", "devices": 2, **axes})
+    with pytest.raises(Refused):
+        validate(cell, make_workload(cell.workload), here=False)
+
+
+@pytest.mark.parametrize("words", ["ddp", "ddp x", "ddp 2", "nobody x2"])
+def test_who_saved_is_a_strategy_and_a_number(words: str) -> None:
+    cell = Cell(strategy="ddp", devices=2, checkpoint="full", checkpoint_from=words)
+    with pytest.raises(UsageError):
+        validate(cell, make_workload(cell.workload), here=False)
+
+
+def test_the_reference_is_the_training_without_a_restart() -> None:
+    plain = Cell(strategy="ddp", devices=2)
+    cell = plain.model_copy(update={"checkpoint": "full", "checkpoint_from": "single x1"})
+    assert cell.reference() == plain.reference()
+    assert cell.id != plain.id
+
+
+def test_the_section_is_for_runs_with_checkpoints(tmp_path: Path) -> None:
+    cell = Cell(strategy="ddp", devices=2, checkpoint="async")
+    with_one = stored(tmp_path / "one", trial_rows(cell, [10.0, 11.0], **COSTS))
+    without = stored(tmp_path / "none", trial_rows(Cell(strategy="ddp", devices=2), [10.0, 11.0]))
+    text = run_text(ran(with_one), requested=["checkpoints"]).text
+    row = next(line for line in text.splitlines() if line.startswith("| ddp"))
+    assert [word.strip() for word in row.split("|")[4:-1]] == [
+        *("250", "125", "500", "1.00", "3"),
+        *("restored", "not restored"),
+    ]
+    with pytest.raises(UsageError):
+        run_text(ran(without), requested=["checkpoints"])
