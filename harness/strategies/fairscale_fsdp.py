@@ -124,6 +124,9 @@ class LocalState:
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
+        for module in self.model.modules():
+            if isinstance(module, type(self.model)):
+                module._lazy_init()  # usually the first forward's; loading fails without
         self.model.load_local_state_dict(state_dict)
 
 

@@ -51,6 +51,7 @@ BY_LIBRARIES = [
     restarted("trainer", "full"),
     restarted("horovod", "full"),
     restarted("fairscale_oss", "full"),
+    restarted("fairscale_on_cpu"),
 ]
 
 
