@@ -190,15 +190,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
     if cell.optimizer in EXTRA_OPTIMIZERS and cell.optimizer not in capabilities.extra_optimizers:
-        able = [
-            name
-            for name, cls in strategies().items()
-            if cell.optimizer in cls.capabilities.extra_optimizers
-        ]
-        raise Refused(
-            f"{cell.strategy} cannot use {cell.optimizer}: it needs whole parameters, and their"
-            f" names; use {', '.join(able)}, or optimizer adamw"
-        )
+        raise _without_extra_optimizer(cell)
     if cell.precision not in capabilities.precisions:
         raise Refused(
             f"{cell.strategy} runs in {', '.join(capabilities.precisions)}, not in {cell.precision}"
@@ -230,6 +222,18 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         _admit_resharding(cell, saved_by, strategy)
     strategy.check(cell, workload)
     return strategy, layout
+
+
+def _without_extra_optimizer(cell: Cell) -> Refused:
+    able = [
+        name
+        for name, cls in strategies().items()
+        if cell.optimizer in cls.capabilities.extra_optimizers
+    ]
+    return Refused(
+        f"{cell.strategy} cannot use {cell.optimizer}: it needs whole parameters, and their names;"
+        f" use {', '.join(able)}, or optimizer adamw"
+    )
 
 
 def _admit_resharding(cell: Cell, saves: Strategy, loads: Strategy) -> None:

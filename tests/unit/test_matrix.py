@@ -266,7 +266,9 @@ def test_amounts_of_memory() -> None:
 
 
 def test_cells_that_train_the_same_share_a_reference() -> None:
-    one = Cell(strategy="ddp", devices=2, precision="bf16", micro_batches=2, launcher="spawn")
+    one = Cell(strategy="ddp", devices=2, micro_batches=2, launcher="spawn")
     other = Cell(strategy="single")
     assert one.reference().id == other.reference().id
     assert one.reference().id != Cell(strategy="single", seed=1).reference().id
+    half = one.model_copy(update={"precision": "bf16"})
+    assert half.reference().id != other.reference().id, "compared in its own precision"
