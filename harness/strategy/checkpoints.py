@@ -69,6 +69,8 @@ def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
         raise Refused("a checkpoint of several nodes needs a shared folder: set nodes to 1")
     if cell.precision == "fp16":
         raise Refused("the loss scale of fp16 is not saved with a checkpoint: use fp32 or bf16")
+    if cell.schedule != "constant":
+        raise Refused("the schedule's step is not saved with a checkpoint: use schedule constant")
     if cell.compile != "none":
         raise Refused("a restart would compile twice: use compile none with a checkpoint")
     if cell.parity_steps < LEAST_STEPS:

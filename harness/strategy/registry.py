@@ -216,10 +216,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     if cell.compile != "none":
         _admit_compiled(cell, strategy, workload, here)
     if cell.checkpoint != "none" or cell.checkpoint_from:
-        admit_checkpoint(cell, strategy.checkpoints)
-    if cell.checkpoint_from:
-        saved_by, _ = validate(saving_cell(cell), workload, here)
-        _admit_resharding(cell, saved_by, strategy)
+        _admit_checkpoint(cell, strategy, workload, here)
     strategy.check(cell, workload)
     return strategy, layout
 
@@ -236,8 +233,12 @@ def _without_extra_optimizer(cell: Cell) -> Refused:
     )
 
 
-def _admit_resharding(cell: Cell, saves: Strategy, loads: Strategy) -> None:
-    """Raises Refused if one strategy cannot load what the other saves."""
+def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: bool) -> None:
+    """Raises Refused if a strategy cannot load the cell's checkpoint, or who saves it cannot."""
+    admit_checkpoint(cell, loads.checkpoints)
+    if not cell.checkpoint_from:
+        return
+    saves, _ = validate(saving_cell(cell), workload, here)
     if not (saves.capabilities.reshards and loads.capabilities.reshards):
         able = [name for name, cls in strategies().items() if cls.capabilities.reshards]
         raise Refused(
