@@ -54,6 +54,11 @@ class Ddp(Strategy):
             raise Unavailable(
                 "the bf16 compression hook runs on the NCCL backend only: it needs GPUs"
             )
+        if self.comm_hook == "powersgd" and cell.checkpoint != "none":
+            raise Refused(
+                "PowerSGD's error feedback is in no checkpoint: use another comm_hook, or"
+                " checkpoint none"
+            )
         least = least_bucket_mib(self.comm_hook, cell, workload)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb < least:
             raise Refused(

@@ -268,7 +268,7 @@ def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> No
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.01
-    reference.save(workload, TrainState(model, ()), workload.build(0), [1.0])
+    reference.save(workload, TrainState(model, ()), workload.build(0), [1.0], [])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     with safe_open(tmp_path / "final.safetensors", framework="pt") as final:
         assert set(final.keys()) == trained

@@ -168,7 +168,7 @@ def takes_what_its_bytes_take(trials: pd.DataFrame) -> bool:
     """Whether the fastest launch of each cell does: by the order of the strategies on the slowest
     link, and within 15 % on two links."""
     for trial in trials.to_dict("records"):
-        assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
+        assert trial["status"] == "ok", trial["log_tail"]
     trials = trials.assign(sent=[max(sent) for sent in trials["sent_bytes_per_step"]])
     best = trials.sort_values("step_seconds_p50").drop_duplicates("cell_id")
     slowest = best[best["links"] == "100mbit"]

@@ -25,7 +25,7 @@ def engines(*names: str, **axes: Any) -> list[Any]:
 def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
     """Llamas are cells of matrix full."""
     trials = run_cells(*engines(*ENGINES, workload="gpt2-nano", micro_batches=2)).trials
-    assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
+    assert list(trials["parity_verdict"]) == ["exact"] * 5, list(trials["reason"])
     assert trials["parity_max_loss_deviation"].max() < 1e-6
 
 
@@ -53,16 +53,14 @@ def test_other_axes(run_cells: RunCells) -> None:
         cell("trainer", optimizer="sgd", micro_batches=4),
         *engines("fsdp2", workload="bert-micro"),
         cell("trainer", workload="llama-nano+lora"),
-    ]
-    near = [
-        *engines("zero2", "fsdp2", precision="bf16", workload="llama-micro"),
         cell("trainer", workload="resnet-micro", micro_batches=2),
     ]
+    near = engines("zero2", "fsdp2", precision="bf16", workload="llama-micro")
     trials = run_cells(*exact, *near).trials.set_index("cell_id")
     assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 4, list(
         trials["reason"]
     )
-    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 3, list(
+    assert [trials.loc[c.id, "parity_verdict"] for c in near] == ["within tolerance"] * 2, list(
         trials["reason"]
     )
 
@@ -81,7 +79,7 @@ def test_other_axes(run_cells: RunCells) -> None:
             "DDP's find_unused_parameters is True, the plain script's is False",
         ),
         ("no_cpu", "ddp", "failed", "Accelerate sees 1"),
-        ("own_optimizer", "ddp", "diverged", "are off by"),
+        ("own_optimizer", "ddp", "diverged", "off by"),
         ("own_optimizer_without_exemption", "ddp", "ok", ""),
         ("shifted_twice", "ddp", "diverged", "loss is off"),
         ("none", "zero2", "ok", ""),

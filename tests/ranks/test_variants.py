@@ -169,10 +169,8 @@ def test_half_weights_train_the_same_within_what_they_declare(
     )
     trials = run_cells(half, full).trials.set_index("workload")
     trial = trials.loc[half.workload]
-    assert (trial["status"], trial["parity_loss_tolerance"]) == (
-        "ok",
-        5e-3 if "bf16" in workload else 1e-3,
-    ), trial["reason"]
+    assert trial["status"] == "ok", trial["reason"]
+    assert 0 < trial["parity_loss_tolerance"] <= (5e-3 if "bf16" in workload else 1e-3)
     holds_what_the_formula_says(trial)
     gaps = [
         abs(a - b) / b

@@ -69,6 +69,7 @@ def test_a_damaged_checkpoint_is_bad(folder: Path, damage: Callable[[Path], obje
         {"strategy": "post_local_sgd", "checkpoint": "full"},
         {"strategy": "ddp_elastic", "checkpoint": "full"},
         {"strategy": "ddp", "checkpoint": "full", "nodes": 2},
+        {"strategy": "ddp", "checkpoint": "full", "options": {"comm_hook": "powersgd"}},
         {"strategy": "ddp", "checkpoint": "full", "precision": "fp16"},
         {"strategy": "ddp", "checkpoint": "full", "compile": "block"},
         {"strategy": "ddp", "checkpoint": "full", "parity_steps": 5},

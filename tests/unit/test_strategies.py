@@ -55,7 +55,7 @@ def _lines_of_training(source: str) -> int:
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: _lines_of_training(p.read_text()) for p in FILES}
     assert min(lengths.values()) <= 45
-    assert max(lengths.values()) <= 115, lengths
+    assert max(lengths.values()) <= 125, lengths
     whole = {p.name: len(p.read_text().splitlines()) for p in FILES[0].parent.glob("*.py")}
     assert max(whole.values()) <= 370, whole
 

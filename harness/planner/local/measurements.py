@@ -270,8 +270,10 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns a strategy's cell; raises UsageError for an unknown strategy or option."""
+    """Returns a strategy's cell with the plain recipe; raises UsageError for an unknown strategy or
+    option."""
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
+    del fields["recipe"]
     return with_defaults(Cell.model_validate(fields))
 
 
