@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_bad(folder: Path, damage: Callable[[Path], obje
         {"strategy": "ddp", "checkpoint": "full", "parity_steps": 5},
         {"strategy": "ddp", "checkpoint_from": "single x1"},
         {"strategy": "ddp", "checkpoint": "full", "schedule": "warmup_cosine"},
-        {"strategy": "ddp", "checkpoint": "full", "checkpoint_from": "horovod x2"},
+        {"strategy": "ddp", "checkpoint": "full", "checkpoint_from": "fairscale_oss x2"},
         {"strategy": "ddp", "checkpoint": "sharded", "checkpoint_from": "pipeline x2"},
     ],
 )
