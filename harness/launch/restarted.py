@@ -52,7 +52,7 @@ class RestartedLaunch:
                 manifest = Manifest.verified(folder)
                 if manifest.step != self.after:
                     raise BadCheckpoint(
-                        f"it is of step {manifest.step}, and step {self.after} was saved"
+                        f"it was saved after step {manifest.step}, not {self.after}"
                     )
             except BadCheckpoint as error:
                 return replace(first, status="failed", reason=f"checkpoint not loaded: {error}")

@@ -59,6 +59,6 @@ def with_norms(verdict: ParityVerdict, deviations: dict[int, float]) -> ParityVe
     if not off or verdict.verdict == "unknown":
         return verdict
     gap = deviations[off[0]]
-    found = f"is off by {gap:.1e} (allowed {allowed:.0e})" if math.isfinite(gap) else "is not known"
-    reason = f"the gradient norm {found} at step {off[0]}, largest deviation {largest:.1e}"
+    finding = f"is off by {gap:.1e} (allowed {allowed:.0e})" if math.isfinite(gap) else "is unknown"
+    reason = f"the gradient norm {finding} at step {off[0]}, largest deviation {largest:.1e}"
     return replace(verdict, verdict="diverged", reason=reason)

@@ -133,7 +133,7 @@ class Reference:
         self._write(self.facts | {"drift": list(drift)})
 
     def no_exchange(self, ranks: int) -> Noise | None:
-        """Returns how far this many ranks get that exchange nothing; None if not measured."""
+        """Returns the deviations of this many ranks that exchange nothing; None if not measured."""
         measured = self.facts.get("no_exchange", {}).get(str(ranks))
         return Noise(**measured) if measured else None
 

@@ -193,13 +193,13 @@ def widened(
 
 
 PART_OF_NO_EXCHANGE = 3.0
-"""A limit is at most what ranks deviate by that exchange nothing, divided by this."""
+"""Divisor of the deviation without any exchange, which gives the widest limit."""
 CAPPED_ABOVE = 0.03
-"""Update limit above which that is measured."""
+"""Update limit above which the deviation without any exchange is measured."""
 
 
 def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
-    """Returns `allowed`, but less than what training without any exchange gives."""
+    """Returns `allowed`, kept below the deviation of training without any exchange."""
     return replace(
         allowed,
         loss=min(allowed.loss, no_exchange.loss / PART_OF_NO_EXCHANGE),
@@ -209,15 +209,15 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
 
 
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise) -> ParityVerdict:
-    """Returns `unknown` for a deviation that is declared, but that too little tells from no
-    exchange."""
+    """Returns the verdict as `unknown`: the deviation is declared, but too close to that without
+    any exchange."""
     return replace(
         verdict,
         verdict="unknown",
         reason=(
             f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
-            f" parameters by {verdict.max_update_deviation or 0.0:.1e}, and without any exchange"
-            f" they would be by {no_exchange.loss:.1e} and {no_exchange.update:.1e}"
+            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; without any exchange,"
+            f" by {no_exchange.loss:.1e} and {no_exchange.update:.1e}"
         ),
     )
 

@@ -126,11 +126,11 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Adds how far ranks get that exchange nothing, if the cell's limit is wide."""
+        """Adds the deviations of ranks that exchange nothing, if the cell's limit is wide."""
         alone, ranks = without_exchange(cell)
         if ranks == 1 or declared(cell).update <= CAPPED_ABOVE or reference.no_exchange(ranks):
             return
-        announce(f"the same by {ranks} ranks that exchange nothing, which limits must not allow")
+        announce(f"the same on {ranks} ranks without any exchange, which no limit may allow")
         outcome = _launch(launcher, alone, _data_of(cell), ranks, reference=reference.folder)
         if outcome.status == "ok":
             losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
@@ -307,8 +307,7 @@ class _Judging:
         if self.no_exchange is None or verdict.verdict not in VERIFIED:
             return verdict
         tight = self._with(capped(self.allowed, self.no_exchange), losses, updates)
-        told_apart = tight.verdict in VERIFIED
-        return tight if told_apart else unverifiable(verdict, self.no_exchange)
+        return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
 
     def _with(
         self,

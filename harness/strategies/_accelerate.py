@@ -73,7 +73,7 @@ class AccelerateEngine(Strategy):
     def reference(self, cell: Cell) -> Cell:
         if self.zero:
             return self.zero.reference(cell)
-        wholly = self.tolerance(cell, make_workload(cell.workload)) == WHOLLY
+        wholly = self.engine == "fsdp2" and cell.precision != "fp32"
         return half_throughout(cell) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:

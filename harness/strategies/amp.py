@@ -52,9 +52,11 @@ class Amp(Strategy):
         return {"O2": WHOLLY, "O3": LOST}.get(self.opt_level, EXACT)
 
     def reference(self, cell: Cell) -> Cell:
-        levels = {"O2": half_throughout(cell, self.rounded_masters)}
-        levels["O3"] = cell.reference("amp", {"opt_level": "O3"})
-        return levels.get(self.opt_level) or cell.reference()
+        if self.opt_level == "O2":
+            return half_throughout(cell, self.rounded_masters)
+        if self.opt_level == "O3":
+            return cell.reference("amp", {"opt_level": "O3"})
+        return cell.reference()
 
     @property
     def costs(self) -> AmpCosts:

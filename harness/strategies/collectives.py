@@ -45,8 +45,8 @@ class Collectives(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.average == "parameters" and cell.checkpoint != "none":
             raise Refused(
-                "between averages every rank has its own parameters, of which torch would save one"
-                " rank's; use average gradients, or post_local_sgd"
+                "between averages every rank has different parameters, and torch would save only"
+                " one rank's; use average gradients, or post_local_sgd"
             )
         if self.average == "gradients" and self.period > 1:
             only = f"period={self.period} goes with average=parameters only"

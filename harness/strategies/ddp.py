@@ -56,7 +56,7 @@ class Ddp(Strategy):
             )
         if self.comm_hook == "powersgd" and cell.checkpoint != "none":
             raise Refused(
-                "PowerSGD's error feedback is in no checkpoint: use another comm_hook, or"
+                "PowerSGD's error feedback is not saved in checkpoints: use another comm_hook, or"
                 " checkpoint none"
             )
         least = least_bucket_mib(self.comm_hook, cell, workload)

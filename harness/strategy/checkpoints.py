@@ -43,7 +43,7 @@ def checkpoint_step(cell: Cell) -> int:
 
 
 def saving_cell(cell: Cell) -> Cell:
-    """Returns the cell that saves the checkpoint: another strategy's with `checkpoint_from`.
+    """Returns the cell that saves the checkpoint: with `checkpoint_from`, another strategy's.
 
     Raises UsageError if that is not a strategy and a number of devices.
     """
@@ -96,7 +96,7 @@ def save_by_torch(
         return None
     state["random"] = {str(job.rank): torch.get_rng_state()}
     if job.cell.checkpoint == "async":
-        return _save_beside_training(state, folder)
+        return _save_in_background(state, folder)
     save(state, checkpoint_id=folder)
     return None
 
@@ -204,12 +204,12 @@ def random_states() -> list[Tensor]:
     import torch
     import torch.distributed as dist
 
-    own = torch.get_rng_state()
+    state = torch.get_rng_state()
     if not dist.is_initialized():
-        return [own]
-    everyones = [own] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    return everyones
+        return [state]
+    states = [state] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
 
 
 def _states(job: Job, train_state: TrainState) -> StateDict:
@@ -222,9 +222,10 @@ def _states(job: Job, train_state: TrainState) -> StateDict:
 
 
 def _options(job: Job) -> StateDictOptions:
-    """Flat names let ranks with other parameters, such as pipeline stages, share a checkpoint.
+    """Returns flat optimizer names, so that ranks with different parameters, such as pipeline
+    stages, share a checkpoint.
 
-    torch 2.13 cannot load them from a full one: KeyError 'param_groups.0.params.0'. On a CPU,
+    torch 2.13 raises KeyError when it loads flat names from a full checkpoint. On a CPU,
     `cpu_offload` makes FSDP1 return views of memory that it frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -237,8 +238,11 @@ def _options(job: Job) -> StateDictOptions:
     )
 
 
-def _save_beside_training(state: StateDict, folder: Path) -> Callable[[], object]:
-    """Uses a process group of its own, since its thread's collectives may meet the training's."""
+def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
+    """Starts an asynchronous save; returns a function that waits for it.
+
+    It has its own process group, so that its collectives do not mix with the training's.
+    """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save
 

@@ -29,7 +29,7 @@ GRAPH_WARMUP = 3
 """Warm-up steps: normal, recorded, replayed."""
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
-"""Strategy that no matrix offers; limits of parity must not allow it."""
+"""Strategy for measuring parity limits only; no matrix offers it."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -119,7 +119,7 @@ def _no_command(scratch: Path) -> None:
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
-    """Returns into how many parts BatchNorm divides the global batch, each normalised alone."""
+    """Returns the number of parts of the global batch that BatchNorm normalises separately."""
     ranks = 1 if strategy.capabilities.synchronizes_batch_norm else layout.data
     return ranks * cell.micro_batches
 
@@ -234,7 +234,7 @@ def _without_extra_optimizer(cell: Cell) -> Refused:
 
 
 def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: bool) -> None:
-    """Raises Refused if a strategy cannot load the cell's checkpoint, or who saves it cannot."""
+    """Raises Refused if the strategy cannot load the checkpoint, or another cannot save it."""
     admit_checkpoint(cell, loads.checkpoints)
     if not cell.checkpoint_from:
         return

@@ -70,7 +70,7 @@ class Saver:
         self._saved = SavedAnswer(tuple(self.loop.steps), blocked, blocked, before)
 
     def _end(self) -> None:
-        """Returns never: the manifest is written when the last rank has answered."""
+        """Never returns: the manifest is written when the last rank has answered."""
         assert self._saved is not None
         if self._finish:
             began = time.perf_counter()
@@ -90,7 +90,7 @@ class Saver:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Waits for other ranks, which is no hang; the time limit still applies."""
+        """Waits for other ranks without counting as a hang; the time limit still applies."""
         while not until():
             if self.loop.heartbeat:
                 self.loop.heartbeat.beat("checkpoint")
@@ -106,16 +106,17 @@ def resume(loop: Loop, folder: Path, step: int) -> None:
     assert train_state is not None
     began = time.perf_counter()
     if train_state.load:
-        found = train_state.load(folder)
+        loaded_step = train_state.load(folder)
     else:
-        found = load_by_torch(job, train_state, folder)
+        loaded_step = load_by_torch(job, train_state, folder)
     loop.synchronize()
     seconds = None if train_state.loads_in_setup else time.perf_counter() - began
-    if found != step:
+    if loaded_step != step:
         raise RuntimeError(
-            f"the checkpoint was saved after step {step}, but training would go on after {found}"
+            f"the checkpoint was saved after step {step}, but training would go on after"
+            f" {loaded_step}"
         )
-    loop.continue_at(found, LoadedAnswer(seconds, _state_of(train_state)))
+    loop.continue_at(loaded_step, LoadedAnswer(seconds, _state_of(train_state)))
 
 
 def _state_of(train_state: TrainState) -> CheckpointedState:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.memory_kinds import local_part, retained
+from harness.strategy.checkpoints import counters_of, set_counters
 from harness.strategy.job import TrainState
 from harness.worker.spec import TrialSpec
 
@@ -50,7 +51,7 @@ class Checkpoint:
                     _write(self._file, numbers)
         for key, record in _records(train_state):
             self._counters[key] = dict(_counters(record))
-        self._steps_counted = [getattr(owner, name) for owner, name in train_state.counters]
+        self._steps_counted = counters_of(train_state.counters)
 
     def restore(self, train_state: TrainState) -> None:
         """Restores the state in place, and drops newer optimizer states.
@@ -73,8 +74,7 @@ class Checkpoint:
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
-        for (owner, name), value in zip(train_state.counters, self._steps_counted, strict=True):
-            setattr(owner, name, value)
+        set_counters(train_state.counters, self._steps_counted)
 
     def _fill(self, tensor: Tensor, place: int) -> None:
         import torch
