@@ -461,12 +461,14 @@ def test_mixtures_of_experts_have_their_published_sizes(name: str, parameters: i
 def test_flops_of_experts_by_hand(name: str) -> None:
     """Forward and twice as many backward: of each token in each of two blocks four projections of
     32 by 32, attention over 16 tokens, a router of four experts, and three matrices of 32 by 48 of
-    two experts; then 256 logits."""
+    two experts; then 256 logits. Some versions of transformers also compute rotary angles by a
+    product, in 256 of 3.6 million operations."""
     tokens, hidden = 16, 32
     projections, router, experts = 4 * hidden**2, 4 * hidden, 2 * 3 * hidden * 48
     block = 2 * tokens * (projections + router + experts) + 4 * tokens**2 * hidden
     forward = 2 * block + 2 * tokens * hidden * 256
-    assert model_facts(make_workload(name), tokens).flops_per_sample == 3 * forward
+    counted = model_facts(make_workload(name), tokens).flops_per_sample
+    assert counted == pytest.approx(3 * forward, rel=1e-4)
 
 
 def test_experts_have_no_adapters() -> None:
