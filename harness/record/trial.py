@@ -41,7 +41,7 @@ class TrialRecord(Record):
     reason: str = ""
     """what happened and what to do; empty if ok"""
     expected: bool = False
-    """whether the matrix expects this status (a cell known to diverge)"""
+    """whether this is expected: known to diverge, or declared to deviate too far to be verified"""
     log_tail: str = ""
     """end of the log of the rank that failed first"""
     stacks: str = ""

@@ -218,11 +218,14 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks an ok trial `diverged` if it does not train like its reference."""
+    """Marks an ok trial `diverged` if it does not train like its reference; as expected, where the
+    strategy declares a deviation too wide to be verified."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":
-        return replace(trial, reason=f"not verified, so not ranked: {verdict.reason}")
+        declared = verdict.max_loss_deviation is not None  # else there is no reference
+        reason = f"not verified, so not ranked: {verdict.reason}"
+        return replace(trial, reason=reason, expected=declared)
     if verdict.verdict == "diverged":
         return replace(trial, status="diverged", reason=verdict.reason, expected=may_diverge)
     return trial
