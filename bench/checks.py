@@ -69,21 +69,21 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             f"its power limit is {limit:.0f} W; the default is {default:.0f} W",
-            "it runs at lower clocks than others of its kind, and looks slower",
+            "it runs at lower clocks than other GPUs of this model and looks slower",
             f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
     if facts.persistence is False:
         yield Trouble(
             subject,
             "persistence mode is off",
-            "the driver unloads between trials: each starts seconds later, and at other clocks",
+            "the driver unloads between trials, so each starts seconds later at different clocks",
             f"sudo nvidia-smi -i {number} -pm 1",
         )
     if facts.ecc is False:
         yield Trouble(
             subject,
             "error correction (ECC) is off",
-            "memory is a little faster and larger than with it, and wrong bits go unnoticed",
+            "memory is slightly faster and larger than with ECC, and bit errors go unnoticed",
             f"sudo nvidia-smi -i {number} -e 1, then restart the host",
         )
     if facts.mig:
@@ -106,14 +106,14 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             f"other processes are on it{taken}: {pids}",
-            "they take its time and memory: cells are slower, or out of memory",
-            f"end them (kill {pids}), or choose other GPUs with CUDA_VISIBLE_DEVICES",
+            "they compete for its time and memory, so cells run slower or out of memory",
+            f"stop them (kill {pids}), or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )
     if "clocks set by the user" in (state.reasons or ()):
         yield Trouble(
             subject,
             f"its clocks are locked or application clocks are set ({state.sm_mhz} MHz now)",
-            "it cannot reach the clocks that others of its kind reach",
+            "it cannot reach the clocks of other GPUs of this model",
             f"sudo nvidia-smi -i {number} -rgc; sudo nvidia-smi -i {number} -rac",
         )
     hot = state.temperature_celsius is not None and state.temperature_celsius >= HOT_CELSIUS
@@ -122,16 +122,16 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             f"it is at {state.temperature_celsius} degrees Celsius: {cause}",
-            "its clocks fall during a run",
-            f"better cooling, or wait; to see it: nvidia-smi -i {number} -q -d"
+            "its clocks drop during a run",
+            f"improve cooling, or wait; check with: nvidia-smi -i {number} -q -d"
             " TEMPERATURE,PERFORMANCE",
         )
     if state.uncorrected_errors:
         yield Trouble(
             subject,
             f"{state.uncorrected_errors} memory errors could not be corrected",
-            "results may be wrong, and ranks end",
-            f"restart the host; to see them: nvidia-smi -i {number} -q -d ECC",
+            "results may be wrong and ranks may crash",
+            f"restart the host; list them with: nvidia-smi -i {number} -q -d ECC",
         )
 
 
@@ -151,7 +151,9 @@ def _software() -> Iterator[Trouble]:
         return
     if not torch.distributed.is_nccl_available():
         what = f"torch {torch.__version__} is built without NCCL"
-        yield Trouble("torch", what, "several GPUs cannot communicate", "make setup, on this host")
+        yield Trouble(
+            "torch", what, "GPUs cannot communicate with each other", "make setup, on this host"
+        )
     yield from _stand_ins()
 
 
@@ -182,7 +184,7 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
         yield Trouble(
             "CPU",
             f"{cores} cores for {len(devices)} GPUs",
-            "ranks share cores: GPUs wait for kernels to be launched",
+            "ranks share cores, so GPUs wait for kernels to be launched",
             "ask the scheduler for more (cpus_per_node), or: taskset, docker run --cpuset-cpus",
         )
     if len(devices) < 2:
@@ -195,15 +197,15 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
             yield Trouble(
                 f"GPUs {devices[a].index} and {devices[b].index}",
                 f"no NVLink is active between them ({between})",
-                "they communicate over PCIe, many times slower than this kind of GPU does",
+                "they communicate over PCIe, which is many times slower than NVLink",
                 "systemctl status nvidia-fabricmanager; nvidia-smi nvlink -s",
             )
         elif "NVLink" not in between and between == "system":
             yield Trouble(
                 f"GPUs {devices[a].index} and {devices[b].index}",
-                "only the link of the two sockets connects them",
-                "their copies go through host memory",
-                "to see it: nvidia-smi topo -m; choose GPUs of one socket with"
+                "they are connected only through the link between the two sockets",
+                "copies between them go through host memory",
+                "check with: nvidia-smi topo -m; choose GPUs of one socket with"
                 " CUDA_VISIBLE_DEVICES",
             )
 
@@ -222,7 +224,7 @@ def _governor(root: Path) -> Trouble | None:
     return Trouble(
         "CPU",
         f"{sum(kinds.values())} cores have the frequency governor {', '.join(kinds)}",
-        "they slow down between steps and take time to recover: trials differ",
+        "they clock down between steps and take time to recover, so trials differ",
         "sudo cpupower frequency-set -g performance",
     )
 
@@ -251,7 +253,7 @@ def _siblings(root: Path) -> Trouble | None:
     return Trouble(
         "CPU",
         "two hardware threads share each core (SMT)",
-        "two ranks may share a core, and are then slower than on two cores",
+        "two ranks that share a core are slower than on two cores",
         "echo off | sudo tee /sys/devices/system/cpu/smt/control",
     )
 
@@ -276,7 +278,7 @@ def _neighbours() -> Trouble | None:
         f"other processes keep {busy_share:.0%} of all cores busy"
         + (f": {names}" if names else ""),
         "they take time from the ranks",
-        "end them or wait; to see them: top",
+        "stop them, or wait; list them with: top",
     )
 
 
@@ -327,7 +329,7 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
     return Trouble(
         "memory",
         f"{folder} has {size / 2**20:.0f} MiB",
-        "NCCL and data loaders fail if it is full, or take a slower path",
+        "when it is full, NCCL and data loaders fail or take a slower path",
         f"docker run --shm-size=8g ..., or: sudo mount -o remount,size=8G {folder}",
     )
 
@@ -346,7 +348,7 @@ def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> T
     return Trouble(
         "memory",
         f"a process may lock {allowed / 2**20:.1f} MiB",
-        "NCCL cannot register buffers with InfiniBand, and fails or uses TCP",
+        "NCCL cannot register buffers with InfiniBand, so it fails or falls back to TCP",
         "ulimit -l unlimited (docker run --ulimit memlock=-1)",
     )
 

@@ -391,7 +391,7 @@ def check_gpu(options: CheckOptions) -> None:
         raise UsageError(f"--again {unknown[0]!r} is not a step; the steps are: {', '.join(names)}")
     if options.device == "cuda" and device_type() != "cuda":
         raise UsageError(
-            f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds none here'}; --device cpu"
+            f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds no GPU here'}; --device cpu"
             " rehearses the check without one"
         )
     folders = Folders.prepare(options.out)
@@ -417,7 +417,7 @@ def check_gpu(options: CheckOptions) -> None:
         out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
     if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
-        out.print(f"no time was left for: {', '.join(waiting)}")
+        out.print(f"no time left for: {', '.join(waiting)}")
     out.print(f"everything is in {escape(str(folders.out))}; continue with --resume")
     if driver.stopped:
         raise typer.Exit(130)

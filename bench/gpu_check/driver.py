@@ -177,7 +177,7 @@ class Driver:
             if self.report.outcome(step.name) is None:
                 self._keep(self._outcome(step, "not checked", NO_TIME))
             return
-        self._keep(self._outcome(step, "not checked", "it was running when this was written"))
+        self._keep(self._outcome(step, "not checked", "it was still running when this was written"))
         self.say(f"{step.name}: starts, {seconds:.0f} s at most")
         log = self.folders.log(step.name)
         limits = Limits(seconds, self.timing.stop_seconds, tuple(cores))
@@ -214,7 +214,7 @@ class Driver:
         verdict: Verdict
         if ended.exit_code is None:
             verdict = "not checked"
-            late = f"it had not ended after {limit:.0f} s"
+            late = f"it did not finish within {limit:.0f} s"
             reason = "the check was stopped" if self.stopped else late
         elif not shown:
             verdict = "refuted"
@@ -241,7 +241,7 @@ class Driver:
     def _collect(self) -> None:
         with self._lock:
             for name in self.folders.collect():
-                self.say(f"{name} is too large to send: it stays in {self.folders.work}")
+                self.say(f"{name} is too large to send, so it stays in {self.folders.work}")
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:

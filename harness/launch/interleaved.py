@@ -245,7 +245,7 @@ class _Slot:
         try:
             outcome = self.future.result()
         except BrokenProcessPool:
-            reason = "the process that launched its ranks was killed from outside"
+            reason = "the process that launched its ranks was killed from outside the suite"
             return Outcome("failed", reason, time.time(), 0.0)
         return replace(outcome, wall_seconds=outcome.wall_seconds - self.process.waited[0])
 

@@ -132,7 +132,7 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
         return ended("failed", f"the ranks could not be started: {outputs.not_started}")
     if outputs.hang or outputs.timed_out:
         why = missing(outputs.groups, outputs.stacks)
-        recorded = "".join([f"; {why}" if why else "", "; the stacks of its ranks are recorded"])
+        recorded = "".join([f"; {why}" if why else "", "; its ranks' stacks are recorded"])
         limit = f"still running after its time limit of {cell.time_limit_seconds:g} s"
         return ended("timeout", (outputs.hang.words() if outputs.hang else limit) + recorded)
     silent = [answer.rank for answer in answers if answer.silent]
@@ -150,7 +150,7 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
         if line := no_memory(outputs.logs.get(rank, "")):
             reason = f"{reason}; its log says: {line}"
         if outputs.oom_kills:
-            counted = "the kernel's count of processes killed for lack of memory rose by"
+            counted = "the kernel's count of out-of-memory kills rose by"
             reason = f"{reason}; {counted} {outputs.oom_kills}"
         status = "out_of_memory" if line or outputs.oom_kills else "failed"
         return ended(status, reason, 0 if outputs.ended else rank)
@@ -169,7 +169,7 @@ def ending(exit_code: int | None, by: str) -> str:
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{by} was killed by {name}, from outside" + (
-            " or by the kernel for lack of memory" if name == "SIGKILL" else " or by its own fault"
+            " or by the kernel's out-of-memory killer" if name == "SIGKILL" else " or it crashed"
         )
     return f"{by} left with exit code {exit_code or 0} before its steps were done"
 

@@ -59,7 +59,7 @@ class Hang:
 
     def words(self) -> str:
         doing = sorted(set(self.doing.values()))
-        return f"hangs: nothing was finished for {self.seconds:.0f} s in {', '.join(doing)}"
+        return f"hangs: no rank made progress for {self.seconds:.0f} s in {', '.join(doing)}"
 
 
 class Silence:

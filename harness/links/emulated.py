@@ -186,7 +186,7 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
         _, latency = second.line.receive()
         _, rate = first.line.receive()
     except (EOFError, OSError):
-        raise NoLinks("emulated links: an agent went while its link was measured") from None
+        raise NoLinks("emulated links: an agent exited while its link was being measured") from None
     if not (latency and rate):
         raise NoLinks(f"emulated links: {second.name} does not reach {first.name}")
     return rate, latency

@@ -277,7 +277,7 @@ def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> 
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired:
-        return SpeedMeasurement(None, f"not over after {limit:.0f} s")
+        return SpeedMeasurement(None, f"did not finish within {limit:.0f} s")
     except OSError as error:
         return SpeedMeasurement(None, str(error))
     if done.returncode != 0:

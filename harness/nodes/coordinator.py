@@ -130,7 +130,7 @@ class Nodes:
         """Drops agents that left between trials: a readable connection has ended then."""
         lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
-            self.lose(lines[connection], "its agent went between two trials")  # type: ignore[index]
+            self.lose(lines[connection], "its agent exited between two trials")  # type: ignore[index]
 
     def lose(self, node: Node, why: str) -> None:
         with self._change:
@@ -140,7 +140,7 @@ class Nodes:
                 self._lost[node.number] = f"{node.name}: {why}"
 
     def shortfall(self, count: int) -> str:
-        lost = "; ".join(self._lost.values()) or "the agents of the others did not come"
+        lost = "; ".join(self._lost.values()) or "the agents of the other nodes did not connect"
         return (
             f"needs {count} nodes, {len(self.connected)} of {self.count}"
             f" {'is' if len(self.connected) == 1 else 'are'} there ({lost})"

@@ -113,7 +113,7 @@ class Trial:
                     for node in list(self.open.values()):
                         self._lose(
                             node,
-                            f"did not answer for {seconds:g} s: it hangs, or cannot be reached",
+                            f"did not answer for {seconds:g} s: it hangs or cannot be reached",
                         )
                 return
             for connection in ready:
@@ -128,7 +128,7 @@ class Trial:
         try:
             word, what = node.line.receive()
         except (EOFError, OSError):
-            self._lose(node, "its agent is gone, killed or with its machine")
+            self._lose(node, "its agent is gone: it was killed, or its machine went down")
             return False
         except KeyboardInterrupt:  # half a message may have been read
             self._lose(node, "interrupted")

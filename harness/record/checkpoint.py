@@ -63,7 +63,7 @@ class Manifest:
         try:
             manifest = _adapter().validate_python(json.loads((folder / NAME).read_text()))
         except FileNotFoundError:
-            raise BadCheckpoint("it has no manifest, so saving it did not end") from None
+            raise BadCheckpoint("it has no manifest, so saving it did not finish") from None
         except ValueError:
             raise BadCheckpoint(f"{NAME} is not a manifest") from None
         for file in manifest.files:
@@ -75,7 +75,7 @@ class Manifest:
                     f"{file.path} has {path.stat().st_size} bytes instead of {file.size}"
                 )
             if _digest(path) != file.digest:
-                raise BadCheckpoint(f"{file.path} is not the file that was saved at this step")
+                raise BadCheckpoint(f"{file.path} is not the file saved at this step")
         return manifest
 
 

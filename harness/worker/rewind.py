@@ -70,7 +70,7 @@ class Checkpoint:
         if restored != self._places.keys():
             raise RuntimeError(
                 "the state cannot be rewound: the rank keeps other tensors than when it was saved;"
-                " if the strategy intends that, it must give a `rewind_skipped_reason`"
+                " if the strategy intends this, it must give a `rewind_skipped_reason`"
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
@@ -155,7 +155,7 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
     while numbers:
         count = os.preadv(file, [numbers], place)
         if not count:
-            raise RuntimeError("the state cannot be rewound: its copy is shorter than it was")
+            raise RuntimeError("the state cannot be rewound: its copy is shorter than the original")
         numbers, place = numbers[count:], place + count
     return place
 

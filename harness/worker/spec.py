@@ -56,7 +56,7 @@ class TurnClient:
         """
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
         if not self.line.recv(8):
-            raise ConnectionError("the run that interleaves the trials is gone")
+            raise ConnectionError("the run that interleaves the trials has exited")
         return time.time()
 
 

@@ -63,10 +63,10 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown},
             "thermal slowdown",
-            "better cooling",
+            "TEMPERATURE,PERFORMANCE",
         ),
-        ({"celsius": 91}, "91 degrees", "better cooling"),
-        ({"uncorrected_errors": 2}, "2 memory errors", "restart the host"),
+        ({"celsius": 91}, "91 degrees", "TEMPERATURE,PERFORMANCE"),
+        ({"uncorrected_errors": 2}, "2 memory errors", "-q -d ECC"),
         (
             {"processes": [(4242, 3 * GIB), (4243, None)]},
             "with 3.0 GiB: 4242 4243",

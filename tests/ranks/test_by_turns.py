@@ -189,8 +189,8 @@ def test_a_launchers_process_that_is_killed_is_one_failure(
     cells = cell("ddp"), cell("ddp"), faulty("hangs")
     first, *lost = interleaved.together([launch(one) for one in cells], kill)
     fine(first)
-    reason = "the process that launched its ranks was killed from outside"
-    assert [(outcome.status, outcome.reason) for outcome in lost] == [("failed", reason)] * 2
+    assert [outcome.status for outcome in lost] == ["failed"] * 2
+    assert all("process that launched" in outcome.reason for outcome in lost)
     try:
         for outcome in together(interleaved, cell("ddp"), cell("ddp")):
             fine(outcome)

@@ -98,7 +98,7 @@ def nvml(device: str) -> Finding:
     import os
 
     if device != "cuda":
-        return only_on_gpus("NVML knows no CPUs")
+        return only_on_gpus("NVML reports no CPUs")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it
     import torch
 
