@@ -4,9 +4,9 @@ Kept tiny: multiprocessing imports it again in every rank.
 """
 
 if __name__ == "__main__":
-    from harness.host.packages import require
+    from harness.host.packages import REQUIREMENTS, TRAINING, require
 
-    require()
+    require(REQUIREMENTS | TRAINING)
     from harness.nodes.agent import main
 
     main()

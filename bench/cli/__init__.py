@@ -7,10 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import typer
 
 from harness.host.gc_tuning import collect_seldom
+from harness.host.packages import TRAINING, require
 from harness.spec.errors import (
     DamagedFileWarning,
     DamagedRun,
@@ -47,6 +49,12 @@ COMMANDS = {
 }
 """Module and function of each command, in the order of the help, by panel."""
 
+TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
+"""Commands that always need torch and transformers."""
+SCRIPT = "parallelism-bench"
+"""Name of the console script. Shells can complete it, but not `python -m bench`."""
+PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m bench"
+
 REMEDIES: dict[type[UsageError], str] = {
     DamagedRun: "find the damage with: python -m bench doctor --results RESULTS",
     NoRuns: "make one with: python -m bench run --matrix smoke",
@@ -61,7 +69,7 @@ REMEDIES: dict[type[UsageError], str] = {
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=PROGRAM == SCRIPT,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
@@ -75,14 +83,26 @@ slurm_app = typer.Typer(
 )
 
 
+def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that first requires the packages that train."""
+
+    @functools.wraps(run)
+    def checked(*args: object, **options: object) -> None:
+        require(TRAINING)
+        run(*args, **options)
+
+    return checked
+
+
 def _register() -> None:
     for panel, commands in COMMANDS.items():
         for command, place in commands.items():
             module, _, function = place.partition(":")
             group, _, name = command.rpartition(" ")
             panel_of_command = None if group else panel
+            run = getattr(import_module(f"bench.cli.{module}"), function)
             (slurm_app if group else app).command(name, rich_help_panel=panel_of_command)(
-                getattr(import_module(f"bench.cli.{module}"), function)
+                _with_training_packages(run) if command in TRAINING_COMMANDS else run
             )
     app.add_typer(slurm_app, name="slurm", rich_help_panel=[*COMMANDS][-1])
 
@@ -121,7 +141,7 @@ def main() -> None:
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
-        app(prog_name="python -m bench")
+        app(prog_name=PROGRAM)
     except (UsageError, OSError) as error:
         if not (sentence := refusal(error)):
             raise

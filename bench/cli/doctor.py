@@ -107,6 +107,9 @@ def doctor(
 
 def _check_host(links: bool, json_output: bool) -> None:
     """Prints what this host has; exit code 1 if links cannot be measured."""
+    from harness.host.packages import TRAINING, require
+
+    require(TRAINING)
     from bench.checks import troubles
     from bench.cli import terminal
     from harness.measure.hardware_benchmark import METHOD

@@ -210,9 +210,12 @@ def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
     Raises UsageError for too few cells.
     """
     from bench.cli import terminal
+    from harness.host.packages import TRAINING, require
     from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score
-    from harness.planner.local.measurements import read_measurements
     from harness.spec.errors import UsageError
+
+    require(TRAINING)
+    from harness.planner.local.measurements import read_measurements
 
     measured = read_measurements(folders)
     observations = [cell.observation for cell in measured.cells]

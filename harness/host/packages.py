@@ -16,6 +16,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -24,8 +25,6 @@ from types import ModuleType
 from typing import cast
 
 REQUIREMENTS = {
-    "torch": "torch>=2.10,<2.14",
-    "transformers": "transformers>=5.17,<6",
     "numpy": "numpy",
     "pandas": "pandas",
     "pyarrow": "pyarrow",
@@ -37,18 +36,23 @@ REQUIREMENTS = {
     "pydantic": "pydantic>=2",
     "yaml": "pyyaml",
     "psutil": "psutil",
-    "safetensors": "safetensors",
     "pynvml": "nvidia-ml-py>=12.535",
 }
-"""Requirement by module, as in pyproject.toml."""
+"""Requirement of every command by module, as in pyproject.toml."""
+TRAINING = {
+    "torch": "torch>=2.10,<2.14",
+    "transformers": "transformers>=5.17,<6",
+    "safetensors": "safetensors",
+}
+"""Further requirements of commands that build or train models: the extra `run`."""
 
 
-def require() -> None:
+def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
     """Exits with code 2 if required packages are missing or too old.
 
     Prints one line to stderr with the command that installs them.
     """
-    if lacking := unmet():
+    if lacking := unmet(requirements):
         found = (f"{need} (here: {version})" if version else need for need, version in lacking)
         command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
         print(
@@ -59,10 +63,10 @@ def require() -> None:
         sys.exit(2)
 
 
-def unmet() -> list[tuple[str, str]]:
+def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns unmet requirements with their installed versions."""
     lacking = []
-    for module, need in REQUIREMENTS.items():
+    for module, need in requirements.items():
         spec = find_spec(module)
         name, _, bounds = need.partition(">=")
         version = _version(spec, name) if spec and bounds else ""

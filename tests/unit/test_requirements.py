@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from harness.host.packages import REQUIREMENTS, unmet
+from harness.host.packages import REQUIREMENTS, TRAINING, unmet
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "results" / "reference"
+PROJECT = (ROOT / "pyproject.toml").read_text()
 
 # Runs a module as `python -m` does, where packages cannot be found.
 WITHOUT = """
@@ -37,6 +41,35 @@ def without(hidden: str, *words: str, **variables: str) -> subprocess.CompletedP
     )
 
 
+# Hides packages without a trace: scipy and others look into sys.modules for torch.
+NOT_FOUND = """
+import runpy, sys
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.partition(".")[0] in {hidden!r}
+        return None if hidden else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+sys.path.insert(0, {root!r})
+runpy.run_module("bench", run_name="__main__", alter_sys=True)
+"""
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command in an environment with the packages of the light core only."""
+    code = NOT_FOUND.format(hidden=set(TRAINING), root=str(ROOT))
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
 def named(line: str) -> list[str]:
     """The requirements in the command that a line ends with."""
     words = shlex.split(line.partition("install them with: ")[2])
@@ -52,18 +85,60 @@ def older(folder: Path, package: str, version: str) -> str:
     return f"{folder}:{ROOT}"
 
 
-@pytest.mark.parametrize("words", [["bench", "--help"], ["bench", "doctor"], ["harness.agent"]])
+@pytest.mark.parametrize("words", [["bench", "--help"], ["bench", "doctor"]])
 def test_all_missing_packages_are_named_in_one_line(words: list[str]) -> None:
     done = without("pydantic,yaml,torch", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert named(done.stderr) == ["torch>=2.10,<2.14", "pydantic>=2", "pyyaml"]
+    assert named(done.stderr) == ["pydantic>=2", "pyyaml"]
+
+
+def test_an_agent_names_what_trains_too() -> None:
+    done = without("pydantic,torch", "harness.agent")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named(done.stderr) == ["pydantic>=2", TRAINING["torch"]]
 
 
 @pytest.mark.parametrize("module", REQUIREMENTS)
 def test_each_of_them_is_missed(module: str) -> None:
     done = without(module, "bench", "list")
     assert (done.returncode, named(done.stderr)) == (2, [REQUIREMENTS[module]])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--matrix", "smoke"],
+        ["predict"],
+        ["doctor"],
+        ["validate", "--results", str(REFERENCE)],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_that_train_name_torch_and_transformers(words: list[str]) -> None:
+    done = without_torch(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named(done.stderr) == list(TRAINING.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list", "strategies"],
+        ["plan", "--model", "llama-8b", "--devices", "8"],
+        ["show", "e99c3a968048", "--results", str(REFERENCE)],
+        ["compare", "--cells", "ddp", "fsdp2", "--results", str(REFERENCE)],
+        ["doctor", "--results", str(REFERENCE)],
+        ["report", "--results", "{results}", "--out", "{out}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_other_commands_need_no_torch(words: list[str], tmp_path: Path) -> None:
+    places = {"results": tmp_path / "results", "out": tmp_path / "out"}
+    shutil.copytree(REFERENCE, places["results"])
+    done = without_torch(*(word.format(**places) for word in words))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 @pytest.mark.parametrize(
@@ -82,13 +157,14 @@ def test_a_version_that_is_too_old_counts_as_missing(
 ) -> None:
     monkeypatch.syspath_prepend(older(tmp_path, package, version).partition(":")[0])
     monkeypatch.delitem(sys.modules, package, raising=False)
-    assert unmet() == ([] if enough else [(REQUIREMENTS[package], version)])
+    need = (REQUIREMENTS | TRAINING)[package]
+    assert unmet({package: need}) == ([] if enough else [(need, version)])
 
 
 def test_a_version_that_is_too_old_is_told(tmp_path: Path) -> None:
     path = older(tmp_path, "transformers", "5.16.4")
-    done = without("", "bench", "list", PYTHONPATH=path)
-    assert (done.returncode, named(done.stderr)) == (2, [REQUIREMENTS["transformers"]])
+    done = without("", "bench", "run", "--matrix", "smoke", PYTHONPATH=path)
+    assert (done.returncode, named(done.stderr)) == (2, [TRAINING["transformers"]])
     assert "5.16.4" in done.stderr
 
 
@@ -97,12 +173,44 @@ def test_nothing_is_said_where_all_is_there() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_they_are_the_dependencies_of_the_project() -> None:
-    listed = re.search(
-        r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
-    )
+@pytest.mark.parametrize(("key", "needs"), [("dependencies", REQUIREMENTS), ("run", TRAINING)])
+def test_they_are_the_dependencies_of_the_project(key: str, needs: dict[str, str]) -> None:
+    listed = re.search(rf"^{key} = \[(.*?)\]\n", PROJECT, re.M | re.S)
     assert listed
-    assert re.findall(r'"(.*)"', listed[1]) == list(REQUIREMENTS.values())
+    assert re.findall(r'"(.*?)"', listed[1]) == list(needs.values())
+
+
+def test_the_package_contains_every_file_of_its_folders() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "bench", "harness", "reports"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    declared = set()
+    for package, patterns in re.findall(r"^(bench|harness|reports) = (\[.*\])$", PROJECT, re.M):
+        for pattern in json.loads(patterns):
+            declared |= set((ROOT / package).glob(pattern))
+    data = {ROOT / name for name in tracked if not name.endswith(".py")}
+    assert len(data) > 30
+    assert data <= declared
+
+
+def test_a_shell_completes_the_console_script() -> None:
+    environment = {"_PARALLELISM_BENCH_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['parallelism-bench'];"
+        " from bench.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment | {"COMP_WORDS": "parallelism-bench com"},
+        timeout=60,
+    )
+    assert done.stdout.split() == ["compare"]
 
 
 def test_asking_imports_none_of_them() -> None:
