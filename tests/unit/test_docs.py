@@ -28,7 +28,10 @@ from tests import pages
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    *(
+        ROOT / f"{name}.md"
+        for name in ("README", "AGENTS", "CONTRIBUTING", "CODE_OF_CONDUCT", "CHANGELOG", "SECURITY")
+    ),
     *(ROOT / folder / "README.md" for folder in ("slurm", "results")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
