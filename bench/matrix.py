@@ -41,23 +41,33 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from bench.host import Host
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
-Axes: TypeAlias = dict[str, Any]
-"""Values by axis, from YAML."""
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Trials that resolve a 3 % difference if they spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
 """Long enough for some slow spells of the machine; about as long as a trial's start."""
 AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
+_AXES_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {axis: {} for axis in AXES}
+    | {
+        axis: {"description": " ".join(field.description.split())}
+        for axis, field in Cell.model_fields.items()
+        if axis in AXES and field.description
+    },
+}
+Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
+"""Values by axis, from YAML. Names and lists stand for values: a schema checks only the axes."""
 
 
 class Sizes(BaseModel):

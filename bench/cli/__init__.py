@@ -32,7 +32,7 @@ COMMANDS = {
         "profile": "profile:profile",
         "maxsize": "maxsize:maxsize",
     },
-    "Look up": {"list": "list_cmd:listing", "doctor": "doctor:doctor"},
+    "Look up": {"list": "list_cmd:listing", "schema": "schema:schema", "doctor": "doctor:doctor"},
     "Predict": {
         "plan": "plan:plan",
         "predict": "predict:predict",
