@@ -130,7 +130,8 @@ class Nodes:
         """Drops agents that left between trials: a readable connection has ended then."""
         lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
-            self.lose(lines[connection], "its agent exited between two trials")  # type: ignore[index]
+            node = lines[connection]  # type: ignore[index]
+            self.lose(node, "its agent exited between two trials")
 
     def lose(self, node: Node, why: str) -> None:
         with self._change:
