@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, WARN, canvas
+from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, WARN, WIDTH, canvas
 from reports.text import plain, shortened
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Bars:
 
     def draw(self) -> Figure:
         count = len(self.bars)
-        figure, axes = canvas(count * _LINE + 46, 8, 112, 42, 4)
+        right = min(WIDTH / 2, 16 + max(map(_pixels, (bar.text for bar in self.bars)), default=0))
+        figure, axes = canvas(count * _LINE + 46, 8, right, 42, 4)
         low, high = self._range()
         axes.set_ylim(count - 0.5, -0.5)
         axes.yaxis.set_visible(False)
@@ -185,11 +186,24 @@ class _Lines:
             )
 
 
+def _pixels(text: str) -> float:
+    """Returns about the width of a figure with its unit; digits are wider than punctuation."""
+    return sum(4.0 if character in " .,()" else 7.6 for character in text)
+
+
 def _words(axes: Axes, index: int, bar: Bar) -> None:
     label, at = shortened(bar.label, LABEL), axes.get_yaxis_transform()
     colour = WARN if bar.failed else INK
     axes.text(0, index - 0.22, label, color=INK, transform=at, va="center")
-    axes.text(1.03, index + _MIDDLE, bar.text, color=colour, transform=at, va="center")
+    axes.annotate(
+        bar.text,
+        (1, index + _MIDDLE),
+        (8, 0),
+        xycoords=at,
+        textcoords="offset pixels",
+        color=colour,
+        va="center",
+    )
 
 
 def _decades(low: float, high: float) -> tuple[Sequence[float], Sequence[str]]:

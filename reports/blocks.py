@@ -229,21 +229,6 @@ class Charts:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A key figure: the best in one respect."""
-
-    title: str
-    winner: Words
-    value: Words
-    more: Sequence[Paragraph] = ()
-
-
-@dataclass(frozen=True)
-class Cards:
-    cards: Sequence[Card]
-
-
-@dataclass(frozen=True)
 class Details:
     """Blocks folded until a reader opens them."""
 
@@ -285,18 +270,7 @@ class Only:
 
 
 Block: TypeAlias = (
-    Paragraph
-    | Heading
-    | Bullets
-    | Facts
-    | Table
-    | Charts
-    | Cards
-    | Details
-    | Box
-    | Part
-    | Pre
-    | Only
+    Paragraph | Heading | Bullets | Facts | Table | Charts | Details | Box | Part | Pre | Only
 )
 Blocks: TypeAlias = list[Block]
 
@@ -320,7 +294,7 @@ def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
                 shown += [block] if charts and medium == "page" else []
             case Table():
                 shown += [block] if block.rows else []
-            case Facts(content) | Bullets(content) | Cards(content):
+            case Facts(content) | Bullets(content):
                 shown += [block] if content else []
             case _:
                 shown.append(block)

@@ -14,20 +14,21 @@ from reports import blocks as ui
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.columns import (
     Column,
+    baseline_columns,
     device_columns,
     figure,
     mebibytes,
     milliseconds,
+    over_baseline,
     raw_throughput_columns,
     throughput_column,
-    with_interval,
     word,
 )
 from reports.groups import Group, RankedCell, RankedGroup, fairly_timed
 from reports.names import STATUS, cell_name, disturbance_legend, flags
 from reports.run_report import NOT_REACHED, RunReport
 from reports.speed_sections import batch_column
-from reports.text import DASH, deviation, exact, listed, number, percent, plural, scaled
+from reports.text import DASH, deviation, exact, number, percent, plural, scaled
 
 WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
@@ -92,7 +93,7 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
         Column("Place", _place, "", place),
         throughput_column(cells),
         *raw_throughput_columns(cells),
-        *_baseline_columns(cells),
+        *baseline_columns(cells),
         milliseconds("Step p50", "step_seconds_p50", "median over the steps"),
         milliseconds("Step p95", "step_seconds_p95", "95th percentile over the steps"),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
@@ -152,15 +153,6 @@ def _hundredths(share: float | None) -> str:
     return scaled(share, 100)
 
 
-def _baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
-    """Returns throughput relative to the baseline; empty if no cell has it."""
-    labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
-    if not labels:
-        return []
-    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval"
-    return [Column("Over baseline", with_interval("over_baseline"), "95 %", tip)]
-
-
 def _efficiency(cell: CellResult) -> ui.Td:
     own, single = cell.relative.efficiency_own, cell.relative.efficiency_single
     return ui.Td(
@@ -218,8 +210,6 @@ class Best:
     value: str
     setting: str
     """Empty if it is the verdict's."""
-    share: str
-    """Throughput relative to the fastest in the verdict's setting."""
 
 
 @dataclass(frozen=True)
@@ -306,10 +296,7 @@ def _best_of(
         half = rate.half_width
         interval = "" if half is None else f" ± {number(half, 2)}"
         value = f"{number(rate.value)}{interval} {group.unit}"
-        if group is not leading:
-            return Best(best, value, group.full_title, "")
-        fastest = group.rate(fairly_timed(group)[0])
-        return Best(best, value, "", percent(rate.value / fastest.value))
+        return Best(best, value, "" if group is leading else group.full_title)
     return None
 
 
@@ -327,7 +314,7 @@ def systems_blocks(report: RunReport) -> ui.Blocks:
         "Status: word",
         "Cells (ok / all)",
         "Best throughput (± 95 % interval): prose",
-        "Of the fastest",
+        "Over baseline (95 %)",
         "Parity: prose",
     )
     rows = [_system_row(line) for line in lines]
@@ -350,7 +337,7 @@ def _system_row(line: SystemOverview) -> ui.Row:
             ui.Td(status, "word"),
             ui.Td(f"{line.ok} / {line.total}"),
             ui.Td(best, "prose"),
-            ui.Td((line.best.share if line.best else "") or DASH),
+            over_baseline(line.best.row) if line.best else ui.Td(DASH),
             ui.Td(line.parity or DASH, "prose"),
         ],
     )

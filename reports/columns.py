@@ -11,7 +11,7 @@ from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import plain_text
 from reports.names import cell_name, unit
-from reports.text import DASH, MIB, exact, number, percent, plain, scaled
+from reports.text import DASH, MIB, exact, listed, number, percent, plain, scaled, signed
 
 AnyRow = TypeVar("AnyRow")
 AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
@@ -118,6 +118,32 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
         return ui.Td([share, f" ({low * 100:.0f} to {high * 100:.0f})"])
 
     return make
+
+
+def baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+    """Returns throughput relative to the baseline; empty if no cell has it."""
+    labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
+    if not labels:
+        return []
+    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval"
+    return [Column("Over baseline", over_baseline, "95 %", tip)]
+
+
+def over_baseline(cell: CellResult) -> ui.Td:
+    """Returns the gain as the verdict has it: `+8.6 % (+7.2 to +10.0)`."""
+    gain = cell.relative
+    if gain.baseline == cell.cell_id:
+        return numeral("baseline", "over_baseline", gain.over_baseline)
+    value, low, high = (
+        None if ratio is None else ratio - 1
+        for ratio in (gain.over_baseline, gain.over_baseline_low, gain.over_baseline_high)
+    )
+    share = ui.Span(signed(value), field="over_baseline", value=exact(gain.over_baseline))
+    if low is None or high is None:
+        return ui.Td(share)
+    return ui.Td(
+        [share, f" ({signed(low).removesuffix(' %')} to {signed(high).removesuffix(' %')})"]
+    )
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:

@@ -138,10 +138,16 @@ def _effect_bars(name: str, what: str, axis: str, bars: Sequence[Bar], effects: 
 
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns each option's effect, alone and combined; empty without combinations."""
-    found = effects_of(cells)[:MOST_EFFECTS]
+    """Returns each option's effect, alone and combined; empty unless the run crossed options."""
+    found = list(filter(_crossed, effects_of(cells)))[:MOST_EFFECTS]
     parts = [_effects_part(effects, place) for place, effects in enumerate(found)]
     return [ui.Part("", parts, prose("effects"))]
+
+
+def _crossed(effects: Effects) -> bool:
+    """Whether most options were measured in several combinations. A matrix that varies one thing
+    at a time from several starting points has other baselines than its verdict."""
+    return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
 
 
 def _effects_part(effects: Effects, place: int) -> ui.Part:
@@ -165,6 +171,8 @@ def _effects_part(effects: Effects, place: int) -> ui.Part:
 @dataclass(frozen=True)
 class Launchers:
     title: str
+    cells: tuple[CellResult, ...]
+    """Fastest first."""
     bars: Bars
     table: ui.Table
 
@@ -187,19 +195,19 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
     bars = dataclasses.replace(throughput_bars(group, name, labels), title=title)
     label = f"What each wrapper costs, {title}"
     table = cell_table(f"{name}-table", label, group.rows, _launcher_columns(group), "Cell")
-    return Launchers(title, bars, table)
+    return Launchers(title, group.rows, bars, table)
 
 
 def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
     """Returns each wrapper's cost against the fastest, from throughput over trials."""
-    best = _step_seconds(group.rows[0])
+    best = step_seconds(group.rows[0])
 
     def ratio(cell: CellResult) -> ui.Td:
-        value = _step_seconds(cell) / best
+        value = step_seconds(cell) / best
         return numeral(number(value), "step_ratio", value)
 
     def extra(cell: CellResult) -> ui.Td:
-        seconds = _step_seconds(cell) - best
+        seconds = step_seconds(cell) - best
         text = "0" if seconds == 0 else scaled(seconds, 1e3)
         shown = ui.Span(text, field="extra_seconds", value=exact(seconds))
         if not isinstance(cell, RankedCell) or not cell.same_as_above:
@@ -222,7 +230,7 @@ def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
     ]
 
 
-def _step_seconds(cell: CellResult) -> float:
+def step_seconds(cell: CellResult) -> float:
     return cell.cell.global_batch / (cell.speed.samples_per_second or 1.0)
 
 
@@ -235,6 +243,7 @@ def launchers_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 @dataclass(frozen=True)
 class Variants:
     title: str
+    cells: tuple[CellResult, ...]
     bars: Bars | None
     table: ui.Table
 
@@ -286,17 +295,23 @@ def _variants(cells: Sequence[CellResult], name: str) -> Variants:
     table = cell_table(f"{name}-table", label, rows, columns, "Workload", workload_name)
     known = [cell for cell in rows if cell.states.state_bytes is not None]
     drawn = state_stacks(known, name, title, _label) if len(known) > 1 else None
-    return Variants(title, drawn, table)
+    return Variants(title, tuple(rows), drawn, table)
 
 
 def _label(cell: CellResult) -> str:
     return f"{cell.cell.workload}{marks(cell)}"
 
 
-def _share(cell: CellResult) -> ui.Td:
+def trained_share(cell: CellResult) -> float | None:
     if cell.work.trained_parameters is None or not cell.work.parameters:
+        return None
+    return cell.work.trained_parameters / cell.work.parameters
+
+
+def _share(cell: CellResult) -> ui.Td:
+    share = trained_share(cell)
+    if share is None:
         return numeral(DASH, "trained_share", None)
-    share = cell.work.trained_parameters / cell.work.parameters
     text = percent(share) if share >= 0.1 else f"{number(share * 100, 2)} %"
     return numeral(text, "trained_share", share)
 

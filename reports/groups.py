@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from harness.analysis.answer import answer
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import is_tied, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
@@ -143,6 +144,14 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
     """Returns the cells tied with the first, the fastest; empty with one trial."""
     return [cell for cell in cells[1:] if cell.trials > 1 and is_tied(cell, cells[0])]
+
+
+def possibly_fastest(group: RankedGroup) -> set[str]:
+    """Returns the ids of the advised cell and those that may be as fast; without advice, of the
+    fastest and its ties."""
+    if advised := answer(group.rows):
+        return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
+    return {cell.cell_id for cell in (group.rows[0], *tied_with_fastest(group.rows))}
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:

@@ -15,18 +15,21 @@ from reports import charts, text
 from reports.blocks import BREAK, spans
 
 HERE = Path(__file__).parent
+FEW = 3
+"""Charts from which on they flow in columns; fewer stand next to each other."""
 TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """`short`: title in the list of sections. `folded`: closed until opened by the reader."""
+    """`short`: title in the list of sections. `summary`: line shown while it is closed; empty if it
+    is open."""
 
     name: str
     title: str
     blocks: Sequence[ui.Block]
     short: str = ""
-    folded: bool = False
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,13 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
 
 
 def _navigation(sections: Iterable[PageSection]) -> str:
-    links = "".join(
-        f'<li><a href="#{section.name}">{escape(section.short or section.title)}</a></li>'
-        for section in sections
-    )
+    """Returns links to the open sections and to the first closed one, which the others follow."""
+    links, closed = "", False
+    for section in sections:
+        if not closed:
+            closed = section.summary != ""
+            title = "Everything else" if closed else section.short or section.title
+            links += f'<li><a href="#{section.name}">{escape(title)}</a></li>'
     return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
 
 
@@ -140,12 +146,14 @@ class _HtmlWriter:
     printed: bool
 
     def section(self, section: PageSection) -> str:
+        head = f'<h2 id="{section.name}">{escape(section.title)}</h2>'
         blocks = self.blocks(section.blocks)
-        if section.folded:
-            blocks = self._details(ui.Details("Show", section.blocks))
+        if not section.summary:
+            return f'<section aria-labelledby="{section.name}">\n{head}\n{blocks}\n</section>'
         return (
-            f'<section aria-labelledby="{section.name}">\n<h2 id="{section.name}">'
-            f"{escape(section.title)}</h2>\n{blocks}\n</section>"
+            f'<section class="closed" aria-labelledby="{section.name}">\n<details{self._opened()}>'
+            f"<summary>{head} <span>{escape(section.summary)}</span></summary>\n"
+            f"{blocks}\n</details>\n</section>"
         )
 
     def blocks(self, blocks: Iterable[ui.Block]) -> str:
@@ -166,8 +174,6 @@ class _HtmlWriter:
                 return self._table(block)
             case ui.Charts():
                 return self._panels(block)
-            case ui.Cards(cards):
-                return f'<div class="cards">{"".join(map(self._card, cards))}</div>'
             case ui.Details():
                 return self._details(block)
             case ui.Box(kind, blocks):
@@ -204,23 +210,19 @@ class _HtmlWriter:
         return f"<dt><bdi>{_breakable(row[0])}</bdi></dt><dd>{self.words(row[1])}</dd>"
 
     def _details(self, details: ui.Details) -> str:
-        opened = " open" if self.printed else ""
         return (
-            f"<details{opened}><summary>{escape(details.summary)}</summary>\n"
+            f"<details{self._opened()}><summary>{escape(details.summary)}</summary>\n"
             f"{self.blocks(details.blocks)}\n</details>"
         )
 
-    def _card(self, card: ui.Card) -> str:
-        return (
-            f'<div class="card">\n<h3>{escape(card.title)}</h3>\n<p class="winner">'
-            f'{self.words(card.winner)}</p>\n<p class="value">{self.words(card.value)}</p>\n'
-            f"{self.blocks(card.more)}\n</div>"
-        )
+    def _opened(self) -> str:
+        return " open" if self.printed else ""
 
     def _panels(self, block: ui.Charts) -> str:
         figures = "\n".join(map(self._figure, block.charts))
         reading = f"<p>{self.words(block.reading)}</p>\n" if block.reading else ""
-        return f'{reading}<div class="panels">\n{figures}\n</div>'
+        few = " few" if len(block.charts) < FEW else ""
+        return f'{reading}<div class="panels{few}">\n{figures}\n</div>'
 
     def _figure(self, chart: ui.Chart) -> str:
         numbers = "".join(f"<li><bdi>{escape(name)}</bdi></li>" for name in chart.numbered)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from reports import blocks as ui
-from reports.blocks import BREAK, plain_text, spans
+from reports.blocks import BREAK, spans
 from reports.text import printable
 
 
@@ -54,8 +54,6 @@ def _block(block: ui.Block) -> Iterable[str]:
             return ["\n".join(f"- {escaped(name)}: {_words(words)}" for name, words in rows)]
         case ui.Table():
             return [_table(block)]
-        case ui.Cards(cards):
-            return ["\n".join(map(_card, cards))]
         case ui.Details(summary, inner):
             return [
                 f"<details><summary>{escaped(summary)}</summary>",
@@ -68,12 +66,6 @@ def _block(block: ui.Block) -> Iterable[str]:
             return ["\n".join(f"    {line}" for line in printable(content).splitlines())]
         case _:
             raise TypeError(f"visible() resolves {type(block).__name__}")
-
-
-def _card(card: ui.Card) -> str:
-    more = [line for paragraph in card.more if (line := _words(paragraph.words))]
-    first = f"**{escaped(card.title)}: {escaped(plain_text(card.winner))}**"
-    return f"- {'; '.join([f'{first}, {_words(card.value)}', *more])}"
 
 
 def _table(table: ui.Table) -> str:

@@ -11,7 +11,7 @@ from harness.analysis.trials import CAUSES
 from harness.spec.link import over
 from reports import blocks as ui
 from reports.bar_chart import LABEL
-from reports.blocks import data, joined
+from reports.blocks import joined
 from reports.text import percent, plural, shortened
 
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
@@ -22,6 +22,8 @@ NOTES = {
         " hardware"
     ),
 }
+INEXACT = "*"
+NOT_THE_SAME = f"{INEXACT} not exactly the same training as one process"
 TIED = "≈ tied with the one above: no significant difference within rounds"
 _MOST_NAMED = 4
 _MOST_FINDINGS = 3
@@ -58,7 +60,7 @@ def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
         words.append(f"{cell.cell.nodes} nodes")
     if place and (link := link_words(cell)):
         words.append(link)
-    if cell.cell.regime == "weak":
+    if cell.cell.regime == "weak" and cell.cell.devices > 1:
         words.append("weak")
     return " · ".join(words) + marks(cell)
 
@@ -108,17 +110,6 @@ def workload_name(cell: CellResult) -> list[ui.Inline]:
     return [link, marks(cell), *_noise(cell)]
 
 
-def winner_name(cell: CellResult) -> list[ui.Inline]:
-    """Returns the strategy in large type and its options in small type."""
-    name, bracket, options = cell.cell.label.partition("(")
-    words: list[ui.Inline] = [
-        ui.Span(name, "data", f"#cell-{cell.cell_id}"),
-        marks(cell),
-        *_noise(cell),
-    ]
-    return [*words, " ", data(bracket + options, "options")] if options else words
-
-
 def cell_names(cells: Sequence[CellResult], *, place: bool = True) -> list[ui.Inline]:
     """Returns `a, b and c`; past four, `a, b, c, d and 7 more`."""
     shown = [cell_name(cell, place=place) for cell in cells[:_MOST_NAMED]]
@@ -156,7 +147,9 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
         change = f"steps still changed by {percent(cell.speed.trend)} over the timed ones"
         cautions.append(Flag("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
-        cautions.append(Flag("1 trial: no interval", ""))
+        known = cell.speed.samples_per_second_low is not None
+        source = "its interval is from the spread of the other cells" if known else "no interval"
+        cautions.append(Flag("1 trial", source))
     if cell.expected and cell.status == "diverged":
         cautions.append(Flag("expected to diverge", "expected by the matrix: not a failure"))
     return tuple(cautions)

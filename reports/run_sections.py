@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from harness.analysis.baseline import Choice
 from reports import blocks as ui
+from reports import closed_lines as lines
 from reports import run_facts
 from reports.blocks import data, prose, strong
 from reports.cells_sections import cells_blocks, failures_blocks, systems_blocks
@@ -25,6 +26,7 @@ from reports.parity_sections import (
 )
 from reports.run_report import RunReport, ran
 from reports.sections import Section, Written, written_page, written_text
+from reports.settings_section import settings_blocks
 from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, scaling_blocks
 from reports.text import plural
 from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks, traffic_blocks
@@ -56,28 +58,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         "Turn on first",
         in_text=True,
     ),
-    Section("systems", "Systems", systems_blocks, runs=_no_search),
-    Section("ranking", "Throughput", ranking_blocks, in_text=True, runs=_no_search),
-    Section("memory", "Peak memory", memory_blocks, runs=_no_search),
-    Section("front", "Memory against throughput", front_blocks, runs=_no_search),
-    Section("scaling", "Scaling", lambda report: scaling_blocks(report.cells), in_text=True),
-    Section(
-        "states",
-        "Where the memory goes",
-        lambda report: states_blocks(report.cells, _no_search(report)),
-    ),
-    Section("parts", "Where the time goes", lambda report: profile_blocks(report.profiled)),
-    Section(
-        "traffic", "Communication", lambda report: traffic_blocks(report.cells, _no_search(report))
-    ),
     Section("links", "Links", links_blocks, in_text=True),
-    Section(
-        "parity",
-        "Parity: is it the same training?",
-        lambda report: parity_blocks(report.cells),
-        "Parity",
-        in_text=True,
-    ),
     Section(
         "checkpoints",
         "Checkpoints: does training go on from them?",
@@ -86,16 +67,8 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         in_text=True,
         runs=has_checkpoints,
     ),
-    Section("bubble", "Pipeline bubble", lambda report: bubble_blocks(report.cells)),
-    Section("experts", "Experts", lambda report: experts_blocks(report.cells), in_text=True),
-    Section("wrappers", "Launchers compared", lambda report: launchers_blocks(report.cells)),
-    Section(
-        "variants",
-        "Fewer trained parameters, lower precision",
-        lambda report: variants_blocks(report.cells),
-        "Fewer parameters",
-    ),
-    Section("cells", "All cells", cells_blocks),
+    Section("ranking", "Throughput and memory", ranking_blocks, in_text=True, runs=_no_search),
+    Section("scaling", "Scaling", lambda report: scaling_blocks(report.cells), in_text=True),
     Section(
         "failures",
         "What failed, diverged or did not run",
@@ -103,9 +76,70 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         "What did not run",
         in_text=True,
     ),
-    Section("environment", "Environment", environment_blocks, in_text=True),
-    Section("method", "How it was measured", method_blocks, in_text=True),
-    Section("glossary", "Glossary", glossary_blocks),
+    Section(
+        "settings",
+        "Every workload and setting",
+        settings_blocks,
+        in_text=True,
+        fold=lines.settings,
+        runs=_no_search,
+    ),
+    Section("systems", "Systems", systems_blocks, fold=lines.systems, runs=_no_search),
+    Section("memory", "Peak memory", memory_blocks, fold=lines.memory, runs=_no_search),
+    Section("front", "Memory against throughput", front_blocks, fold=lines.front, runs=_no_search),
+    Section(
+        "states",
+        "Where the memory goes",
+        lambda report: states_blocks(report.cells, _no_search(report)),
+        fold=lines.states,
+    ),
+    Section(
+        "parts",
+        "Where the time goes",
+        lambda report: profile_blocks(report.profiled),
+        fold=lines.parts,
+    ),
+    Section(
+        "traffic",
+        "Communication",
+        lambda report: traffic_blocks(report.cells, _no_search(report)),
+        fold=lines.traffic,
+    ),
+    Section(
+        "parity",
+        "Parity: is it the same training?",
+        lambda report: parity_blocks(report.cells),
+        "Parity",
+        in_text=True,
+        fold=lines.parity,
+    ),
+    Section(
+        "bubble", "Pipeline bubble", lambda report: bubble_blocks(report.cells), fold=lines.bubble
+    ),
+    Section(
+        "experts",
+        "Experts",
+        lambda report: experts_blocks(report.cells),
+        in_text=True,
+        fold=lines.experts,
+    ),
+    Section(
+        "wrappers",
+        "Launchers compared",
+        lambda report: launchers_blocks(report.cells),
+        fold=lines.wrappers,
+    ),
+    Section(
+        "variants",
+        "Fewer trained parameters, lower precision",
+        lambda report: variants_blocks(report.cells),
+        "Fewer parameters",
+        fold=lines.variants_line,
+    ),
+    Section("cells", "All cells", cells_blocks, fold=lines.cells),
+    Section("environment", "Environment", environment_blocks, in_text=True, fold=lines.environment),
+    Section("method", "How it was measured", method_blocks, in_text=True, fold=lines.method),
+    Section("glossary", "Glossary", glossary_blocks, fold=lines.glossary),
 )
 
 

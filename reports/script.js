@@ -34,6 +34,19 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
+// A link into something closed opens it, and everything around it.
+function unfold(hash) {
+  const target = hash.length > 1 ? document.getElementById(hash.slice(1)) : null;
+  let was = true;
+  for (let one = target?.closest("details"); one; one = one.parentElement.closest("details")) {
+    was &&= one.open;
+    one.open = true;
+  }
+  return was ? null : target;
+}
+addEventListener("click", (event) => unfold(event.target.closest("a[href^='#']")?.hash ?? ""));
+addEventListener("hashchange", () => unfold(location.hash)?.scrollIntoView());
+
 // Filtering. Of many rows the first FEW that fit are laid out, which keeps an answer within 200 ms; the others wait for a click, and for print.
 const FEW = 200;
 const all = document.getElementById("all");
@@ -147,9 +160,16 @@ if (all && chosen) {
     clear.addEventListener("click", () => { boxes.forEach(([box]) => { box.checked = false; }); draw(); });
     const note = document.createElement("p");
     note.className = "small";
-    note.append("Ratios of the medians; whether two can be told apart is said in the column Place, and by bench compare. ", clear);
+    note.append("Ratios of the figures in the table; the column Place says which cells are tied. ", clear);
     chosen.append(scroll, note);
   }
 }
 
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => (one.open = true)));
+// Paper shows everything; afterwards what was closed is closed again.
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...document.querySelectorAll("details:not([open])")];
+  opened.forEach((one) => (one.open = true));
+});
+addEventListener("afterprint", () => opened.forEach((one) => (one.open = false)));
+unfold(location.hash)?.scrollIntoView();

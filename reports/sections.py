@@ -25,8 +25,8 @@ class Section(Generic[Report]):
     """Title in the list of sections; by default `title`."""
     in_text: bool = False
     """Whether Markdown has it too."""
-    folded: bool = False
-    """Whether it starts closed."""
+    fold: Callable[[Report], str] | None = None
+    """Returns the line shown while it is closed, with its main figure; empty to start open."""
     runs: Callable[[Report], bool] = lambda report: True
     """Whether a report, such as a search's, has this section."""
 
@@ -54,10 +54,17 @@ def written_page(
     """
     filled, absent = _with_data(report, list(sections), requested, "page")
     shown = [
-        PageSection(section.name, section.title, blocks, section.short, section.folded)
+        PageSection(
+            section.name,
+            section.title,
+            blocks,
+            section.short,
+            section.fold(report) if section.fold and not requested else "",
+        )
         for section, blocks in filled
     ]
-    return Written(html_page(head, shown, printed), absent)
+    closed_last = sorted(shown, key=lambda section: section.summary != "")
+    return Written(html_page(head, closed_last, printed), absent)
 
 
 def written_text(

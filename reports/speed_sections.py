@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from harness.analysis.answer import answer
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SCALED, batch, series, setting
 from reports import blocks as ui
@@ -21,32 +22,50 @@ from reports.columns import (
     word,
     words,
 )
-from reports.groups import RankedCell, RankedGroup, pareto, tied_with_fastest
+from reports.groups import RankedCell, RankedGroup, pareto, possibly_fastest
 from reports.line_chart import Line, Point, Scaling, Scatter
-from reports.names import NOTES, TIED, disturbance_legend, marks, named, notes_for, unit
+from reports.names import (
+    INEXACT,
+    NOT_THE_SAME,
+    NOTES,
+    TIED,
+    disturbance_legend,
+    marks,
+    named,
+    notes_for,
+    unit,
+)
 from reports.run_report import RunReport
-from reports.text import MIB, exact, number, plain, plural
+from reports.text import DASH, MIB, exact, number, percent, plain, plural
 
 MOST_CHARTS = 12
+MOST_SHOWN = 16
+"""Bars of the page's main chart."""
 MOST_SCALING = 4
 
 
-def throughput_bars(group: RankedGroup, name: str, labels: Mapping[str, str] | None = None) -> Bars:
-    """Returns throughputs with 95 % intervals, fastest first; strong if tied with the fastest.
+def throughput_bars(
+    group: RankedGroup,
+    name: str,
+    labels: Mapping[str, str] | None = None,
+    cells: Sequence[RankedCell] = (),
+) -> Bars:
+    """Returns throughputs with 95 % intervals; strong if advised, or possibly as fast.
 
-    `labels`: replacement labels by cell id.
+    `labels`: replacement labels by cell id. `cells`: the bars, by default all, fastest first.
     """
-    fastest = group.rows[0]
-    best = {fastest.cell_id, *(cell.cell_id for cell in tied_with_fastest(group.rows))}
-    bars = []
-    for cell in group.rows[:MOST_ROWS]:
+    best, bars, (baseline, level) = possibly_fastest(group), [], _baseline(group)
+    shown = cells or group.rows[:MOST_ROWS]
+    for cell in shown:
         rate = group.rate(cell)
         spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
-        text = number(rate.value) + spread + (" ≈" if cell.same_as_above else "")
+        text = number(rate.value) + spread
         strong = cell.cell_id in best
         label = named(cell, place=False, label=(labels or {}).get(cell.cell_id, ""))
-        bars.append(Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell)))
-    tied = (TIED,) if any(cell.same_as_above for cell in group.rows) else ()
+        label += "" if cell.parity.same_training else INEXACT
+        bar = Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell), level)
+        bars.append(bar)
+    another = any(not cell.parity.same_training for cell in shown)
     return Bars(
         name,
         group.title,
@@ -54,36 +73,53 @@ def throughput_bars(group: RankedGroup, name: str, labels: Mapping[str, str] | N
         tuple(bars),
         f"Throughput of {plural(len(group.rows), 'cell')}, {group.title}, fastest first: "
         + first_few(bars, 5, f" {group.unit}"),
-        tied + notes_for(group.rows) + omitted(len(group.rows)),
+        ((f"upright line: {baseline.cell.label}, the baseline",) if baseline else ())
+        + ((NOT_THE_SAME,) if another else ())
+        + notes_for(shown)
+        + omitted(len(group.rows), len(shown)),
     )
 
 
-def memory_bars(group: RankedGroup, name: str) -> Bars | None:
-    """Returns peak memory in MiB with its range over trials, smallest first."""
-    peaks = [
-        (c.memory.peak_memory_bytes / MIB, c)
-        for c in group.rows
-        if c.memory.peak_memory_bytes is not None
-    ]
-    if not peaks:
+def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
+    """Returns the cell that the others are compared with, and its throughput, if there is one."""
+    known = [cell for cell in group.rows if cell.relative.baseline == cell.cell_id]
+    return (known[0], group.rate(known[0]).value) if known else (None, None)
+
+
+def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
+    """Returns peak memory in MiB with its range over trials.
+
+    `cells`: the bars, by default all, smallest first.
+    """
+    known = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
+    if not known:
         return None
-    peaks.sort(key=lambda pair: pair[0])
-    bars = []
-    for peak, cell in peaks[:MOST_ROWS]:
-        low = (cell.memory.peak_memory_bytes_low or 0) / MIB
-        strong = low <= peaks[0][0]
-        shown_low = low if cell.trials > 1 else None
-        label = named(cell, place=False)
-        bars.append(Bar(label, peak, number(peak), shown_low, peak, strong, marks(cell)))
+    known.sort(key=_peak)
+    least = _peak(known[0])
+    shown = cells or known[:MOST_ROWS]
+    bars = [_memory_bar(cell, least) for cell in shown]
     return Bars(
         name,
         group.title,
         "peak memory of the fullest device (MiB), range over trials",
         tuple(bars),
-        f"Peak memory of {plural(len(peaks), 'cell')}, {group.title}, smallest first: "
-        + first_few(bars, 5, " MiB"),
-        notes_for([cell for _, cell in peaks]) + omitted(len(peaks)),
+        f"Peak memory of {plural(len(bars), 'cell')}, {group.title}: " + first_few(bars, 5, " MiB"),
+        notes_for(shown) + omitted(len(known), len(shown)),
     )
+
+
+def _memory_bar(cell: RankedCell, least: float) -> Bar:
+    label, peak = named(cell, place=False), cell.memory.peak_memory_bytes
+    if peak is None:
+        return Bar(label, None, DASH)
+    low = (cell.memory.peak_memory_bytes_low or 0) / MIB
+    shown_low = low if cell.trials > 1 else None
+    value, strong = peak / MIB, low <= least
+    return Bar(label, value, number(value), shown_low, value, strong, marks(cell))
+
+
+def _peak(cell: RankedCell) -> float:
+    return (cell.memory.peak_memory_bytes or 0) / MIB
 
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
@@ -119,7 +155,7 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
     return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(cells))
 
 
-def _comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
+def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
     """Returns groups of several cells with their numbers and short titles."""
     several = [group for group in report.groups if len(group.rows) > 1][:MOST_CHARTS]
     main = report.groups[0].workload if several else ""
@@ -127,13 +163,8 @@ def _comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns throughput by setting: charts for pages, ranked tables for Markdown."""
-    main = report.groups[0].workload if report.groups else ""
-    first: list[ui.Chart] = []
-    other: list[ui.Chart] = []
-    for index, group, title in _comparable(report):
-        chart = ui.Chart(throughput_bars(group, f"speed-{index}"), title)
-        (first if group.workload == main else other).append(chart)
+    """Returns throughput and memory of the verdict's setting as charts for pages, and ranked tables
+    of all settings for Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
         tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]
@@ -144,10 +175,25 @@ def ranking_blocks(report: RunReport) -> ui.Blocks:
     if meaning := disturbance_legend(cells):
         notes.append(f"¶ {meaning}")
     return [
-        ui.Charts(first, prose("ranking")),
-        ui.Part("Other workloads", [ui.Charts(other)]),
+        _headline_charts(report.leading),
         ui.Only("text", [*tables, *(ui.Paragraph(f"{note}.") for note in notes)]),
     ]
+
+
+def _headline_charts(group: RankedGroup | None) -> ui.Charts:
+    """Returns throughput and peak memory next to each other, in the same order."""
+    if group is None or len(group.rows) < 2:
+        return ui.Charts([])
+    advised = answer(group.rows)
+    roles = {advice.cell.cell_id for advice in advised.advice} if advised else set()
+    roles |= {group.rows[0].relative.baseline}
+    first, later = group.rows[:MOST_SHOWN], group.rows[MOST_SHOWN:]
+    more = [cell for cell in later if cell.cell_id in roles]
+    cells = [*first[: MOST_SHOWN - len(more)], *more]
+    charts = [ui.Chart(throughput_bars(group, "speed", cells=cells), "Throughput")]
+    if memory := memory_bars(group, "memory-of-these", cells):
+        charts.append(ui.Chart(memory, "Peak memory"))
+    return ui.Charts(charts, prose("headline"))
 
 
 def _ranked_table(group: RankedGroup) -> ui.Table:
@@ -175,7 +221,7 @@ def _ranked_table(group: RankedGroup) -> ui.Table:
 def memory_blocks(report: RunReport) -> ui.Blocks:
     charts = [
         ui.Chart(bars, title)
-        for index, group, title in _comparable(report)
+        for index, group, title in comparable(report)
         if (bars := memory_bars(group, f"memory-{index}"))
     ]
     return [ui.Charts(charts, prose("memory"))]
@@ -183,7 +229,7 @@ def memory_blocks(report: RunReport) -> ui.Blocks:
 
 def front_blocks(report: RunReport) -> ui.Blocks:
     charts = []
-    for index, group, title in _comparable(report):
+    for index, group, title in comparable(report):
         if scatter := memory_scatter(group, f"front-{index}"):
             names = tuple(
                 f"{point.label}: {number(point.throughput)} {scatter.unit},"
@@ -237,7 +283,7 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
         tuple(lines),
         tuple((n, base * n / start) for n in counts),
         f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}",
-        notes_for(flat),
+        tuple(note.replace("hatched", "hollow") for note in notes_for(flat)),
     )
 
 
@@ -270,8 +316,15 @@ def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
         for regime in ("strong", "weak")
         for curves in scaling(cells, regime)[:MOST_SCALING]
     ]
-    table = ui.Part("Scaling efficiency", [efficiency(cells)], prose("efficiency"))
-    return [ui.Charts(charts, prose("scaling")), table]
+    table = efficiency(cells)
+    shares = [cell.relative.efficiency_single for cell in scaled_cells(cells)]
+    known = [share for share in shares if share is not None]
+    best = f", at best {percent(max(known))} of linear" if known else ""
+    numbers = ui.Details(
+        f"Scaling efficiency of {plural(len(table.rows), 'cell')}{best}",
+        [ui.Part("", [table], prose("efficiency"))],
+    )
+    return [ui.Charts(charts, prose("scaling")), numbers]
 
 
 def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:

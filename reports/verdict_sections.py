@@ -1,4 +1,4 @@
-"""Verdict, overview of systems, and what did not run."""
+"""The verdict: what to use, its figures, and whether it is the same training."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from dataclasses import dataclass, replace
 from harness.analysis.answer import Answer, answer
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
-from reports.blocks import BREAK, data, phrase, plain_text, prose, small, strong
+from reports.blocks import data, phrase, plain_text, prose, strong
+from reports.columns import (
+    Column,
+    baseline_columns,
+    cell_table,
+    mebibytes,
+    throughput_column,
+    word,
+    words,
+)
 from reports.groups import (
     RankedCell,
     RankedGroup,
-    biggest,
     fairly_timed,
     of_real_things,
     tied_with_fastest,
 )
-from reports.names import (
-    OVERSUBSCRIBED,
-    cell_name,
-    cell_names,
-    disturbance,
-    gpu_findings,
-    winner_name,
-)
+from reports.names import cell_name, disturbance, gpu_findings
 from reports.run_report import RunReport
-from reports.text import DASH, MIB, number, percent, plain, plural
+from reports.text import MIB, number, plain, plural
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,7 @@ class Pick:
     row: RankedCell
     value: str
     interval: str
-    tied: tuple[RankedCell, ...]
-    then: str = ""
-    """Consequence for the other respect."""
+    tied: tuple[RankedCell, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class GroupVerdict:
     group: RankedGroup
     fastest: Pick
     frugal: Pick | None
-    balanced: Pick | None
-    """Most throughput for its peak memory."""
-    faster: Pick | None
-    """A faster stand-in or oversubscribed cell, whose times do not hold for the real thing."""
 
 
 def verdict(group: RankedGroup) -> GroupVerdict:
@@ -57,15 +52,9 @@ def verdict(group: RankedGroup) -> GroupVerdict:
 
     Oversubscription changes a cell's times, but not its memory.
     """
-    timed, first = fairly_timed(group), group.rows[0]
-    fastest = timed[0]
-    return GroupVerdict(
-        group,
-        fast(group, fastest, tuple(tied_with_fastest(timed))),
-        _frugal(of_real_things(group), fastest),
-        _balanced(group, timed, fastest),
-        fast(group, first, ()) if fastest is not first else None,
-    )
+    timed = fairly_timed(group)
+    tied = tuple(tied_with_fastest(timed))
+    return GroupVerdict(group, fast(group, timed[0], tied), _frugal(of_real_things(group)))
 
 
 def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
@@ -83,7 +72,7 @@ def _peak(cell: RankedCell) -> int:
     return cell.memory.peak_memory_bytes
 
 
-def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
+def _frugal(genuine: Sequence[RankedCell]) -> Pick | None:
     cells = [cell for cell in genuine if cell.memory.peak_memory_bytes is not None]
     if not cells:
         return None
@@ -92,47 +81,7 @@ def _frugal(genuine: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
     interval = "1 trial: no range"
     if cell.trials > 1 and low is not None:
         interval = f"largest of {plural(cell.trials, 'trial')}, smallest {number(low / MIB)} MiB"
-    tied = tuple(
-        c for c in cells if c is not cell and (c.memory.peak_memory_bytes_low or 0) <= peak
-    )
-    then = ""
-    if cell is not fastest and fastest.memory.peak_memory_bytes is not None:
-        then = f"{percent(1 - peak / fastest.memory.peak_memory_bytes)} less than the fastest needs"
-        if cell.placement.oversubscribed == fastest.placement.oversubscribed:
-            speed = (cell.speed.samples_per_second or 0.0) / (
-                fastest.speed.samples_per_second or 1.0
-            )
-            then += f", at {percent(speed)} of its throughput"
-    return Pick(cell, f"{number(peak / MIB)} MiB", interval, tied, then)
-
-
-def _balanced(group: RankedGroup, timed: Sequence[RankedCell], fastest: RankedCell) -> Pick | None:
-    """Returns the cell with most throughput per peak memory, and any whose interval reaches it."""
-    cells = [cell for cell in timed if cell.memory.peak_memory_bytes is not None]
-    if not cells:
-        return None
-
-    def worth(cell: RankedCell, end: str = "") -> float:
-        rate = group.rate(cell)
-        figure = {"": rate.value, "low": rate.low, "high": rate.high}[end]
-        return (rate.value if figure is None else figure) * MIB / _peak(cell)
-
-    cell = max(cells, key=worth)
-    interval = "1 trial: no interval"
-    if cell.trials > 1:
-        ends = f"{number(worth(cell, 'low'))} to {number(worth(cell, 'high'))}"
-        interval = f"95 % interval {ends}"
-    tied = tuple(
-        c
-        for c in cells
-        if c is not cell and cell.trials > 1 and worth(c, "high") >= worth(cell, "low")
-    )
-    then = ""
-    if cell is not fastest and fastest.memory.peak_memory_bytes is not None:
-        speed = percent(group.rate(cell).value / group.rate(fastest).value)
-        memory = percent(_peak(cell) / fastest.memory.peak_memory_bytes)
-        then = f"{speed} of the fastest's throughput in {memory} of its memory"
-    return Pick(cell, f"{number(worth(cell))} {group.unit} per MiB", interval, tied, then)
+    return Pick(cell, f"{number(peak / MIB)} MiB", interval)
 
 
 @dataclass(frozen=True)
@@ -173,13 +122,50 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
     best, group = verdict(report.leading), report.leading
-    blocks = _lead(best, answer(group.rows))
+    advised = answer(group.rows)
+    blocks = _lead(best, advised)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))
     if not group.real:
         blocks.append(ui.Paragraph(prose("oversubscribed"), "caution"))
-    blocks += _disturbed(best)
-    return [*blocks, ui.Cards(_cards(best, Parity.of(report.cells))), *_by_setting(report.groups)]
+    roles = _roles(best, advised)
+    blocks += _disturbed([row for row, _ in roles])
+    blocks.append(_figures(group, roles))
+    return [*blocks, *_same_training(Parity.of(report.cells))]
+
+
+Roles = list[tuple[CellResult, str]]
+"""Cells of the verdict, each once, with what they are there for."""
+
+
+def _roles(best: GroupVerdict, advised: Answer | None) -> Roles:
+    picks = [(best.fastest.row, "Fastest")]
+    picks += [(best.frugal.row, "Least memory")] if best.frugal else []
+    cells: list[tuple[CellResult, str]] = [*picks]
+    if advised:
+        cells = [(advice.cell, advice.role) for advice in advised.advice]
+        cells += [(advised.baseline, "Baseline")] if advised.baseline else []
+    by_id = {cell.cell_id: cell for cell, _ in cells}
+    words = {
+        cell_id: [role for cell, role in cells if cell.cell_id == cell_id] for cell_id in by_id
+    }
+    return [(cell, ", ".join(words[cell_id])) for cell_id, cell in by_id.items()]
+
+
+def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
+    """Returns the figures of the verdict's cells."""
+    text = {cell.cell_id: role for cell, role in roles}
+    cells = [cell for cell, _ in roles]
+    columns = [
+        Column("Role", lambda cell: words(text[cell.cell_id])),
+        throughput_column(cells),
+        *baseline_columns(cells),
+        mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
+        word("Parity", "parity_verdict"),
+    ]
+    label = f"Figures of the verdict, {group.title}"
+    table = cell_table("", label, cells, columns, head=lambda cell: cell_name(cell, place=False))
+    return replace(table, kind="compact")
 
 
 def _largest_verdict(report: RunReport) -> ui.Blocks:
@@ -212,14 +198,13 @@ def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
     title = prose("training", workload=workload, details=group.details)
     if advised is None:
         tied = best.fastest.tied
-        picks = ((best.frugal, "; least memory, "), (best.balanced, "; best trade-off, "))
-        parts = [(what, *cell_name(pick.row, place=False)) for pick, what in picks if pick]
+        frugal = best.frugal
         words = prose(
             "passed",
             count=plural(len(group.rows), "strategy variant"),
             fastest=cell_name(best.fastest.row, place=False),
             tied=f", tied with {plural(len(tied), 'other')}" if tied else "",
-            more=phrase(*parts),
+            more=phrase("; least memory, ", *cell_name(frugal.row, place=False)) if frugal else "",
         )
         return [ui.Paragraph(phrase(title, words), "lead")]
     items = []
@@ -242,9 +227,7 @@ def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
     return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer"), *equals]
 
 
-def _disturbed(best: GroupVerdict) -> ui.Blocks:
-    picks = [pick.row for pick in (best.fastest, best.frugal, best.balanced) if pick]
-    rows = {row.cell_id: row for row in picks}.values()
+def _disturbed(rows: Iterable[CellResult]) -> ui.Blocks:
     return [
         ui.Paragraph(
             prose(
@@ -261,98 +244,19 @@ def _disturbed(best: GroupVerdict) -> ui.Blocks:
     ]
 
 
-def _cards(best: GroupVerdict, parity: Parity | None) -> list[ui.Card]:
-    group, fastest = best.group, best.fastest
-    same_exists = any(row.parity.same_training for row in group.rows)
-    another = "" if fastest.row.parity.same_training or not same_exists else ", trained another way"
-    cards = [_card(f"Fastest{another}", fastest, _fastest_notes(best))]
-    if frugal := best.frugal:
-        card = _card("Least memory", frugal, _notes(frugal, "ranges overlap with"))
-        value = phrase(frugal.value, " ", small("on its fullest device"))
-        cards.append(replace(card, value=value))
-    if balanced := best.balanced:
-        notes = _notes(balanced, "intervals overlap with")
-        cards.append(_card("Most throughput for its memory", balanced, notes))
-    return [*cards, _parity_card(parity)] if parity else cards
-
-
-def _card(title: str, pick: Pick, notes: Sequence[ui.Paragraph]) -> ui.Card:
-    row = pick.row
-    parity: list[ui.Inline] = [f"parity: {row.parity.verdict}"]
-    if row.parity.verdict != "exact" and row.parity.reason:
-        parity += [", ", data(row.parity.reason)]
-    more = [ui.Paragraph(pick.interval, "small"), ui.Paragraph(parity, "small")]
-    if row.placement.stand_in is not None:
-        more.append(
-            ui.Paragraph([strong("† stand-in:"), " ", data(row.placement.stand_in)], "small")
-        )
-    return ui.Card(title, winner_name(row), pick.value, [*more, *notes])
-
-
-def _fastest_notes(best: GroupVerdict) -> list[ui.Paragraph]:
-    fastest, notes = best.fastest, []
-    if faster := best.faster:
-        what = "A cell with more ranks than cores"
-        if faster.row.placement.stand_in is not None:
-            what = "A stand-in"
-        words = f"{what} was faster, which says nothing about the real thing: "
-        name = cell_name(faster.row, place=False)
-        notes.append(ui.Paragraph([words, *name, f", {faster.value}"], "small"))
-    if fastest.tied:
-        ties = cell_names(fastest.tied, place=False)
-        notes.append(ui.Paragraph(["≈ tied with ", *ties], "tied"))
-    elif not best.faster and len(best.group.rows) > 1 and fastest.interval.startswith("95 %"):
-        notes.append(ui.Paragraph("faster than all others beyond the intervals", "tied"))
-    return notes
-
-
-def _notes(pick: Pick, relation: str) -> list[ui.Paragraph]:
-    notes = [ui.Paragraph(pick.then, "tied")] if pick.then else []
-    if pick.tied:
-        ties = cell_names(pick.tied, place=False)
-        notes.append(ui.Paragraph([f"≈ {relation} ", *ties], "tied"))
-    return notes
-
-
-def _parity_card(parity: Parity) -> ui.Card:
-    rewound = prose("rewound", count=parity.rewound) if parity.rewound else ""
-    words = plain_text(prose("same training", steps=parity.steps, rewound=rewound))
-    away, notes = parity.judged - parity.passed, []
-    if away:
-        text = f"{plural(away, 'cell')} diverged and {'is' if away == 1 else 'are'} not ranked"
-        if parity.unexpected < away:
-            text += f"; {away - parity.unexpected} of them as expected"
-        notes.append(ui.Paragraph(text, "tied"))
-    return ui.Card(
-        "The same training?", f"{parity.passed} of {parity.judged} cells", small(words), notes
-    )
-
-
-def _by_setting(groups: Sequence[RankedGroup]) -> ui.Blocks:
-    verdicts = [verdict(group) for group in biggest(groups) if len(group.rows) > 1]
-    if len(verdicts) < 2:
+def _same_training(parity: Parity | None) -> ui.Blocks:
+    if parity is None:
         return []
-    columns = ui.heads("Fastest, 95 % interval: prose", "Least memory: prose")
-    rows = []
-    for one in verdicts:
-        group, tied = one.group, one.fastest.tied
-        real = "" if group.real else f" {OVERSUBSCRIBED}"
-        about = small(f"{group.title}, {len(group.rows)} compared")
-        fastest = _best(one.fastest)
-        if tied:
-            fastest += [BREAK, small("≈ "), *cell_names(tied, place=False)]
-        frugal = ui.Td(_best(one.frugal), "prose") if one.frugal else ui.Td(DASH, "prose")
-        rows.append(
-            ui.Row([data(group.workload), real, BREAK, about], [ui.Td(fastest, "prose"), frugal])
-        )
-    label = "Verdicts by workload and setting"
-    return [
-        ui.Heading("Every workload and setting"),
-        ui.Table("", label, "Workload and setting", columns, rows, "verdicts"),
-        ui.Paragraph(prose("verdicts"), "small"),
-    ]
-
-
-def _best(pick: Pick) -> list[ui.Inline]:
-    name = cell_name(pick.row, place=False)
-    return [*name, BREAK, f"{pick.value} ", small(pick.interval)]
+    away = parity.judged - parity.passed
+    diverged = f" {plural(away, 'cell')} diverged and {'is' if away == 1 else 'are'} not ranked"
+    if parity.unexpected < away:
+        diverged += f", {away - parity.unexpected} of them as expected"
+    words = prose(
+        "same training",
+        passed=parity.passed,
+        judged=plural(parity.judged, "cell"),
+        steps=parity.steps,
+        rewound=prose("rewound", count=parity.rewound) if parity.rewound else "",
+        diverged=f".{diverged}" if away else "",
+    )
+    return [ui.Paragraph(words, "small")]

@@ -24,18 +24,8 @@ from tests.unit.made_results import MIB, diverged_rows, left_out, states, stored
 
 
 def test_sections_come_in_order_and_only_with_data(page: Page, tmp_path: Path) -> None:
-    first = [
-        "verdict",
-        "ranking",
-        "memory",
-        "front",
-        "scaling",
-        "parity",
-        "bubble",
-        "cells",
-        "failures",
-    ]
-    assert page.headings == [*first, "environment", "method", "glossary"]
+    first = ["verdict", "ranking", "scaling", "failures", "memory", "front", "parity", "bubble"]
+    assert page.headings == [*first, "cells", "environment", "method", "glossary"]
     few = page_of(stored(tmp_path, trial_rows(Cell(strategy="alone"), [1.0, 1.1])), tmp_path)
     assert few.headings == ["verdict", "parity", "cells", "environment", "method", "glossary"]
 

@@ -78,6 +78,6 @@ def test_markdown_has_the_same_table() -> None:
 
 def test_a_folded_section_is_closed_on_screen_and_open_in_print() -> None:
     head = PageHead("title", "heading", [], "footer")
-    section = PageSection("one", "One", [TABLE], folded=True)
+    section = PageSection("one", "One", [TABLE], summary="3 lines")
     assert "<details>" in html_page(head, [section])
     assert "<details open>" in html_page(head, [section], printed=True)

@@ -69,7 +69,7 @@ def test_flags_and_failures_are_told(page: Page) -> None:
     flags = (
         "stand-in threads instead of devices",
         "oversubscribed more ranks than cores",
-        "1 trial: no interval",
+        "1 trial its interval is from the spread of the other cells",
         "expected to diverge",
     )
     failures = (

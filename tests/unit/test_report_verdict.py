@@ -9,21 +9,39 @@ import pytest
 from harness.analysis.summary import cell_results
 from harness.record.store import Results
 from harness.spec.cell import Cell
-from reports import write_report
 from reports.groups import find_groups, headline, pareto
+from reports.run_report import ran
+from reports.run_sections import run_text
 from reports.speed_sections import scaling, throughput_bars
 from reports.time_sections import bubble_theory
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import diverged_rows, stored, trial_rows
 
+FASTEST = ("a", "Fastest, Least memory")
 
-def test_verdict_names_the_fastest_and_the_most_frugal(page: Page) -> None:
-    verdict = page.text[page.text.index("Fastest") : page.text.index("Higher is better")]
-    assert "fast 4,544 tokens/s 95 % interval" in verdict
-    assert "tied with near" in verdict
-    assert "small (micro_batches=4) 52.0 MiB" in verdict
-    assert "7 of 9 cells" in verdict
-    assert "2 cells diverged and are not ranked; 1 of them as expected" in verdict
+
+def figures_of(results: Results) -> list[tuple[str, str]]:
+    """Strategy and role of each line of the verdict's table."""
+    text = run_text(ran(results), ["verdict"]).text
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [(line[0], line[1]) for line in lines[1:]]
+
+
+def bars_of(results: Results) -> dict[str, bool]:
+    """Labels of the throughput chart, and whether they are highlighted."""
+    leading = ran(results).leading
+    assert leading is not None
+    return {bar.label: bar.strong for bar in throughput_bars(leading, "x").bars}
+
+
+def test_verdict_names_the_fastest_and_the_most_frugal(results: Results, page: Page) -> None:
+    assert figures_of(results)[:2] == [
+        ("fast", "Use"),
+        ("small(micro\\_batches=4)", "Least memory"),
+    ]
+    verdict = page.text[: page.text.index("Throughput (higher")]
+    for words in ("4,544", "52.0", "7 of 9 cells", "2 cells diverged", "1 of them as expected"):
+        assert words in verdict
 
 
 def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -> None:
@@ -45,9 +63,9 @@ def test_a_fastest_cell_that_trains_another_way_says_so(tmp_path: Path, verdict:
     """Unless none beside it trains exactly the same, as in bf16."""
     rows = trial_rows(Cell(strategy="a"), [2.0, 2.1], parity_verdict="within tolerance")
     rows += trial_rows(Cell(strategy="b"), [1.0, 1.1], parity_verdict=verdict)
-    text = page_of(stored(tmp_path, rows), tmp_path).text
-    assert ("Fastest, trained another way a " in text) == (verdict == "exact")
-    assert "Fastest" in text
+    results = stored(tmp_path, rows)
+    assert figures_of(results)[0] == (("b", "Use") if verdict == "exact" else FASTEST)
+    assert set(bars_of(results)) == {"a*", "b" if verdict == "exact" else "b*"}
 
 
 def test_run_where_nothing_passed_says_so(tmp_path: Path) -> None:
@@ -93,27 +111,16 @@ def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(
     rows += trial_rows(Cell(strategy="a"), [30.0, 31.0]) + trial_rows(
         Cell(strategy="b"), [30.0, 31.0]
     )
-    verdict = page_of(stored(tmp_path, rows), tmp_path).text.split("Every workload")[0]
-    assert "on 2 devices" in verdict
-    assert "Fastest a 3,232 tokens/s" in verdict
-    assert (
-        "A cell with more ranks than cores was faster, which says nothing about the real thing:"
-        " served‡, 5,792 tokens/s" in verdict
-    )
-    assert "Least memory served ‡ 51.0 MiB" in verdict.replace("served‡", "served ‡"), (
-        "its memory is its own"
-    )
-    assert "of its throughput" not in verdict
+    results = stored(tmp_path, rows)
+    assert figures_of(results) == [("a", "Use, Least memory")]
+    assert bars_of(results) == {"served‡": False, "a": True, "b": False}
 
 
 def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
-    """It was fastest; the fastest real thing leads, and the stand-in is named as one."""
     genuine, threads = Cell(strategy="ddp", devices=2), Cell(strategy="data_parallel", devices=2)
     rows = trial_rows(genuine, [50.0, 51.0]) + trial_rows(
         threads, [99.0, 98.0], stand_in="threads for GPUs"
     )
-    html = write_report(stored(tmp_path, rows), tmp_path / "page.html").read_text()
-    card = html.split("<h3>Fastest</h3>")[1].split("<h3>Least memory</h3>")[0]
-    assert (
-        card.index("ddp") < card.index("A stand-in was faster") < card.index("data_<wbr>parallel")
-    )
+    results = stored(tmp_path, rows)
+    assert figures_of(results) == [("ddp", "Use, Least memory")]
+    assert bars_of(results) == {"data_parallel†": False, "ddp": True}

@@ -1,0 +1,67 @@
+"""Every workload and setting of a run: what to use in each, and its throughputs."""
+
+from __future__ import annotations
+
+from harness.analysis.answer import answer
+from reports import blocks as ui
+from reports.blocks import BREAK, data, prose, small
+from reports.columns import interval, over_baseline
+from reports.groups import RankedGroup, biggest
+from reports.names import OVERSUBSCRIBED, cell_name
+from reports.run_report import RunReport
+from reports.speed_sections import comparable, throughput_bars
+from reports.text import DASH, plural
+from reports.verdict_sections import verdict
+
+
+def compared(report: RunReport) -> list[RankedGroup]:
+    """Returns the largest group of each workload and setting that has something to compare."""
+    return [group for group in biggest(report.groups) if len(group.rows) > 1]
+
+
+def settings_blocks(report: RunReport) -> ui.Blocks:
+    """Returns each setting's advice and chart; nothing for a single setting."""
+    groups = compared(report)
+    if len(groups) < 2:
+        return []
+    columns = ui.heads(
+        "Use: prose",
+        "Throughput (95 % interval)",
+        "Over baseline (95 %)",
+        "Least memory: prose",
+    )
+    label = "Advice by workload and setting"
+    rows = [_row(group) for group in groups]
+    charts = [
+        ui.Chart(throughput_bars(group, f"speed-{index}"), title)
+        for index, group, title in comparable(report)
+    ]
+    return [
+        ui.Table("", label, "Workload and setting", columns, rows, "verdicts"),
+        ui.Paragraph(prose("verdicts"), "small"),
+        ui.Charts(charts, prose("ranking")),
+    ]
+
+
+def _row(group: RankedGroup) -> ui.Row:
+    advised, best = answer(group.rows), verdict(group)
+    cell = advised.advice[0].cell if advised else best.fastest.row
+    use = cell_name(cell, place=False)
+    if advised is None:
+        use = ["no advice; fastest: ", *use]
+    elif others := len(advised.may_be_fastest) - 1:
+        use += [BREAK, small(f"{plural(others, 'other')} may be as fast")]
+    frugal: ui.Words = DASH
+    if best.frugal:
+        frugal = [*cell_name(best.frugal.row, place=False), BREAK, best.frugal.value]
+    real = "" if group.real else f" {OVERSUBSCRIBED}"
+    about = small(f"{group.title}, {len(group.rows)} compared")
+    return ui.Row(
+        [data(group.workload), real, BREAK, about],
+        [
+            ui.Td(use, "prose"),
+            interval(cell, group.throughput, with_unit=True),
+            over_baseline(cell),
+            ui.Td(frugal, "prose"),
+        ],
+    )
