@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,74 @@ def file(reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(open_page: Open, file: Path) -> Open:
     return partial(open_page, file)
+
+
+@pytest.fixture
+def table(opened: Open) -> Page:
+    """The page with the table of all cells unfolded."""
+    page = opened().page
+    page.locator("summary:has(#cells)").click()
+    return page
+
+
+MOST_WORDS = 6000
+MOST_SCREENS = 12
+
+
+def test_it_is_read_in_two_minutes(opened: Open) -> None:
+    """Before anything is unfolded."""
+    page = opened(height=800).page
+    words = page.evaluate("() => document.body.innerText.split(/\\s+/).length")
+    assert 500 < words <= MOST_WORDS
+    height = page.evaluate("() => document.documentElement.scrollHeight")
+    assert height <= MOST_SCREENS * 800
+    open_sections = page.locator("main > section:not(.closed) h2")
+    assert open_sections.evaluate_all("heads => heads.map(head => head.id)") == [
+        "verdict",
+        "ranking",
+        "scaling",
+        "failures",
+    ]
+    for line in page.locator("section.closed > details > summary > span").all_inner_texts():
+        assert re.search(r"\d", line), line
+
+
+def test_a_link_to_something_folded_opens_it(opened: Open, file: Path) -> None:
+    page = opened().page
+    assert not page.locator("section:has(#parity) figure").first.is_visible()
+    page.locator("main a[href='#parity']").first.click()
+    assert page.locator("section:has(#parity) figure").first.is_visible()
+    page.evaluate("location.hash = '#method'")
+    assert page.locator("section:has(#method) dl").is_visible()
+    page.goto("about:blank")
+    page.goto(f"{file.as_uri()}#front")
+    assert page.locator("section:has(#front) figure").first.is_visible()
+    assert not page.locator("section:has(#parity) figure").first.is_visible()
+
+
+def test_search_in_the_page_finds_folded_text(open_page: Open, file: Path) -> None:
+    """A text fragment is looked for as the browser's own search looks."""
+    page = open_page(file).page
+    page.goto("about:blank")
+    page.goto(f"{file.as_uri()}#:~:text=Averages%20over%20N%20ranks")
+    page.wait_for_function("() => document.querySelector('section:has(#glossary) details').open")
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_paper_shows_what_is_folded(open_page: Open, file: Path, script: bool) -> None:
+    page = open_page(file, java_script_enabled=script).page
+    closed = page.locator("section:has(#glossary) dl")
+    assert not closed.is_visible()
+    page.emulate_media(media="print")
+    if script:
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    box = closed.bounding_box()
+    assert box is not None
+    assert box["height"] > 100
+    if script:
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        page.emulate_media(media="screen")
+        assert not closed.is_visible()
 
 
 def shown(page: Page) -> list[str]:
@@ -60,8 +129,8 @@ def test_first_screen_answers(opened: Open, width: int, height: int) -> None:
     assert "Caveat: measured on CPU cores" in text
 
 
-def test_sorting(opened: Open, reference: Results) -> None:
-    page = opened().page
+def test_sorting(table: Page, reference: Results) -> None:
+    page = table
     head = page.locator("#all thead th", has_text="Throughput").first
     head.get_by_role("button").click()
     assert head.get_attribute("aria-sort") == "ascending"
@@ -79,29 +148,29 @@ def test_sorting(opened: Open, reference: Results) -> None:
     assert len(known) == cells(reference.trials)["samples_per_second"].notna().sum()
 
 
-def test_sorting_by_keyboard(opened: Open) -> None:
-    page = opened().page
+def test_sorting_by_keyboard(table: Page) -> None:
+    page = table
     button = page.locator("#all thead th button").nth(1)
     button.focus()
     page.keyboard.press("Enter")
     assert page.locator("#all thead th").nth(1).get_attribute("aria-sort") == "ascending"
 
 
-def test_search_and_filters(opened: Open, reference: Results) -> None:
-    page, table = opened().page, cells(reference.trials)
-    assert len(shown(page)) == len(table)
+def test_search_and_filters(table: Page, reference: Results) -> None:
+    page, frame = table, cells(reference.trials)
+    assert len(shown(page)) == len(frame)
     page.get_by_label("Search").fill("deepspeed zero")
     page.get_by_label("Search").fill("fsdp2")
-    found = {f"cell-{cell}" for cell in table[table["label"].str.contains("fsdp2")]["cell_id"]}
+    found = {f"cell-{cell}" for cell in frame[frame["label"].str.contains("fsdp2")]["cell_id"]}
     assert found <= set(shown(page))
     page.locator("select[data-filter=devices]").select_option("2")
-    devices = table.set_index("cell_id")["devices"].to_dict()
+    devices = frame.set_index("cell_id")["devices"].to_dict()
     assert {devices[row.removeprefix("cell-")] for row in shown(page)} == {2}
-    assert page.locator("#shown").inner_text() == f"{len(shown(page))} of {len(table)} cells"
+    assert page.locator("#shown").inner_text() == f"{len(shown(page))} of {len(frame)} cells"
 
 
-def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(opened: Open, file: Path) -> None:
-    page = opened().page
+def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(table: Page, file: Path) -> None:
+    page = table
     link = page.locator(
         "#ranking ~ * a[href^='#cell-'], section[aria-labelledby=verdict] a[href^='#cell-']"
     ).first
@@ -119,9 +188,9 @@ def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(opened: Open, 
     assert page.locator(f"{target}").is_visible()
 
 
-def test_cells_side_by_side(opened: Open, reference: Results) -> None:
-    page, table = opened().page, cells(reference.trials)
-    best = table[table["ranked"]].iloc[:2]
+def test_cells_side_by_side(table: Page, reference: Results) -> None:
+    page, frame = table, cells(reference.trials)
+    best = frame[frame["ranked"]].iloc[:2]
     for cell in best["cell_id"]:
         page.locator(f"#cell-{cell} input").check()
     side = page.get_by_label("The ticked cells side by side")
@@ -129,7 +198,7 @@ def test_cells_side_by_side(opened: Open, reference: Results) -> None:
     ticked = page.eval_on_selector_all(
         "#all tbody tr:has(input:checked)", "rows => rows.map(row => row.id)"
     )
-    rate = table.set_index("cell_id")["samples_per_second"]
+    rate = frame.set_index("cell_id")["samples_per_second"]
     values = [rate[row.removeprefix("cell-")] for row in ticked]
     assert lines.nth(0).locator("td").all_inner_texts() == ["1.000", f"{values[1] / values[0]:.3f}"]
     page.get_by_role("button", name="untick all").click()
@@ -164,8 +233,10 @@ def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> No
     """In a table of its first and last cells, and their details: axe takes a minute for all."""
     page = opened(width=width, color_scheme=scheme).page
     page.evaluate(
-        "() => [...document.querySelectorAll('#all tbody tr')].slice(12, -12)"
-        ".forEach(row => row.remove())"
+        "() => { [...document.querySelectorAll('#all tbody tr')].slice(12, -12)"
+        ".forEach(row => row.remove());"
+        " document.querySelectorAll('section.closed > details')"
+        ".forEach(one => (one.open = true)); }"
     )
     assert serious_faults(page) == []
 
@@ -198,8 +269,8 @@ def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results
     assert checked > 10 * table["ranked"].sum()
 
 
-def test_a_filter_answers_within_200_ms(opened: Open) -> None:
-    page = opened().page
+def test_a_filter_answers_within_200_ms(table: Page) -> None:
+    page = table
     took = []
     for word in ("ddp", "fsdp2", "", "zero"):
         began = time.perf_counter()
