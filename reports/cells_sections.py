@@ -379,7 +379,11 @@ _KINDS = (
 
 def failures_blocks(report: RunReport) -> ui.Blocks:
     """Returns failed cells with their first cause, then systems with cells that did not run."""
-    blocks = [_failure_box(failure) for failure in failures(report.cells, report.trials)]
+    alike: dict[tuple[str, bool, str], list[Failure]] = {}
+    for failure in failures(report.cells, report.trials):
+        key = (failure.what, failure.row.expected, failure.row.reason)
+        alike.setdefault(key, []).append(failure)
+    blocks = list(map(_failure_box, alike.values()))
     missing = not_run(report.systems)
     for kind, title, text in _KINDS:
         boxes = [_missing_box(system) for system in missing if system.kind == kind]
@@ -387,7 +391,9 @@ def failures_blocks(report: RunReport) -> ui.Blocks:
     return blocks
 
 
-def _failure_box(failure: Failure) -> ui.Block:
+def _failure_box(alike: Sequence[Failure]) -> ui.Block:
+    """Returns the first of these failures, which ended alike, and the names of the others."""
+    failure, *others = alike
     row = failure.row
     what = f"{failure.what}{', as expected' if row.expected else ''}"
     chip = ui.Span(what, f"strong chip{'' if row.expected else ' bad'}")
@@ -396,9 +402,11 @@ def _failure_box(failure: Failure) -> ui.Block:
         ui.Heading([chip, " ", data(row.cell.name)]),
         ui.Paragraph([data(reason), " ", small(f"({failure.trials})")]),
     ]
+    names = [data(other.row.cell.name) for other in others]
+    same = ui.Details(f"{plural(len(others), 'other cell')} with this reason", [ui.Bullets(names)])
     logs = (("End of the log", failure.log), ("Stacks of the ranks", failure.stacks))
     folded = [ui.Details(title, [ui.Pre(text)]) for title, text in logs if text]
-    return ui.Box("failure", [*blocks, ui.Only("page", folded)])
+    return ui.Box("failure", [*blocks, same, ui.Only("page", folded)])
 
 
 def _missing_box(missing: Missing) -> ui.Block:

@@ -110,8 +110,9 @@ def environment(report: RunReport) -> str:
 
 
 def method(report: RunReport) -> str:
-    trials = [cell.trials for cell in report.cells]
-    return f"how each figure is obtained; up to {plural(max(trials, default=0), 'trial')} of a cell"
+    most = max((cell.trials for cell in report.cells), default=0)
+    trials = f"up to {plural(most, 'trial')} of a cell" if most else "0 trials finished"
+    return f"how each figure is obtained; {trials}"
 
 
 def glossary(_: RunReport) -> str:

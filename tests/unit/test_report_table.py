@@ -65,6 +65,9 @@ def test_diverged_cells_have_no_place(page: Page) -> None:
     assert "2 ≈ 1" in page.text
 
 
+FAILED = {"status": "failed", "reason": "no such file", "samples_per_second": None}
+
+
 def test_flags_and_failures_are_told(page: Page) -> None:
     flags = (
         "stand-in threads instead of devices",
@@ -91,6 +94,16 @@ def test_flags_and_failures_are_told(page: Page) -> None:
         "the run ended before it; resume the run to launch it",
     ):
         assert words in page.text, words
+
+
+def test_cells_that_fail_alike_share_a_box(tmp_path: Path) -> None:
+    cells = [Cell(strategy="broken", devices=2, micro_batches=n) for n in (1, 2, 4)]
+    rows = [{**trial_rows(cell, [1.0])[0], **FAILED} for cell in cells]
+    rows[-1]["reason"] = "another cause"
+    page = page_of(stored(tmp_path, rows), tmp_path)
+    boxes = [found for tag, found in page.tags if tag == "div" and found.get("class") == "failure"]
+    assert len(boxes) == 2
+    assert page.text.count("1 other cell with this reason") == 1
 
 
 def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
