@@ -41,10 +41,15 @@ def reference_cell(cell: Cell) -> Cell:
     """Returns the training in one process, on the whole batch at once.
 
     On a GPU it uses micro-batches, so that the batch of eight devices fits one. BatchNorm sees the
-    samples that it sees in the cell, in micro-batches too if each rank normalises its own.
+    samples that it sees in the cell, in micro-batches too if each rank normalises its own. So does
+    the balancing loss: it is not linear in the tokens, and libraries compute it for each rank's
+    micro-batch.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
+    if cell.balance_weight:
+        parts = strategy.layout(cell.devices).data * cell.micro_batches
+        return reference.model_copy(update={"micro_batches": parts})
     if workload.batch_norm:
         parts = batches_normalised(strategy, cell, strategy.layout(cell.devices))
         return reference.model_copy(update={"micro_batches": parts})
@@ -89,9 +94,10 @@ def without_exchange(cell: Cell) -> tuple[Cell, int]:
 
 
 def _halved(reference: Cell) -> Cell | None:
-    """Returns None if impossible, or a different training (BatchNorm)."""
+    """Returns None if impossible, or a different training (BatchNorm, a balancing loss)."""
     parts = 2 * reference.micro_batches
-    if reference.global_batch % parts or make_workload(reference.workload).batch_norm:
+    differs = make_workload(reference.workload).batch_norm or reference.balance_weight > 0
+    if reference.global_batch % parts or differs:
         return None
     return reference.model_copy(update={"micro_batches": parts})
 

@@ -19,7 +19,7 @@ TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Implementations of an optimizer, and the one the reference uses."""
-RECIPE = ("clip_norm", "schedule", "decay", "labels")
+RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
 """Fields of the recipe; at their defaults, the plainest training."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
@@ -93,6 +93,12 @@ class Cell(BaseModel):
     """Parameters with weight decay: all, or only those with two dimensions or more."""
     labels: Literal["all", "padded"] = "all"
     """Tokens with a label: all, or a random number of each sample's first ones."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of hidden states that is dropped after the embedding and each residual branch."""
+    balance_weight: float = Field(default=0.0, ge=0)
+    """Weight of the routers' balancing loss of each rank's micro-batch."""
+    documents: Literal["one", "packed"] = "one"
+    """Documents in each sample: one, or several, whose positions and attention are separate."""
     seed: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=3, ge=1)
     """Number of first steps, recorded but excluded from timings."""

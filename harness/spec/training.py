@@ -114,15 +114,25 @@ class Batch:
     many.
 
     The mean over all parts is thus the mean over all label tokens of the step."""
+    keys: Tensor | None = None
+    """(samples, tokens): key of each token's dropout masks, whatever rank it is on; None without
+    dropout."""
+    positions: Tensor | None = None
+    """(samples, tokens): each token's position in its document; None if samples are documents."""
 
     def split(self, parts: int) -> Iterator[Batch]:
-        for inputs, labels in zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True):
-            yield self.part(inputs, labels, parts)
+        return (self.part(number, parts) for number in range(parts))
 
-    def part(self, inputs: Tensor, labels: Tensor, parts: int) -> Batch:
-        """Returns one of `parts` equal parts."""
+    def part(self, number: int, parts: int, dimension: int = 0) -> Batch:
+        """Returns one of `parts` equal parts of the samples, or of the tokens (dimension 1)."""
+        inputs, labels, keys, positions = (
+            None if tensor is None else tensor.chunk(parts, dimension)[number]
+            for tensor in (self.inputs, self.labels, self.keys, self.positions)
+        )
+        assert inputs is not None
+        assert labels is not None
         tokens = None if self.label_tokens is None else self.label_tokens / parts
-        return Batch(self.step, inputs, labels, tokens)
+        return Batch(self.step, inputs, labels, tokens, keys, positions)
 
 
 @dataclass(frozen=True)

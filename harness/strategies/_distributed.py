@@ -159,6 +159,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
         folder, dtype=torch.float32, distributed_config=distributed_config(sizes)
     )
     whole: nn.Module = loaded.train()
+    job.follow_recipe(whole)
     if job.cell.recompute != "none":
         recompute_by_transformers(whole, (), job.cell.recompute)
     return whole

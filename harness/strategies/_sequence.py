@@ -78,10 +78,7 @@ class SequencePart:
 
         Labels are already shifted: a part's last token has the next part's first as its label.
         """
-        inputs, labels = (
-            tensor.chunk(self.parts, dim=1)[self.number] for tensor in (batch.inputs, batch.labels)
-        )
-        return batch.part(inputs, labels, self.parts)
+        return batch.part(self.number, self.parts, dimension=1)
 
     def positions(self, job: Job) -> Tensor:
         """Returns positions in the whole sample, (1, tokens of the part)."""

@@ -22,12 +22,14 @@ from harness.strategies._accelerate import AccelerateEngine, pretend_gpus, verif
 from harness.strategies._accelerate_config import fsdp2_settings, state_dict_type
 from harness.strategies._deepspeed import settle
 from harness.strategy import Job
-from harness.strategy.job import LOSS_SCALE
+from harness.strategy.job import LOSS_SCALE, ROUTER_WEIGHT
 from harness.strategy.recipe import whole
 from harness.workloads import Workload
 from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
+KEYS = "dropout_keys"
+"""Input that is not the model's."""
 
 
 class Stepped:
@@ -134,7 +136,14 @@ class SteppedTrainer(Trainer):
             raise RuntimeError(
                 f"Trainer reads samples {numbers}, not {size} from {first} on: another data order"
             )
-        return self.inputs(part)
+        inputs = self.inputs(part)
+        return inputs if part.keys is None else {**inputs, KEYS: part.keys}
+
+    def _prepare_inputs(self, inputs: Inputs) -> Inputs:
+        """Sets the keys of a micro-batch before its forward."""
+        prepared: Inputs = super()._prepare_inputs(inputs)
+        self.job.recipe.masks.keys = prepared.pop(KEYS, None)
+        return prepared
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
@@ -182,6 +191,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
         settle(job.device.type, job.local_processes)
     # Build the model first: the arguments may make transformers build models in ZeRO-3 shards.
     model = job.model(recompute_by_arguments)
+    scale_balance(job, model)
     args = TrainingArguments(**arguments(job, model, engine))
     # Accelerate takes all cores if OMP_NUM_THREADS is not set.
     torch.set_num_threads(job.threads)
@@ -248,6 +258,17 @@ def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recomp
     """Does nothing: Trainer's arguments enable activation checkpointing."""
 
 
+def scale_balance(job: Job, model: nn.Module) -> None:
+    """Divides the balancing loss by ranks and micro-batches, in place.
+
+    transformers 5.23 adds it to a loss that is already divided by the labels of all ranks and
+    micro-batches. So it would count once for each of them.
+    """
+    if job.cell.balance_weight:
+        parts = job.layout.data * job.cell.micro_batches
+        setattr(model, ROUTER_WEIGHT, job.cell.balance_weight / parts)
+
+
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
@@ -264,5 +285,7 @@ def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     does not recognize the loss by class name (GPT-2's, for one), Trainer would count the first
     unshifted label, which nothing predicts.
     """
-    shifted = {"shift_labels": part.labels} if workload.kind == "causal" else {}
-    return {str(model.main_input_name): part.inputs, "labels": part.labels, **shifted}
+    further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
+    if part.positions is not None:
+        further["position_ids"] = part.positions
+    return {str(model.main_input_name): part.inputs, "labels": part.labels, **further}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused, Unavailable
@@ -62,11 +63,18 @@ class ContextParallel(Strategy):
 
         def ring_step(batch: Batch) -> Tensor | None:
             positions.resize_(whole_positions.shape).copy_(whole_positions)
-            buffers = [batch.inputs.clone(), batch.labels.clone(), positions]
+            # Parts of the right size, which then get their tokens.
+            part = batch.part(0, job.layout.sequence, dimension=1)
+            names = ["inputs", "labels", *(["keys"] if batch.keys is not None else [])]
+            buffers = [getattr(batch, name).clone() for name in names]
+            everything = [*buffers, positions]
             with context_parallel(
-                mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+                mesh,
+                buffers=everything,
+                buffer_seq_dims=[1] * len(everything),
+                no_restore_buffers=set(everything),
             ):
-                return step(batch.part(buffers[0], buffers[1], job.layout.sequence))
+                return step(dataclasses.replace(part, **dict(zip(names, buffers, strict=True))))
 
         return ring_step
 

@@ -79,6 +79,8 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
     """Returns batch -> logits, with one replica and CPU thread per part."""
     import torch
 
+    from harness.workloads.dropout import masks_of
+
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]
     parameters: list[list[Any]] = [list(replica.parameters()) for replica in replicas]
     everything = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
@@ -87,7 +89,9 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
         len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,)
     )
 
-    def forward(replica: nn.Module, inputs: Tensor) -> Tensor:
+    def forward(replica: nn.Module, inputs: Tensor, keys: Tensor | None) -> Tensor:
+        if keys is not None:
+            masks_of(replica).keys = keys
         with job.autocast():
             return job.workload.logits(replica, inputs)
 
@@ -98,7 +102,9 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
                 torch._foreach_copy_(
                     [t.detach() for t in tensors], [t.detach() for t in everything[0]]
                 )
-            ctx.outputs = list(pool.map(forward, replicas, inputs.chunk(len(replicas))))
+            count, keys = len(replicas), job.recipe.masks.keys
+            parts_keys = [None] * count if keys is None else keys.chunk(count)
+            ctx.outputs = list(pool.map(forward, replicas, inputs.chunk(count), parts_keys))
             return torch.cat([output.detach() for output in ctx.outputs])
 
         @staticmethod

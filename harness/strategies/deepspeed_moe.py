@@ -21,7 +21,8 @@ class DeepspeedMoe(Strategy):
 
     It takes over the model's weights; no token is dropped, no expert drawn at random. DeepSpeed
     0.19.8 clips to the mean of the ranks' norms, although their experts differ: another training
-    than clipping to the norm of all gradients (`clip_norm`), and thus `diverged`. Rows for each
+    than clipping to the norm of all gradients (`clip_norm`), and thus `diverged`. Its gate balances
+    each layer by itself, so `balance_weight` is refused. Rows for each
     expert are padded to the busiest one's, so traffic depends on the routing and has no formula.
     """
 
@@ -46,6 +47,11 @@ class DeepspeedMoe(Strategy):
             raise Refused(
                 "DeepSpeed does not normalise the weight of a token's only expert, as the model"
                 " does; use a workload with 2 or more experts per token"
+            )
+        if cell.balance_weight:
+            raise Refused(
+                "DeepSpeed's gate balances each layer by itself, transformers' loss all layers"
+                " together: another training; use distributed_config, or balance_weight 0"
             )
         for what, count in (("devices", cell.devices), ("experts", workload.experts)):
             if count % self.expert:

@@ -81,9 +81,17 @@ class DeepspeedPipeline(Strategy):
             load=functools.partial(engines.load_checkpoint, job, engine),
         )
         parts = job.cell.micro_batches
+        keys: list[Tensor | None] = []
+
+        def next_keys(*_: object) -> None:
+            job.recipe.masks.keys = keys.pop(0)
+
+        if job.cell.dropout:  # each stage computes the micro-batches in their order
+            stage.register_forward_pre_hook(next_keys)
 
         def step(batch: Batch) -> Tensor:
             micro_batches = list(batch.split(parts))
+            keys[:] = [part.keys for part in micro_batches]
             current[0] = micro_batches[0].label_tokens
             loss: Tensor = engine.train_batch((part.inputs, part.labels) for part in micro_batches)
             job.recipe.gradient_norm = engine.get_global_grad_norm()

@@ -32,6 +32,11 @@ class TensorParallel(Strategy):
         workload.check_split(self.layout(cell.devices))
         if workload.split:
             workload.split.check_tensor(self.sequence_parallel)
+        if self.sequence_parallel and cell.documents == "packed":
+            raise Refused(
+                "blocks of a split sequence are called without the documents' mask; use"
+                " sequence_parallel=false, or documents one"
+            )
         if self.sequence_parallel and cell.compile != "none":
             raise Refused(
                 "torch.compile mistakes tensors split along the sequence for plain ones, and"

@@ -20,6 +20,9 @@ class TransformersTrainer(AccelerateEngine):
     this is disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is
     checked at every step. Trainer still computes the gradient norm and checks the loss for NaN:
     that overhead is measured.
+
+    A router's balancing loss (transformers 5.23) would count once per rank and micro-batch, see
+    `scale_balance` in _trainer.py.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, Layout, Retained, TrainStep
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
     from torch.optim.optimizer import ParamsT
+    from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
     from harness.workloads import Workload
-    from harness.workloads.workload import HasLogits
+    from harness.workloads.workload import HasBalancingLoss, HasLogits
 
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
@@ -54,6 +55,8 @@ Returns a function that waits for the end of an asynchronous save, or None.
 Load = Callable[[Path], int]
 """Loads the state from a folder; returns the number of steps read from it."""
 LOSS_SCALE = 4096.0
+ROUTER_WEIGHT = "router_aux_loss_coef"
+"""transformers' attribute of a model and its config: the weight of the balancing loss."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class Job:
         `recompute`: enables recomputation, if a library has its own.
         """
         model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
+        self.follow_recipe(model)
         if self.cell.recompute != "none":
             recompute(model, self.workload.blocks_of(model), self.cell.recompute)
             self.recomputes = True
@@ -176,6 +180,19 @@ class Job:
                 block.compile(mode=COMPILE_MODES[self.cell.compile])
             self.compiles = True
         return model
+
+    def follow_recipe(self, model: nn.Module) -> None:
+        """Gives a model the cell's dropout and balancing loss, in place."""
+        if self.cell.dropout:
+            from harness.workloads.dropout import place_dropout
+
+            layers, blocks = self.workload.dropouts_of(model), self.workload.blocks_of(model)
+            place_dropout(model, layers, blocks, self.cell.dropout, self.recipe.masks)
+        if self.cell.balance_weight:
+            config = cast("PreTrainedModel", model).config
+            config.output_router_logits = True
+            for owner in (config, model):
+                setattr(owner, ROUTER_WEIGHT, self.cell.balance_weight)
 
     def require_model(self) -> None:
         """Raises RuntimeError if the cell needs `model`, which was not called."""
@@ -236,10 +253,18 @@ class Job:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype())
 
-    def loss(self, model: Callable[[Tensor], Tensor | HasLogits], batch: Batch) -> Tensor:
+    def loss(self, model: Callable[..., Tensor | HasLogits], batch: Batch) -> Tensor:
+        """Returns a batch's mean loss, with the cell's weight of the balancing loss."""
+        positions = {} if batch.positions is None else {"position_ids": batch.positions}
+        self.recipe.masks.keys = batch.keys
         with self.autocast():
-            logits = self.workload.logits(model, batch.inputs)
-            return self.workload.loss(logits, batch.labels, batch.label_tokens)
+            output = model(batch.inputs, **positions)
+            logits = self.workload.logits_of(output)
+            loss = self.workload.loss(logits, batch.labels, batch.label_tokens)
+            if self.cell.balance_weight:
+                balancing = cast("HasBalancingLoss", output).aux_loss
+                loss = loss + self.cell.balance_weight * balancing
+            return loss
 
     def register(
         self, model: nn.Module, *optimizers: Optimizer, **options: Unpack[TrainStateOptions]

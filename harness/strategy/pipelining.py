@@ -61,6 +61,7 @@ class Stage(nn.Module):
         assert split is not None
         self.index, self.count, self.split = index, count, split
         self.autocast, self.tokens = job.autocast, job.cell.sequence_length
+        self.masks = job.recipe.masks
         model = job.model()
         self.all_blocks = len(model.get_submodule(split.blocks))  # type: ignore[arg-type]
         for block in set(range(self.all_blocks)) - set(self.own_blocks):
@@ -87,8 +88,13 @@ class Stage(nn.Module):
             self.model.get_submodule(f"{self.split.blocks}.{block}") for block in self.own_blocks
         ]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Maps token ids (first stage) or hidden states to logits (last stage) or hidden states."""
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Maps token ids (first stage) or hidden states to logits (last stage) or hidden states.
+
+        `keys`: of dropout masks, if they are not set yet.
+        """
+        if keys is not None:
+            self.masks.keys = keys
         with self.autocast():
             if self.first:
                 hidden = self.split.embed(self.model, hidden)
@@ -168,7 +174,10 @@ class Pipe:
         inputs = [batch.inputs] if any(stage.first for stage in self.stages) else []
         losses: list[Tensor] = []
         self.label_tokens = batch.label_tokens and batch.label_tokens / self.parts
-        self.schedule.step(*inputs, target=batch.labels, losses=losses, return_outputs=False)
+        keys = {} if batch.keys is None else {"keys": batch.keys}
+        self.schedule.step(
+            *inputs, target=batch.labels, losses=losses, return_outputs=False, **keys
+        )
         return torch.stack(losses).detach().sum() if losses else None
 
     @property

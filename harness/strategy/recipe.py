@@ -16,12 +16,20 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
     from torch.optim.optimizer import ParamsT
 
+    from harness.workloads.dropout import Masks
+
 Clip = Callable[[float], "Tensor | float | None"]
 """Clips the gradients to a global 2-norm; returns the norm before."""
 WARMUP_SHARE = 0.25
 """Share of the parity segment in which the learning rate rises."""
 LAST_FACTOR = 0.1
 """Factor of the learning rate at the end of the parity segment, and from then on."""
+
+
+def _new_masks() -> Masks:
+    from harness.workloads.dropout import Masks
+
+    return Masks()
 
 
 @dataclass
@@ -33,6 +41,8 @@ class RecipeState:
     clip: Clip | None = None
     """The library's clipping, if it has its own."""
     schedulers: list[LambdaLR] = field(default_factory=list)
+    masks: Masks = field(default_factory=_new_masks)
+    """Dropout masks of this rank's model."""
 
 
 def learning_rate_factor(cell: Cell, step: int) -> float:

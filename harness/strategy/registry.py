@@ -203,11 +203,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
-    if cell.labels == "padded" and workload.kind != "causal":
-        raise Refused(
-            f"{workload.name} has one label per sample, so none can be left out; use a causal"
-            " workload, such as a llama, or labels all"
-        )
+    _admit_recipe(cell, workload, layout)
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.costs.shards_parameters)
@@ -219,6 +215,53 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         _admit_checkpoint(cell, strategy, workload, here)
     strategy.check(cell, workload)
     return strategy, layout
+
+
+def _admit_recipe(cell: Cell, workload: Workload, layout: Layout) -> None:
+    """Raises Refused if the workload, or how it is divided, does not allow the recipe."""
+    if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
+        raise Refused(
+            f"{workload.name} has one label per sample, so none can be left out; use a causal"
+            " workload, such as a llama, or labels all and documents one"
+        )
+    if cell.dropout:
+        _admit_dropout(cell, workload, layout)
+    if cell.balance_weight:
+        _admit_balance(cell, workload, layout)
+    if cell.documents == "packed" and (layout.pipeline > 1 or layout.sequence > 1):
+        raise Refused(
+            "stages pass on hidden states without the documents' mask, and ranks that share a"
+            " sample attend to all of it; use a strategy that keeps samples whole, or documents one"
+        )
+    if cell.documents == "packed" and layout.devices_per_process > 1:
+        raise Refused(f"{cell.strategy} passes on token ids only; use ddp, or documents one")
+
+
+def _admit_dropout(cell: Cell, workload: Workload, layout: Layout) -> None:
+    if workload.family is None or not workload.family.dropouts or workload.suffixes:
+        raise Refused(
+            f"{workload.name} has no dropout whose masks are known, since fused attention draws its"
+            " own; use a gpt2 workload without a suffix, or dropout 0"
+        )
+    if cell.compile != "none":
+        raise Refused("dropout is not known to compile; use compile none, or dropout 0")
+    if layout.devices_per_process > 1 and cell.device == "cuda":
+        raise Refused(
+            "replicas of torch.nn.DataParallel would share their masks; use ddp, or dropout 0"
+        )
+
+
+def _admit_balance(cell: Cell, workload: Workload, layout: Layout) -> None:
+    if not workload.experts or workload.suffixes:
+        raise Refused(
+            f"{workload.name} has no routers to balance; use a mixtral or qwen3-moe workload"
+            " without a suffix, or balance_weight 0"
+        )
+    if layout.pipeline > 1 or layout.sequence > 1 or layout.devices_per_process > 1:
+        raise Refused(
+            "the balancing loss needs the scores of all blocks for whole samples, which no stage"
+            f" and no part of {cell.strategy} has; use ddp, or balance_weight 0"
+        )
 
 
 def _without_extra_optimizer(cell: Cell) -> Refused:

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.spec.cell import Cell
 from harness.spec.training import Batch
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 IGNORED = -100
 """Label of a token without one, as in torch and transformers."""
+Tensors = dict[str, "Tensor"]
+"""Tensors by field of `Batch`."""
+
+
+@dataclass(frozen=True)
+class BatchRecipe:
+    """What batches are like."""
+
+    padded: bool = False
+    """Whether only a random number of each sample's first tokens have labels."""
+    packed: bool = False
+    """Whether a sample holds several documents."""
+    dropout: bool = False
+    """Whether tokens have keys of dropout masks."""
+
+    @classmethod
+    def of(cls, cell: Cell) -> BatchRecipe:
+        return cls(cell.labels == "padded", cell.documents == "packed", cell.dropout > 0)
+
+    @property
+    def some_labels(self) -> bool:
+        """Whether some tokens have no label."""
+        return self.padded or self.packed
+
+
+PLAIN = BatchRecipe()
 
 
 class Batches:
@@ -32,7 +61,7 @@ class Batches:
         global_batch: int,
         rows: slice,
         device: torch.device,
-        padded: bool = False,
+        recipe: BatchRecipe = PLAIN,
     ) -> None:
         self.data, self.seed, self.global_batch, self.rows, self.device = (
             data,
@@ -41,9 +70,8 @@ class Batches:
             rows,
             device,
         )
-        self.padded = padded
-        """Whether only a random number of each sample's first tokens have labels."""
-        self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+        self.recipe = recipe
+        self._next: tuple[int, Future[Tensors]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
             # Pinning creates a context on the thread's current GPU, by default the first.
@@ -60,44 +88,62 @@ class Batches:
         """
         shown = step if number is None else number
         if self._pool is None:
-            inputs, labels = self._tensors(step)
-            return Batch(
-                shown, inputs.to(self.device), labels.to(self.device), self._label_tokens(step)
-            )
+            return self._batch(shown, step, self._tensors(step))
         if self._next is None or self._next[0] != step:
             self._next = step, self._pool.submit(self._pinned, step)
-        inputs, labels = self._next[1].result()
+        tensors = self._next[1].result()
         self._next = step + 1, self._pool.submit(self._pinned, step + 1)
-        return Batch(
-            shown,
-            inputs.to(self.device, non_blocking=True),
-            labels.to(self.device, non_blocking=True),
-            self._label_tokens(step),
-        )
+        return self._batch(shown, step, tensors)
+
+    def _batch(self, shown: int, step: int, tensors: Tensors) -> Batch:
+        there = {name: t.to(self.device, non_blocking=True) for name, t in tensors.items()}
+        return Batch(shown, label_tokens=self._label_tokens(step), **there)
 
     def close(self) -> None:
         """Ends the thread; optional in a rank, whose exit ends it."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _tensors(self, step: int) -> tuple[Tensor, Tensor]:
+    def _tensors(self, step: int) -> Tensors:
         import torch
 
-        inputs, labels = self.data.batch(self.seed, step, self.global_batch, self.rows)
-        if self.padded:
-            lengths = self.data.lengths(self.seed, step, self.global_batch)[self.rows]
-            padding = np.arange(labels.shape[1]) >= lengths[:, None]
-            inputs, labels = np.where(padding, 0, inputs), np.where(padding, IGNORED, labels)
-        return torch.from_numpy(inputs), torch.from_numpy(labels)
+        where, recipe = (self.seed, step, self.global_batch), self.recipe
+        inputs, labels = self.data.batch(*where, self.rows)
+        arrays = {"inputs": inputs, "labels": labels}
+        if recipe.padded:
+            padding = self._padding(step)[self.rows]
+            arrays["inputs"] = np.where(padding, 0, inputs)
+        if recipe.some_labels:
+            arrays["labels"] = np.where(self._unlabelled(step)[self.rows], IGNORED, labels)
+        if recipe.dropout:
+            arrays["keys"] = self.data.dropout_keys(*where)[self.rows]
+        if recipe.packed:
+            arrays["positions"] = self.data.positions(*where)[self.rows]
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _padding(self, step: int) -> NDArray[np.bool_]:
+        """Returns whether each token of the global batch is padding."""
+        lengths = self.data.lengths(self.seed, step, self.global_batch)
+        padding: NDArray[np.bool_] = np.arange(self.data.sequence_length) >= lengths[:, None]
+        return padding
+
+    def _unlabelled(self, step: int) -> NDArray[np.bool_]:
+        """Returns whether each token of the global batch has no label: padding, and a document's
+        last token."""
+        shape = self.global_batch, self.data.sequence_length
+        unlabelled = self._padding(step) if self.recipe.padded else np.zeros(shape, np.bool_)
+        if self.recipe.packed:
+            positions = self.data.positions(self.seed, step, self.global_batch)
+            unlabelled[:, :-1] |= positions[:, 1:] == 0
+        return unlabelled
 
     def _label_tokens(self, step: int) -> float | None:
         """Returns the mean number of label tokens over all ranks' shares; see `Batch`."""
-        if not self.padded:
+        if not self.recipe.some_labels:
             return None
-        lengths = self.data.lengths(self.seed, step, self.global_batch)
+        labelled = np.count_nonzero(~self._unlabelled(step))
         samples: int = self.rows.stop - self.rows.start
-        return float(lengths.sum()) * samples / self.global_batch
+        return float(labelled) * samples / self.global_batch
 
-    def _pinned(self, step: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self._tensors(step)
-        return inputs.pin_memory(), labels.pin_memory()
+    def _pinned(self, step: int) -> Tensors:
+        return {name: tensor.pin_memory() for name, tensor in self._tensors(step).items()}

@@ -18,7 +18,7 @@ from harness.measure.routing import ExpertTokens, counted, routers_of
 from harness.parity.reference import Reference, update_deviations
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
-from harness.worker.batches import Batches
+from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
 from harness.worker.rank_answer import LoadedAnswer, Offload, RankStates, RankStep
@@ -121,7 +121,7 @@ class Loop:
         rows = slice(share * size, (share + 1) * size)
         cell = job.cell
         self.batches = Batches(
-            spec.data, spec.cell.seed, cell.global_batch, rows, job.device, cell.labels == "padded"
+            spec.data, spec.cell.seed, cell.global_batch, rows, job.device, BatchRecipe.of(cell)
         )
 
     def synchronize(self) -> None:

@@ -134,6 +134,9 @@ class Family:
     sizes: Mapping[str, ModelConfig]
     common: ModelConfig
     split: Split | None = None
+    dropouts: tuple[str, ...] = ()
+    """Paths of dropout layers of hidden states; `*` stands for any block. They do not include
+    attention's: fused attention draws its own masks."""
     hidden_size_key: str = "hidden_size"
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload, OpOverloadPacket
 
 Shape = Sequence[int]
+MASKS = "dropout_masks"
+"""Attribute of blocks with dropout: see harness/workloads/dropout.py."""
 
 
 @functools.cache
@@ -93,7 +95,8 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
 
     Each block's class becomes a subclass with a checkpointed forward. So parameters keep their
     names (torch's checkpoint_wrapper changes them), hooks are not rerun, and copies use their own
-    parameters. Models have no dropout, so no random state is saved.
+    parameters. Dropout masks depend on no random state, so none is saved; blocks keep their
+    tokens' keys (`Masks`).
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -109,6 +112,8 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
 
 def _checkpointed(kind: type[nn.Module], run: Callable[..., object]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return run(functools.partial(kind.forward, self), *args, **kwargs)
+        block = functools.partial(kind.forward, self)
+        masks = getattr(self, MASKS, None)
+        return run(masks.recomputing(block) if masks else block, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Array: TypeAlias = NDArray[np.generic]
 
 Number = TypeVar("Number", bound=np.generic)
+DOCUMENTS = 4
+"""Mean number of documents that begin in a packed sample, in addition to the two that always do."""
 Rows = tuple[list[str], list[int] | None]
 """Texts, and labels if needed."""
 
@@ -89,6 +91,23 @@ class DataSource:
         rng = np.random.default_rng([seed, step, 1])
         least = max(1, self.sequence_length // 8)
         return self._ordered(rng.integers(least, self.sequence_length + 1, global_batch))
+
+    def dropout_keys(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
+        """Returns a key of 32 bits for each token of a step's global batch (samples, tokens)."""
+        rng = np.random.default_rng([seed, step, 2])
+        return self._ordered(rng.integers(0, 2**32, (global_batch, self.sequence_length)))
+
+    def positions(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
+        """Returns each token's position in its document (samples, tokens), if samples are packed.
+
+        Every sample has two documents or more; one begins in its middle.
+        """
+        rng, length = np.random.default_rng([seed, step, 3]), self.sequence_length
+        begins = rng.random((global_batch, length)) < DOCUMENTS / length
+        begins[:, [0, length // 2]] = True
+        numbers = np.arange(length)
+        positions = numbers - np.maximum.accumulate(np.where(begins, numbers, 0), axis=1)
+        return self._ordered(positions)
 
     def _ordered(self, samples: NDArray[Number]) -> NDArray[Number]:
         return samples[::-1].copy() if self.last_first else samples  # torch rejects reversed views

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -56,6 +57,10 @@ chose the other expert: its router was off by 2.5e-3 of the update, the loss by 
 
 class HasLogits(Protocol):
     logits: Tensor
+
+
+class HasBalancingLoss(HasLogits, Protocol):
+    aux_loss: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +203,9 @@ class Workload:
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
         """Returns the logits; `model` may be wrapped and return a plain tensor."""
-        output = model(inputs)
+        return self.logits_of(model(inputs))
+
+    def logits_of(self, output: Tensor | HasLogits) -> Tensor:
         return cast("Tensor", getattr(output, "logits", output))
 
     def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
@@ -247,6 +254,12 @@ class Workload:
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule(self.block_path).children()) if self.block_path else []
+
+    def dropouts_of(self, model: nn.Module) -> list[str]:
+        """Returns the paths of the model's dropout layers."""
+        paths = self.family.dropouts if self.family else ()
+        names = [name for name, _ in model.named_modules()]
+        return [name for name in names if any(fnmatch(name, path) for path in paths)]
 
     @property
     def mixture_path(self) -> str:

@@ -1,4 +1,4 @@
-"""Clipping, schedule, decay and padded labels: right in each library, and each mistake is seen."""
+"""Recipes as people train: right in each library, and each mistake is seen."""
 
 from __future__ import annotations
 
@@ -137,3 +137,78 @@ def test_deepspeed_clips_to_the_norm_of_some_parameters(run_cells: RunCells) -> 
     ]
     trials = run_cells(*cells).trials
     assert list(trials["status"]) == ["diverged"] * 2, list(trials["log_tail"])
+
+
+DROPOUT: dict[str, Any] = {"workload": "gpt2-nano", "dropout": 0.2, "micro_batches": 2}
+BALANCE: dict[str, Any] = {"workload": "mixtral-nano", "balance_weight": 0.5, "micro_batches": 2}
+PACKED: dict[str, Any] = {"documents": "packed", "micro_batches": 2}
+"""Each alone, so that nothing else makes a mistake visible."""
+
+
+def verdicts(results: Results) -> list[str]:
+    trials = results.trials.sort_values("position")
+    for _, trial in trials.iterrows():
+        figures = trial["parity_max_loss_deviation"], trial["parity_max_update_deviation"]
+        print(trial["strategy"], trial["options"], trial["parity_verdict"], *figures)
+    return list(trials["parity_verdict"])
+
+
+def test_masks_documents_and_balance_are_those_of_one_process(run_cells: RunCells) -> None:
+    cells = [
+        cell("pipeline", recompute="full", **DROPOUT),
+        cell("data_parallel", recompute="full", **DROPOUT),
+        cell("tensor", documents="packed", **DROPOUT),
+        cell("sample_traps", recompute="full", documents="packed", seed=1, **DROPOUT),
+        cell("fsdp2", **PACKED, labels="padded", seed=1),
+        cell("ddp", **BALANCE, documents="packed", seed=1),
+    ]
+    assert verdicts(run_cells(*cells)) == ["exact"] * len(cells)
+
+
+def test_libraries_that_own_the_loop_or_the_attention_do_the_same(run_cells: RunCells) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("accelerate")
+    long = {"sequence_length": 256}
+    cells = [
+        cell("trainer", recompute="full", documents="packed", **DROPOUT),
+        cell("trainer", **BALANCE),
+        cell("deepspeed_pipeline", recompute="full", **DROPOUT),
+        cell("deepspeed", options={"stage": 3}, documents="packed", **DROPOUT),
+        cell("ulysses", **DROPOUT, **long),
+        cell("ulysses_zero", micro_batches=2, **long),
+        cell("ring_on_cpu", **DROPOUT, **long),
+    ]
+    assert verdicts(run_cells(*cells)) == ["exact"] * len(cells)
+
+
+def test_mistakes_in_masks_documents_and_balance_diverge(run_cells: RunCells) -> None:
+    mistakes = {
+        "same_masks_on_all_ranks": DROPOUT,
+        "other_masks_in_recomputation": DROPOUT | {"recompute": "full"},
+        "no_balance": BALANCE,
+        "balance_only_reported": BALANCE,
+        "balance_times_ranks": BALANCE,
+        "balance_of_first_micro_batch": BALANCE,
+        "attention_across_documents": PACKED,
+        "one_document": PACKED,
+    }
+    cells = [
+        cell("sample_traps", options={"mistake": mistake}, **axes)
+        for mistake, axes in mistakes.items()
+    ]
+    assert verdicts(run_cells(*cells)) == ["diverged"] * len(cells)
+
+
+def test_trainers_balancing_loss_counts_for_each_rank_and_micro_batch(run_cells: RunCells) -> None:
+    """transformers 5.23, left to itself."""
+    pytest.importorskip("accelerate")
+    assert verdicts(
+        run_cells(cell("trainer_traps", options={"trap": "balance_as_it_is"}, **BALANCE))
+    ) == ["diverged"]
+
+
+def test_rewound_steps_have_their_masks_and_documents(run_cells: RunCells) -> None:
+    axes = DROPOUT | {"documents": "packed", "timed_steps": 12}
+    trials = run_cells(cell("ddp", **axes), trials=3, timed_seconds=0.1).trials
+    assert set(trials["parity_verdict"]) == {"exact"}, list(trials["parity_reason"])
+    assert trials["rewinds"].max() >= 1

@@ -25,8 +25,9 @@ class Gpt2Split(Split):
 
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         of_tokens = model.get_submodule("transformer.wte")(inputs)
-        hidden: Tensor = of_tokens + model.get_submodule("transformer.wpe")(positions)[None]
-        return hidden
+        hidden = of_tokens + model.get_submodule("transformer.wpe")(positions)[None]
+        dropped: Tensor = model.get_submodule("transformer.drop")(hidden)
+        return dropped
 
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
         normed = model.get_submodule("transformer.ln_f")(hidden)
@@ -123,6 +124,11 @@ FAMILY = Family(
         "eos_token_id": None,
     },
     split=Gpt2Split(),
+    dropouts=(
+        "transformer.drop",
+        "transformer.h.*.attn.resid_dropout",
+        "transformer.h.*.mlp.dropout",
+    ),
     hidden_size_key="n_embd",
     without_zero_gradient=_without_key_bias,
 )

@@ -35,8 +35,7 @@ MIXTURE_COMMON: ModelConfig = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    # The router's auxiliary loss is a mean over a rank's tokens, so its mean over ranks differs
-    # from one process's.
+    # Only cells with `balance_weight` have the routers' balancing loss.
     "output_router_logits": False,
     "router_aux_loss_coef": 0.0,
 }

@@ -42,6 +42,7 @@ class TrainerTraps(TransformersTrainer):
         "all_labels",
         "first_label_masked",
         "count_is_ignored",
+        "balance_as_it_is",
         "raises",
         "ends",
     ] = "none"
@@ -90,7 +91,8 @@ class TrainerTraps(TransformersTrainer):
 
         from harness.strategies import _trainer
 
-        for name in ("arguments", "make_trainer", "counts_labels", "named_inputs"):
+        names = ("arguments", "make_trainer", "counts_labels", "named_inputs", "scale_balance")
+        for name in names:
             self._former[name] = getattr(_trainer, name)
             setattr(_trainer, name, getattr(self, name))
         if self.trap == "fsdp_on_cpu":
@@ -106,6 +108,10 @@ class TrainerTraps(TransformersTrainer):
                         f" {getattr(plain, flag)}"
                     )
         return step
+
+    def scale_balance(self, job: Job, model: Any) -> None:
+        if self.trap != "balance_as_it_is":
+            self._former["scale_balance"](job, model)
 
     def counts_labels(self, workload: Workload) -> bool:
         return self.trap == "count_is_ignored" or self._former["counts_labels"](workload)
