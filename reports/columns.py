@@ -168,7 +168,10 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     """Returns throughput before the control's adjustment; empty without a control."""
-    if not any(cell.speed.log_throughput and cell.speed.log_throughput.adjusted for cell in cells):
+    if not any(
+        cell.speed.log_throughput and cell.speed.log_throughput.control is not None
+        for cell in cells
+    ):
         return []
     tokens = all(
         cell.speed.tokens_per_second is not None for cell in cells if cell.speed.samples_per_second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.analysis.stats import ACROSS_RUNS_CONFIDENCE
+from harness.analysis.stats import PAIR_CONFIDENCE
 from reports import blocks as ui
 from reports.blocks import data, joined, phrase, prose, small, strong
 from reports.html_writer import PageHead, PageSection, html_page
@@ -22,7 +22,7 @@ COLUMNS = (
     "A samples/s",
     "B samples/s",
     "B / A",
-    f"{ACROSS_RUNS_CONFIDENCE * 100:g} % interval",
+    f"{PAIR_CONFIDENCE * 100:g} % interval",
     "verdict",
     "peak memory, A to B",
 )

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from harness.analysis.answer import answer
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import is_tied, tied_with_previous
+from harness.analysis.ranking import may_be_fastest, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
 from reports.names import device_words, unit
@@ -22,7 +22,7 @@ AnyCell = TypeVar("AnyCell", bound=CellResult)
 class RankedCell(CellResult):
     place: int = 1
     same_as_above: bool = False
-    """Whether it is tied with the cell above."""
+    """Whether it and the cell above may both be the fastest."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,10 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
-    """Returns the cells tied with the first, the fastest; empty with one trial."""
-    return [cell for cell in cells[1:] if cell.trials > 1 and is_tied(cell, cells[0])]
+    """Returns the other cells that may be the fastest; empty without a spread between trials."""
+    known = any(cell.trials > 1 for cell in cells)
+    ties = {cell.cell_id for cell in may_be_fastest(cells)} if known else set()
+    return [cell for cell in cells[1:] if cell.cell_id in ties]
 
 
 def possibly_fastest(group: RankedGroup) -> set[str]:

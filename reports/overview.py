@@ -118,7 +118,8 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 def _advised(group: RankedGroup, advised: Answer) -> Pick:
     """Returns the cell to use, and those possibly as fast."""
     ids = {cell.cell_id for cell in advised.may_be_fastest}
-    use, *ties = [row for row in group.rows if row.cell_id in ids]
+    use = next(row for row in group.rows if row.cell_id == advised.advice[0].cell.cell_id)
+    ties = [row for row in group.rows if row.cell_id in ids and row is not use]
     return fast(group, use, tuple(ties))
 
 

@@ -158,10 +158,10 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
 def control_in_words(adjustment: Adjustment) -> str:
     if not adjustment.helps:
         return "none, or it did not make launches of a cell more alike: figures are as measured"
-    before, after = (f"{spread * 100:.1f} %" for spread in adjustment.spreads)
-    control, slowest = (f"{power:.2f}" for power in (adjustment.control, adjustment.slowest))
-    shares = {"control": control, "slowest": slowest, "before": before, "after": after}
-    return plain_text(prose("method control", **shares))
+    before, after = (
+        f"{spread * 100:.1f} %" for spread in (adjustment.spread_before, adjustment.spread_after)
+    )
+    return plain_text(prose("method control", before=before, after=after))
 
 
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
@@ -174,7 +174,10 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     parity = Parity.of(cells)
-    ties = f"neighbours in a ranking without a significant difference are marked ≈: {comparison}"
+    ties = (
+        "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with the"
+        f" best, Hsu 1981, 95 % together). Pairs: {comparison}"
+    )
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),
         ("Interval", ESTIMATE_METHOD),

@@ -1,15 +1,14 @@
 """How often a run of this design is right, by resampling a recorded run's noise.
 
-`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs with the recorded cells and
-launches, then further rounds by the current rule, for a quarter as many launches. The noise is the
-recorded launches' deviations from their cells' means, after the control. They keep their order but
-are shifted by a random number of places, which preserves heavy tails, slow spells and what
-neighbours share. Deviations are scaled by the usual one for their number of steps.
+`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs of the recorded run's largest
+setting: one trial of each cell, then the race, with as many trials as were recorded. The noise is
+the recorded trials' deviations from their cells' means, after the control. They keep their order
+but are shifted by a random number of places, which preserves heavy tails, slow spells and what
+neighbours share.
 
-Prints how often equals are called different, planted differences are seen, 95 % intervals hold, and
-the set of the best holds the best, with 95 % bounds. Differences are planted twice. First, one cell
-differs from all others, which are equal, so further rounds go to all of them. Second, the two
-fastest cells differ, and the answer depends on this pair alone.
+Prints how often the best cell is picked, what a wrong choice costs, the size of the set of the
+best, and the half width of the best cell's gain, with and without the allowance for the control:
+with a clear winner, with many close cells, and with cells that are all equal.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
-from harness.analysis.answer import ELIMINATION_CONFIDENCE, EQUAL, trustworthy
-from harness.analysis.estimates import Spread, estimates_of, moderated, prior, steps_of
-from harness.analysis.precision import Precision
-from harness.analysis.ranking import against_best
+from harness.analysis.answer import trustworthy
+from harness.analysis.estimates import FORKED_ALLOWANCE, Spread, estimates_of, moderated
+from harness.analysis.race import contenders, top_two
+from harness.analysis.ranking import against_best, gains
 from harness.analysis.setting import Setting
-from harness.analysis.stats import CONFIDENCE, LogEstimate, percentile, ratio
+from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.analysis.summary import cell_results
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.allocation import FURTHER_SHARE
+from harness.run.allocation import MOST_DRAWS, RACE_ROUNDS
 
-RUNS = int(os.environ.get("RUNS", "2000"))
-PLANTED = (0.0, 0.02, 0.05, 0.10)
-BEHIND = 0.15
-"""Least lag of all other cells if the answer depends on two."""
-SHARE_LEFT = float(os.environ.get("SHARE_LEFT", FURTHER_SHARE))
-"""Further launches that fit in the time left, as a share of the planned ones."""
+RUNS = int(os.environ.get("RUNS", "500"))
+NOISE = float(os.environ.get("NOISE", "0"))
+"""Standard deviation to which the noise is scaled; 0: as recorded."""
+Throughputs = Mapping[str, float]
 
 
 class Design:
-    """A recorded run's cells, order of launches, and noise."""
+    """A recorded run's largest setting, and its noise."""
 
     def __init__(self, folder: str, run_id: str) -> None:
         store = Store(folder)
@@ -58,83 +57,56 @@ class Design:
         logs: dict[str, list[float]] = defaultdict(list)
         for trial in finished:
             logs[trial.cell_id].append(math.log(adjusted[trial.cell_id, trial.trial]))
-        several = [trial for trial in finished if len(logs[trial.cell_id]) > 1]
-        self.order = [trial.cell_id for trial in several]
-        steps: dict[str, list[int]] = defaultdict(list)
-        for trial in several:
-            steps[trial.cell_id].append(steps_of(trial))
-        self.steps = {cell: statistics.fmean(numbers) for cell, numbers in steps.items()}
-        spreads = {
-            cell: Spread(statistics.variance(logs[cell]), len(logs[cell]) - 1, self.steps[cell])
-            for cell in self.steps
-        }
-        common = prior(list(spreads.values()))
-        assert common is not None
-        self.usual = {cell: math.sqrt(common.of(spread)) for cell, spread in spreads.items()}
-        """Usual deviation of a launch, by number of steps."""
-        self.noise = [
-            (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(logs[trial.cell_id]))
-            * math.sqrt(len(logs[trial.cell_id]) / (len(logs[trial.cell_id]) - 1))
-            / self.usual[trial.cell_id]
-            for trial in several
+        noise = [
+            (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(own))
+            * math.sqrt(len(own) / (len(own) - 1))
+            for trial in finished
+            if len(own := logs[trial.cell_id]) > 1
         ]
+        self.spread = statistics.pstdev(noise)
+        self.noise = [x * (NOISE / self.spread if NOISE else 1.0) for x in noise]
         groups: dict[Setting, list[str]] = defaultdict(list)
         for cell in trustworthy(cell_results(trials)):
-            if len(logs.get(cell.cell_id, [])) > 1:
+            if cell.parity.same_training and cell.cell_id in logs:
                 groups[Setting.of(cell.cell)].append(cell.cell_id)
         self.group = max(groups.values(), key=len)
-        """Cells of the largest setting."""
-        means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
+        recorded = [trial for trial in finished if trial.cell_id in self.group]
+        self.trials = len(recorded)
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
+        means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
         self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
-        """Logarithms of their recorded throughputs over the fastest one's."""
 
-    def simulated(self, chance: random.Random, true: Mapping[str, float]) -> dict[str, LogEstimate]:
-        """Returns estimates of a run whose cells have these log throughputs (0 by default)."""
+    def simulated(self, chance: random.Random, true: Throughputs) -> dict[str, LogEstimate]:
+        """Returns estimates of a run whose cells have these log throughputs."""
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
-        values: dict[str, list[float]] = defaultdict(list)
-
-        def launch(cell: str) -> None:
-            deviation = sign * next(noise) * self.usual[cell]
-            values[cell].append(true.get(cell, 0.0) + deviation)
-
-        for cell in self.order:
-            launch(cell)
-        further = round(SHARE_LEFT * len(self.order))
+        values: dict[str, list[float]] = {cell: [] for cell in true}
+        wanted = [*true, *[self.baseline] * (math.isqrt(len(true)) - 1)]
+        left = self.trials
         while True:
-            estimates = estimated(values, self.steps)
-            if self.known_well(estimates):
-                wanted = open_cells({cell: estimates[cell] for cell in self.group})
-            else:
-                wanted = list(self.usual)
-            if not wanted or further <= 0:
-                return estimates
-            for cell in wanted[:further]:  # the shortest
-                launch(cell)
-            further -= len(wanted)
+            chance.shuffle(wanted)
+            for cell in wanted[:left]:
+                values[cell].append(true[cell] + sign * next(noise))
+            left -= len(wanted)
+            cells = estimated(values)
+            if left <= 0:
+                return cells
+            wanted = self.next_trials(cells, chance)
 
-    def known_well(self, cells: Mapping[str, LogEstimate]) -> bool:
-        """Mirrors `not_known_well`, over all settings together."""
-        ratios = [
-            ratio(cells[cell], cells[self.baseline], CONFIDENCE)
-            for cell in self.group
-            if cell != self.baseline
-        ]
-        widths = [
-            (known.high - known.low) / 2 / known.ratio
-            for known in ratios
-            if known.low is not None and known.high is not None
-        ]
-        median, nine_in_ten = statistics.median(widths), percentile(widths, 0.9)
-        return Precision(len(widths), median, nine_in_ten).enough
+    def next_trials(self, cells: Mapping[str, LogEstimate], chance: random.Random) -> list[str]:
+        """Mirrors `next_in_race`, without an end for equal cells."""
+        racing = {name: cells[name] for name in contenders(cells)}
+        few = [name for name, speed in racing.items() if speed.trials < RACE_ROUNDS]
+        draws = range(min(MOST_DRAWS, 1 + len(racing) // 4))
+        chosen = set(few) or {name for _ in draws for name in top_two(racing, chance)}
+        return sorted(chosen | {self.baseline})
 
 
-def estimated(
-    values: Mapping[str, list[float]], steps: Mapping[str, float]
-) -> dict[str, LogEstimate]:
-    """Mirrors `estimates_of`, for launches with these numbers of steps."""
-    own = [Spread(statistics.variance(v), len(v) - 1, steps[cell]) for cell, v in values.items()]
+def estimated(values: Mapping[str, list[float]]) -> dict[str, LogEstimate]:
+    """Mirrors `estimates_of`."""
+    own = [
+        Spread(statistics.variance(v) if len(v) > 1 else 0.0, len(v) - 1) for v in values.values()
+    ]
     return {
         cell: LogEstimate(
             statistics.fmean(v), math.sqrt(spread.variance / len(v)), spread.degrees, len(v)
@@ -143,85 +115,67 @@ def estimated(
     }
 
 
-def open_cells(cells: Mapping[str, LogEstimate]) -> list[str]:
-    """Mirrors `undecided` in one setting."""
-    bounds = dict(
-        zip(cells, against_best(list(cells.values()), ELIMINATION_CONFIDENCE), strict=True)
-    )
-    best = [cell for cell, bound in bounds.items() if bound.may_be_best]
-    if len(best) < 2:
-        return []
-    among = against_best([cells[cell] for cell in best], ELIMINATION_CONFIDENCE)
-    return [] if all(bound.low >= 1 - EQUAL for bound in among) else best
+class Found(NamedTuple):
+    right: bool
+    regret: float
+    size: int
+    """Cells in the set of the best."""
+    held: bool
+    """Whether the set holds the best."""
+    half_width: float
+    with_allowance: float
+    beaten: bool
+    """Whether a cell is called faster than the baseline."""
 
 
-def of_the_two_fastest(design: Design, chance: random.Random, planted: float) -> str:
-    """Returns how often a difference between the two fastest cells is found."""
-    seen = alone = launches = 0
-    for _ in range(RUNS):
-        winner, second = chance.sample(design.group, 2)
-        true = {cell: min(level, -BEHIND) for cell, level in design.levels.items()}
-        cells = design.simulated(chance, true | {winner: 0.0, second: -planted})
-        seen += ratio(cells[winner], cells[second]).verdict != "no difference seen"
-        bounds = against_best([cells[cell] for cell in design.group])
-        chosen = {cell for cell, b in zip(design.group, bounds, strict=True) if b.may_be_best}
-        alone += chosen == {winner}
-        launches += cells[winner].trials
-    return (
-        f"the two fastest {planted:.0%} apart: called different {rate(seen, RUNS)}, the answer is"
-        f" the faster one alone {rate(alone, RUNS)}, of {launches / RUNS:.0f} launches each"
-    )
+def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs) -> Found:
+    names = list(cells)
+    best = max(true, key=true.__getitem__)
+    picked = max(names, key=lambda name: cells[name].mean)
+    bounds = against_best([cells[name] for name in names], CONFIDENCE)
+    chosen = {name for name, bound in zip(names, bounds, strict=True) if bound.may_be_best}
+    others = [name for name in names if name != design.baseline]
+    widths, beaten = [], False
+    for allowance in (0.0, FORKED_ALLOWANCE):
+        wide = {name: replace(speed, allowance=allowance) for name, speed in cells.items()}
+        found = gains(wide[design.baseline], [wide[name] for name in others])
+        gain = dict(zip(others, found, strict=True)).get(picked)
+        widths.append(gain.precision if gain and gain.precision else 0.0)
+        beaten = beaten or any(one.verdict == "faster" for one in found)
+    regret = true[best] - true[picked]
+    return Found(picked == best, regret, len(chosen), best in chosen, *widths, beaten)
 
 
-def rate(successes: int, of: int) -> str:
-    """Formats a rate and its 95 % bounds (Clopper and Pearson): `95.0 % (93.1 to 96.5 %)`."""
-    from scipy.stats import binomtest
-
-    bounds = binomtest(successes, of).proportion_ci(CONFIDENCE)
-    return f"{successes / of:.1%} ({bounds.low:.1%} to {bounds.high:.1%})"
+def situations(design: Design) -> dict[str, dict[str, float]]:
+    """Returns log throughputs of the cells in each simulated situation."""
+    ranked = sorted(design.levels, key=lambda name: -design.levels[name])
+    clear = {cell: min(level, -0.039) for cell, level in design.levels.items()} | {ranked[0]: 0.0}
+    close = {cell: min(level, -0.06) for cell, level in design.levels.items()}
+    close |= {cell: -0.03 * place / 11 for place, cell in enumerate(ranked[:12])}
+    return {
+        "a clear winner": clear,
+        "12 cells within 3 %": close,
+        "all equal": dict.fromkeys(design.levels, 0.0),
+    }
 
 
 def main(folder: str, run_id: str = "") -> None:
     design, chance = Design(folder, run_id), random.Random(1)
     print(
-        f"{len(design.order)} launches, {len(set(design.order))} cells, {len(design.group)} in the"
-        f" largest setting; deviations of"
-        f" {statistics.median(design.usual.values()):.1%}; {RUNS} runs each"
+        f"{design.trials} trials of {len(design.group)} cells; noise of a trial"
+        f" {statistics.pstdev(design.noise):.1%}; {RUNS} runs each"
     )
-    for planted in PLANTED:
-        seen = held = pairs = family = 0
-        for _ in range(RUNS):
-            winner, *others = chance.sample(design.group, len(design.group))
-            cells = design.simulated(chance, {winner: planted})
-            verdicts = [ratio(cells[winner], cells[other]) for other in others]
-            intervals = [ratio(cells[winner], cells[other], CONFIDENCE) for other in others]
-            seen += verdicts[0].verdict != "no difference seen"
-            family += any(verdict.verdict != "no difference seen" for verdict in verdicts)
-            pairs += len(intervals)
-            held += sum(
-                interval.low is not None
-                and interval.high is not None
-                and interval.low <= math.exp(planted) <= interval.high
-                for interval in intervals
-            )
+    for name, true in situations(design).items():
+        runs = [outcome(design, design.simulated(chance, true), true) for _ in range(RUNS)]
         print(
-            f"planted {planted:.0%}: a pair is called different {rate(seen, RUNS)}, some pair of"
-            f" the run {family / RUNS:.1%}; intervals hold {held / pairs:.1%}"
+            f"{name}: best picked {sum(run.right for run in runs) / RUNS:.1%}, mean regret"
+            f" {statistics.fmean(run.regret for run in runs):.2%}, median set"
+            f" {statistics.median(run.size for run in runs):g} cells, holding the best in"
+            f" {sum(run.held for run in runs) / RUNS:.1%}; gain known to"
+            f" ±{statistics.median(run.half_width for run in runs):.1%}, with the allowance"
+            f" ±{statistics.median(run.with_allowance for run in runs):.1%}; something called"
+            f" faster than the baseline in {sum(run.beaten for run in runs) / RUNS:.1%}"
         )
-    for planted in PLANTED:
-        print(of_the_two_fastest(design, chance, planted))
-    best = size = 0
-    for _ in range(RUNS):
-        winner = chance.choice(design.group)
-        true = {cell: -abs(chance.gauss(0, 0.05)) - 0.01 for cell in design.group} | {winner: 0.0}
-        cells = design.simulated(chance, true)
-        bounds = against_best([cells[cell] for cell in design.group])
-        chosen = {
-            cell for cell, bound in zip(design.group, bounds, strict=True) if bound.may_be_best
-        }
-        best += winner in chosen
-        size += len(chosen)
-    print(f"the set of the best holds the best {rate(best, RUNS)}, {size / RUNS:.1f} cells in it")
 
 
 if __name__ == "__main__":

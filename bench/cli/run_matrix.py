@@ -28,13 +28,14 @@ from bench.cli.run_plan import (
 from bench.cli.run_progress import RunProgress
 from bench.host import Host, host_of
 from bench.select import baseline_choice
-from harness.analysis.answer import Answer, answer, what_more_would_buy
+from harness.analysis.answer import Answer, answer, nothing_to_choose, what_more_would_buy
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision, too_wide
 from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
 from harness.links.emulated import over_links
 from harness.record.plan import Plan, kept_plan
+from harness.record.profile_record import ProfileRecord
 from harness.record.run_lock import sole_writer
 from harness.record.run_record import ConclusionRecord, RunRecord
 from harness.record.schema import VERSION
@@ -237,9 +238,12 @@ def conclude(
         _say_what_is_too_wide(console, plan, loaded, results)
     measured = timed(results, plan.once)
     leading = headline(find_groups(results), plan.once) if plan.search is None else None
-    advised = answer(leading.rows) if leading else None
+    profiles = {profile.cell_id: profile for profile in ProfileRecord.from_frame(loaded.explained)}
+    advised = answer(leading.rows, profiles) if leading else None
     if leading and advised:
         terminal.advice(console, advised, leading.full_title)
+    elif leading:
+        console.print(f"no advice: {nothing_to_choose(leading.rows)}", highlight=False)
     if plan.until_answered and (more := what_more_would_buy(measured)):
         console.print(f"{more} (--time-budget)", highlight=False)
     known = precision(measured)

@@ -172,6 +172,8 @@ def advice(out: Console, answer: Answer, where: str) -> None:
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)
+    if answer.reason:
+        out.print(f"[bold]Why[/bold] {escape(answer.reason)}", highlight=False)
     if answer.caveat:
         out.print(f"[bold]Caveat[/bold] {escape(answer.caveat)}", highlight=False)
 

@@ -252,7 +252,7 @@ def _link(facts: CellFacts) -> str:
 
 
 def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
-    from harness.analysis.answer import may_be_fastest
+    from harness.analysis.ranking import may_be_fastest
 
     cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]
     cells.sort(key=lambda cell: cell.observation.seconds)

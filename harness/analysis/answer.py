@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import against_best, compare, critical_value, is_tied
+from harness.analysis.ranking import against_best, compare, critical_value, gains, may_be_fastest
 from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, WITHIN_RUN_CONFIDENCE, Comparison
-from harness.spec.cell import TECHNIQUES
+from harness.analysis.stats import CONFIDENCE, Comparison
+from harness.record.profile_record import ProfileRecord
+from harness.spec.cell import BASELINE, TECHNIQUES
 
 EQUAL = 0.02
 """Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
 NEARLY_AS_FAST = 0.03
 """Throughput fraction that simplicity may cost."""
-ELIMINATION_CONFIDENCE = (1 + WITHIN_RUN_CONFIDENCE) / 2
-"""One-sided confidence for dropping a cell from further trials. Checking after each round gives bad
-luck many chances, which biases dropped results low: at 95 %, only 93 of 100 intervals held
-(scripts/power.py)."""
 MOST_NAMED = 5
 MIB = 2**20
 
@@ -48,6 +45,14 @@ class Answer:
     may_be_fastest: tuple[CellResult, ...]
     """Cells that train like one process and include the fastest (95 % confidence)."""
     baseline: CellResult | None
+    """The usual choice, which stays the advice until something is known to beat it."""
+    gain: Comparison | None = None
+    """Throughput of the advised cell over the baseline's. The interval holds together with those of
+    all other cells, and so for a cell chosen among them."""
+    better: tuple[CellResult, ...] = ()
+    """Cells that are known to beat the baseline (95 % confidence, all together)."""
+    reason: str = ""
+    """Why the advised cell beats the baseline, from both cells' profiles; or empty."""
 
     @property
     def caveat(self) -> str:
@@ -62,8 +67,13 @@ class Answer:
             caveats.append(
                 f"something else used the machine in {use.disturbance.trials} of its launches"
             )
-        if use.trials < 2:
+        if use.trials < 2 and self.gain is None:
             caveats.append("one launch: no interval")
+        starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
+        if use.cell.device == "cpu" and len(starts) > 1:
+            caveats.append(
+                "the compared ranks start differently, which alone changes CPU times by up to 4 %"
+            )
         if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(
                 f"not run in fp32, where a deviation that {use.cell.precision} rounding hides would"
@@ -82,41 +92,59 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
     return sorted(chosen, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
 
 
-def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
-    """Returns candidates for fastest; without estimates, ties with the first."""
-    speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
-    if len(speeds) == len(cells):
-        if all(speed.degrees > 0 for speed in speeds):
-            best = against_best(speeds, confidence)
-            bounded = zip(cells, best, strict=True)
-            return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
-        return list(cells)
-    return [cell for cell in cells if cell is cells[0] or is_tied(cell, cells[0])]
+def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Returns the cells of a setting among which there is a choice, fastest first.
 
-
-def undecided(
-    cells: Sequence[CellResult], confidence: float = ELIMINATION_CONFIDENCE
-) -> list[CellResult]:
-    """Returns the cells worth more trials: candidates for fastest and their baseline.
-
-    A setting adds none if its fastest cell is known, or all candidates are known to be tied.
+    They train like one process. On one device nothing is distributed, so only variants of a single
+    process remain.
     """
-    chosen: list[CellResult] = []
-    for group in by_setting(trustworthy(cells)):
-        same = [cell for cell in group if cell.parity.same_training]
-        ties = may_be_fastest(same, confidence) if len(same) > 1 else []
-        speeds = [
-            cell.speed.log_throughput
-            for cell in ties
-            if cell.speed.log_throughput and cell.speed.log_throughput.degrees > 0
-        ]
-        if len(ties) < 2 or len(speeds) < len(ties):
-            continue
-        if all(bound.low >= 1 - EQUAL for bound in against_best(speeds, confidence)):
-            continue
-        baseline = next((cell for cell in group if cell.cell_id == cell.relative.baseline), None)
-        chosen += [*ties, *([baseline] if baseline and baseline not in ties else [])]
-    return chosen
+    fair = trustworthy(cells)
+    baseline = _baseline(fair)
+    return [
+        cell
+        for cell in fair
+        if cell.parity.same_training
+        and (cell.cell.devices > 1 or cell is baseline or cell.cell.strategy == BASELINE)
+    ]
+
+
+def nothing_to_choose(cells: Sequence[CellResult]) -> str:
+    """Returns why a setting gets no advice, or empty if it gets one."""
+    ranked = [cell for cell in cells if cell.ranked]
+    if not ranked:
+        return "nothing is ranked"
+    if all(cell.placement.oversubscribed for cell in ranked):
+        return "more ranks than cores: these times tell nothing about a real machine"
+    if not any(cell.parity.same_training for cell in trustworthy(cells)):
+        return "nothing here is known to train what one process trains"
+    if len(candidates(cells)) > 1:
+        return ""
+    if ranked[0].cell.devices == 1:
+        return "one device: nothing is distributed, so there is nothing to choose"
+    return "only one variant here trains what one process trains"
+
+
+def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
+    """Returns, for each setting that needs more trials, its contenders and baseline.
+
+    A setting needs none if its fastest cell is known, or all contenders are known to be tied.
+    """
+    return [open_ for group in by_setting(cells) if (open_ := _undecided(candidates(group)))]
+
+
+def _undecided(cells: Sequence[CellResult]) -> list[CellResult]:
+    ties = may_be_fastest(cells) if len(cells) > 1 else []
+    speeds = [
+        cell.speed.log_throughput
+        for cell in ties
+        if cell.speed.log_throughput and cell.speed.log_throughput.degrees > 0
+    ]
+    if len(ties) < 2 or len(speeds) < len(ties):
+        return []
+    if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
+        return []
+    baseline = _baseline(cells)
+    return [*ties, *([baseline] if baseline and baseline not in ties else [])]
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
@@ -124,42 +152,130 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 
     Errors shrink with the square root of the number of trials.
     """
-    open_cells = undecided(cells, CONFIDENCE)
-    speeds = [cell.speed.log_throughput for cell in open_cells if cell.speed.log_throughput]
-    if not speeds:
-        return ""
-    widest = max(speeds, key=lambda speed: speed.error)
-    half = critical_value(widest, speeds) * math.sqrt(2) * widest.error
-    more = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
+    more, seconds, count = 0, 0.0, 0
+    for group in undecided(cells):
+        speeds = [cell.speed.log_throughput for cell in group if cell.speed.log_throughput]
+        widest = max(speeds, key=lambda speed: speed.error)
+        others = [speed for speed in speeds if speed is not widest]
+        half = critical_value(widest, others) * math.sqrt(2) * widest.error
+        trials = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
+        more = max(more, trials)
+        seconds += trials * sum(cell.times.wall_seconds or 0.0 for cell in group)
+        count += len(group)
     if not more:
         return ""
-    seconds = sum(cell.times.wall_seconds or 0.0 for cell in open_cells) * more
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
-        f"{len(open_cells)} cells may still be the fastest or are compared with these: about"
-        f" {more} more launches of each, {minutes}, would resolve differences of {percent}"
+        f"{count} cells may still be the fastest or are compared with these: up to {more} more"
+        f" launches of each, {minutes}, would resolve differences of {percent}"
     )
 
 
-def answer(cells: Sequence[CellResult]) -> Answer | None:
-    """Returns advice for one setting; None if no cell qualifies."""
-    fair = trustworthy(cells)
-    advisable = [cell for cell in fair if cell.parity.same_training]
-    if not advisable:
+def answer(
+    cells: Sequence[CellResult], profiles: Mapping[str, ProfileRecord] | None = None
+) -> Answer | None:
+    """Returns advice for one setting; None if there is nothing to choose.
+
+    `profiles`: by cell id, for the reason.
+    """
+    if nothing_to_choose(cells):
         return None
-    baseline = next((cell for cell in fair if cell.cell_id == cell.relative.baseline), None)
-    fastest = advisable[0]
-    ties = may_be_fastest(advisable)
-    advice = [Advice("Use", fastest, _use(fastest, advisable, baseline), _as_good(fastest, ties))]
+    fair, advisable = trustworthy(cells), candidates(cells)
+    baseline, ties = _baseline(advisable), may_be_fastest(advisable)
+    over_baseline = _gains(advisable, baseline)
+    better = [
+        cell
+        for cell in advisable
+        if (gain := over_baseline.get(cell.cell_id)) and gain.verdict == "faster"
+    ]
+    use = _chosen(ties, better, baseline, over_baseline)
+    gain = over_baseline.get(use.cell_id)
+    advice = [Advice("Use", use, _use(use, advisable, better, baseline, gain), _as_good(use, ties))]
     other = fair[0]
-    if other is not fastest and _faster(other, fastest):
-        advice.append(Advice("Faster at a price", other, _price(other, fastest)))
+    if other not in advisable and _faster(other, use):
+        advice.append(Advice("Faster at a price", other, _price(other, use)))
     if frugal := _frugal(fair):
-        advice.append(Advice("Least memory", frugal, _memory(frugal, fastest)))
+        advice.append(Advice("Least memory", frugal, _memory(frugal, use)))
     simple = _simplest(advisable)
-    if simple is not fastest:
-        advice.append(Advice("Simplest", simple, _simple(simple, fastest)))
-    return Answer(tuple(advice), len(fair), tuple(ties), baseline)
+    if complexity(simple)[:2] < complexity(use)[:2]:
+        advice.append(Advice("Simplest", simple, _simple(simple, use)))
+    reason = _reason(use, baseline, profiles or {})
+    return Answer(tuple(advice), len(fair), tuple(ties), baseline, gain, tuple(better), reason)
+
+
+def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
+    return next((cell for cell in cells if cell.cell_id == cell.relative.baseline), None)
+
+
+def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
+    """Returns throughput over the baseline's by cell id; empty without a spread."""
+    own = baseline.speed.log_throughput if baseline else None
+    others = [cell for cell in advisable if cell is not baseline]
+    speeds = [cell.speed.log_throughput for cell in others if cell.speed.log_throughput]
+    if baseline and any(cell.speed.turns for cell in advisable):
+        found = {cell.cell_id: compare(cell, baseline) for cell in others}
+        return {cell_id: ratio for cell_id, ratio in found.items() if ratio}
+    if own is None or len(speeds) < len(others):
+        return {}
+    if any(speed.degrees <= 0 for speed in (own, *speeds)):
+        return {}
+    return dict(zip((cell.cell_id for cell in others), gains(own, speeds), strict=True))
+
+
+def _chosen(
+    ties: Sequence[CellResult],
+    better: Sequence[CellResult],
+    baseline: CellResult | None,
+    over_baseline: Mapping[str, Comparison],
+) -> CellResult:
+    """Returns the simplest cell that may be the fastest and is known to beat the baseline, if any
+    is; else the baseline."""
+    if baseline is None:
+        return min(ties, key=complexity)
+    if not better:
+        return baseline
+    if both := [cell for cell in better if cell in ties]:
+        return min(both, key=complexity)
+    return max(better, key=lambda cell: over_baseline[cell.cell_id].low or 0.0)
+
+
+def _reason(
+    use: CellResult, baseline: CellResult | None, profiles: Mapping[str, ProfileRecord]
+) -> str:
+    """Names the part of a step that differs most between two profiles."""
+    first = profiles.get(use.cell_id)
+    second = profiles.get(baseline.cell_id) if baseline else None
+    if use is baseline or first is None or second is None or baseline is None:
+        return ""
+    parts = {
+        name.removesuffix("_seconds"): (_longest(first, name), _longest(second, name))
+        for name in _PARTS
+    }
+    known = {name: (a, b) for name, (a, b) in parts.items() if a is not None and b is not None}
+    if not known:
+        return ""
+    name = max(known, key=lambda part: known[part][1] - known[part][0])
+    own, other = known[name]
+    if own >= other:
+        return ""
+    return (
+        f"per step, its {name} takes {own * 1000:.1f} ms, that of {baseline.cell.label}"
+        f" {other * 1000:.1f} ms"
+    )
+
+
+_PARTS = (
+    "compute_seconds",
+    "communication_seconds",
+    "optimizer_seconds",
+    "bubble_seconds",
+    "offload_seconds",
+    "other_seconds",
+)
+
+
+def _longest(profile: ProfileRecord, name: str) -> float | None:
+    return max(getattr(profile, name), default=None)
 
 
 def change(comparison: Comparison) -> str:
@@ -183,20 +299,26 @@ def named(cells: Sequence[CellResult]) -> str:
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
 
 
-def _use(cell: CellResult, advisable: Sequence[CellResult], baseline: CellResult | None) -> str:
+def _use(
+    cell: CellResult,
+    advisable: Sequence[CellResult],
+    better: Sequence[CellResult],
+    baseline: CellResult | None,
+    gain: Comparison | None,
+) -> str:
     exact = all(other.parity.verdict == "exact" for other in advisable)
-    one, several = ("trains", "train") if exact else ("matches", "match")
-    what = "exactly the same as one process"
+    what = "train exactly the same as one process"
     if not exact:
-        what = f"single-process training within {cell.cell.precision} rounding"
-    if len(advisable) == 1:
-        return f"the only one here that {one} {what}"
-    parts = [f"the fastest of {len(advisable)} that {several} {what}"]
-    if baseline is cell:
-        parts.append("the usual choice itself")
-    elif baseline is not None and (ratio := compare(cell, baseline, CONFIDENCE)):
-        parts.append(f"{change(ratio)} than {baseline.cell.label}")
-    return ", ".join(parts)
+        what = f"match single-process training within {cell.cell.precision} rounding"
+    among = f"{len(advisable)} that {what}"
+    if cell is baseline:
+        return f"the usual choice; none of {among} is known to be faster"
+    if baseline is None or gain is None:
+        return f"the simplest of those that may be the fastest, of {among}"
+    return (
+        f"{change(gain)} than {baseline.cell.label}, the usual choice; of {among},"
+        f" {len(better)} {'is' if len(better) == 1 else 'are'} known to beat it"
+    )
 
 
 def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
@@ -272,7 +394,7 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the least complex cell about as fast as the first. `cells`: fastest first."""
+    """Returns the least complex cell about as fast as the fastest, which comes first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 from harness.analysis.ranking import compare
 from harness.analysis.selection import MeasuredCell, RunSelection
 from harness.analysis.stats import (
-    ACROSS_RUNS_CONFIDENCE,
+    CONTROL_MISMATCH,
+    PAIR_CONFIDENCE,
     SMALLEST_EFFECT,
     Comparison,
     compare_rounds,
@@ -125,11 +126,13 @@ def _figures(cell: MeasuredCell | None) -> dict[str, object] | None:
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
-    " once, with Welch's t interval of their logarithms (Biometrika 34, 1947),"
-    f" {ACROSS_RUNS_CONFIDENCE * 100:g} %; two runs have no rounds in common, so what the machine"
-    " did differently meanwhile is in the ratio"
+    " once and, where both runs have a control, multiplied by the control's time in its run; with"
+    " Welch's t interval of their logarithms (Biometrika 34, 1947),"
+    f" {PAIR_CONFIDENCE * 100:g} %, which allows for steps that follow the machine's speed"
+    f" {CONTROL_MISMATCH:.0%} more or less than the control. If torch differs, so may the control:"
+    " the interval then covers the ratio with and without it"
 )
-FALSE_ALARM_RATE = round(1 - ACROSS_RUNS_CONFIDENCE, 6)
+FALSE_ALARM_RATE = round(1 - PAIR_CONFIDENCE, 6)
 MEMORY_METHOD = (
     "the same test of the fullest rank's peak, where both sides measured it in the same way"
 )
@@ -216,10 +219,11 @@ def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
         raise UsageError(
             f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"
         )
+    same_control = first.software.get("torch") == second.software.get("torch")
     lines = [
         line
         for cell_id in dict.fromkeys((*before, *after))
-        for line in _lines(before.get(cell_id, []), after.get(cell_id, []))
+        for line in _lines(before.get(cell_id, []), after.get(cell_id, []), same_control)
     ]
     versions = {
         name: [" or ".join(side.software.get(name, ("none",))) for side in (first, second)]
@@ -271,7 +275,9 @@ def _why(cell: MeasuredCell) -> str:
     return f"{cell.result.outcome}: {cell.result.outcome_reason}"
 
 
-def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> list[ComparedCell]:
+def _lines(
+    before: Sequence[MeasuredCell], after: Sequence[MeasuredCell], same_control: bool
+) -> list[ComparedCell]:
     """Returns a line for each hardware of a cell that both sides share."""
     if not after:
         was = before[-1]
@@ -288,13 +294,13 @@ def _lines(before: Sequence[MeasuredCell], after: Sequence[MeasuredCell]) -> lis
         was = before[-1]
         reason = was.hardware.difference(now.hardware, now.result.cell.device)
         return [ComparedCell("not compared", now.cell_name, was, now, reason)]
-    return [_line(a, b) for a, b in pairs]
+    return [_line(a, b, same_control) for a, b in pairs]
 
 
-def _line(was: MeasuredCell, now: MeasuredCell) -> ComparedCell:
+def _line(was: MeasuredCell, now: MeasuredCell, same_control: bool = True) -> ComparedCell:
     """Compares parity and failures first, then speed."""
     if was.ok and now.ok:
-        speed = compare(now.result, was.result)
+        speed = compare(now.result, was.result, same_control=same_control)
         if speed is None:
             return ComparedCell("not compared", now.cell_name, was, now, "no round in common")
         return ComparedCell(speed.verdict, now.cell_name, was, now, "", speed, _memory(was, now))

@@ -1,22 +1,16 @@
 """Adjustment of step times by the control.
 
 Between steps each rank computes a small fixed piece (harness/worker/control_process.py), whose time
-follows the machine's speed. Log step times are regressed on it (control variates: Lavenberg and
-Welch, Management Science 27, 1981), with coefficients shared by a run's cells.
+follows the machine's speed. Throughput is compared by the ratio of the step time to the control's.
+Nothing is fitted, so that the same ratio holds in another run.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-LEAST_WINDOWS = 12
-"""Fewest windows for a fit, beyond one per cell."""
-LEAST_LAUNCHES = 40
-"""Trials, beyond one per cell, from which fits use whole trials. Within windows of a few steps, the
-control's noise does not average out and shrinks coefficients."""
 
 
 @dataclass(frozen=True)
@@ -26,102 +20,43 @@ class Window:
     step: float
     control: float
     """Mean over the ranks."""
-    slowest: float
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Powers of the control times by which step times are divided."""
+    """Spread of step times between trials, with and without the control."""
 
-    control: float
-    slowest: float
     spread_before: float
     """Standard deviation of a cell's log step time between trials."""
     spread_after: float
+    """The same for the ratio of step time to control time."""
 
     @property
     def helps(self) -> bool:
+        """Whether the control reduces the spread; otherwise it is not used."""
         return self.spread_after < self.spread_before
 
-    @property
-    def spreads(self) -> tuple[float, float]:
-        return self.spread_before, self.spread_after
 
-    def of(self, window: Window, usual: Window) -> float:
-        """Returns what to subtract from a log step time. `usual`: the control's usual times."""
-        return self.control * (window.control - usual.control) + self.slowest * (
-            window.slowest - usual.slowest
-        )
-
-
-NONE = Adjustment(0.0, 0.0, 0.0, 0.0)
+NONE = Adjustment(0.0, 0.0)
 
 
 def mean_window(windows: Sequence[Window]) -> Window:
     return Window(
-        *(
-            statistics.fmean(values)
-            for values in zip(*((w.step, w.control, w.slowest) for w in windows), strict=True)
-        )
+        statistics.fmean(window.step for window in windows),
+        statistics.fmean(window.control for window in windows),
     )
 
 
-def usual_control(windows: Sequence[Window]) -> Window:
-    return Window(
-        0.0,
-        statistics.median(w.control for w in windows),
-        statistics.median(w.slowest for w in windows),
-    )
-
-
-def fitted(cells: Mapping[Hashable, Sequence[Sequence[Window]]]) -> Adjustment:
-    """Returns the best adjustment for a run, given each cell's windows by trial.
-
-    It is zero with too few windows, or if it does not reduce the spread between trials.
-    """
-    import numpy as np
-
-    launch_means = {
-        cell: [mean_window(launch) for launch in launches if launch]
-        for cell, launches in cells.items()
-    }
-    beyond_one = sum(max(0, len(launches) - 1) for launches in launch_means.values())
-    rows: list[tuple[float, float, float]] = []
-    for cell, launches in cells.items():
-        windows = [window for launch in launches for window in launch]
-        if beyond_one >= LEAST_LAUNCHES:
-            windows = launch_means[cell]
-        if not windows:
+def adjustment(cells: Mapping[str, Sequence[Window]]) -> Adjustment:
+    """Returns the spreads of a run, given each cell's trials; zeros if no cell has two."""
+    before, after, degrees = 0.0, 0.0, 0
+    for trials in cells.values():
+        if len(trials) < 2:
             continue
-        middle = mean_window(windows)
-        rows += [
-            (w.step - middle.step, w.control - middle.control, w.slowest - middle.slowest)
-            for w in windows
-        ]
-    if len(rows) < len(cells) + LEAST_WINDOWS:
+        own = len(trials) - 1
+        before += own * statistics.variance(trial.step for trial in trials)
+        after += own * statistics.variance(trial.step - trial.control for trial in trials)
+        degrees += own
+    if not degrees:
         return NONE
-    table = np.array(rows)
-    (control, slowest), *_ = np.linalg.lstsq(table[:, 1:], table[:, 0], rcond=None)
-    fit = Adjustment(float(control), float(slowest), 0.0, 0.0)
-    before, after = (_spread(cells, candidate) for candidate in (NONE, fit))
-    if before is None or after is None:
-        # With one trial per cell, the spread between trials is unknown.
-        return NONE
-    fit = Adjustment(fit.control, fit.slowest, before, after)
-    return fit if fit.helps else Adjustment(0.0, 0.0, before, before)
-
-
-def _spread(
-    cells: Mapping[Hashable, Sequence[Sequence[Window]]], adjustment: Adjustment
-) -> float | None:
-    """Returns the standard deviation between trials, pooled over cells; None without repeats."""
-    squares, degrees = 0.0, 0
-    zero = Window(0.0, 0.0, 0.0)
-    for launches in cells.values():
-        means = [mean_window(windows) for windows in launches if windows]
-        if len(means) < 2:
-            continue
-        values = [mean.step - adjustment.of(mean, zero) for mean in means]
-        squares += statistics.variance(values) * (len(values) - 1)
-        degrees += len(values) - 1
-    return math.sqrt(squares / degrees) if degrees else None
+    return Adjustment(math.sqrt(before / degrees), math.sqrt(after / degrees))

@@ -9,15 +9,17 @@ are maximum-likelihood estimates: variance ratios follow Fisher's F distribution
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.analysis.control import NONE, Adjustment, Window, fitted, mean_window, usual_control
+from harness.analysis.control import NONE, Adjustment, Window, adjustment, mean_window
 from harness.analysis.stats import LogEstimate
 from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +33,15 @@ LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 """Bounds on the common variance's degrees of freedom."""
 STEEPEST = 2.0
 """Bound on the absolute power."""
+WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
+FORKED = ("elastic",)
+"""Launchers whose ranks the fork server forks; all others start fresh interpreters."""
+FORKED_ALLOWANCE = 0.0085
+"""Standard deviation of what a strategy does to its control, in logarithms. Forked cells of kept
+runs differ by this much beyond chance, and more trials do not reduce it."""
+FRESH_ALLOWANCE = 0.013
+"""The same with fresh interpreters, next to which the control was 4 % faster. With both, a ratio of
+a forked cell to another kind's is known to 3 % at best."""
 
 
 @dataclass(frozen=True)
@@ -146,46 +157,65 @@ class RunEstimates:
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     """Returns estimates from one run's trials with a throughput."""
     windows = [windows_of(trial) for trial in finished]
-    kinds: dict[_Kind, list[int]] = {}
-    for index, trial in enumerate(finished):
-        kinds.setdefault(_kind(trial), []).append(index)
-    adjustments = {
-        kind: fitted(_launches([finished[i] for i in own], [windows[i] for i in own]))
-        for kind, own in kinds.items()
-    }
-    usual = {key: usual_control(together) for key, together in _together(finished, windows).items()}
+    measured = [mean_window(own) if own else None for own in windows]
+    adjustments = _adjustments(finished, measured)
+    usual = _usual_controls(finished, windows)
     logs: dict[str, list[float]] = {}
     steps: dict[str, list[int]] = {}
     by_trial: dict[tuple[str, int], float] = {}
-    for trial, own in zip(finished, windows, strict=True):
+    controls: dict[str, float] = {}
+    for trial, own in zip(finished, measured, strict=True):
         assert trial.samples_per_second is not None
         value = math.log(trial.samples_per_second)
         if own:
-            middle = mean_window(own)
-            taken_off = adjustments[_kind(trial)].of(middle, usual[_computing(trial)])
-            value = math.log(trial.global_batch) - (middle.step - taken_off)
+            value = math.log(trial.global_batch) - own.step
+            if adjustments[_kind(trial)].helps:
+                controls[trial.cell_id] = usual[_computing(trial)]
+                value += own.control - controls[trial.cell_id]
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
     oversubscribed = {trial.cell_id for trial in finished if trial.oversubscribed}
+    fresh = {trial.cell_id for trial in finished if trial.launcher not in FORKED}
     alone = logs.keys() - oversubscribed
     spreads = _moderated(logs, steps, alone) | _moderated(logs, steps, oversubscribed)
-    adjusted = {
-        trial.cell_id
-        for trial, own in zip(finished, windows, strict=True)
-        if own and adjustments[_kind(trial)].helps
-    }
     cells = {
         cell_id: LogEstimate(
             statistics.fmean(values),
             math.sqrt(spreads[cell_id].variance / len(values)),
             spreads[cell_id].degrees,
             len(values),
-            cell_id in adjusted,
+            controls.get(cell_id),
+            0.0
+            if cell_id not in controls
+            else FRESH_ALLOWANCE
+            if cell_id in fresh
+            else FORKED_ALLOWANCE,
         )
         for cell_id, values in logs.items()
     }
     return RunEstimates(cells, by_trial, adjustments.get(_Kind(False, False), NONE))
+
+
+def _adjustments(
+    trials: Sequence[TrialRecord], measured: Sequence[Window | None]
+) -> dict[_Kind, Adjustment]:
+    kinds: dict[_Kind, dict[str, list[Window]]] = {}
+    for trial, own in zip(trials, measured, strict=True):
+        if own:
+            kinds.setdefault(_kind(trial), {}).setdefault(trial.cell_id, []).append(own)
+    return {kind: adjustment(cells) for kind, cells in kinds.items()}
+
+
+def _usual_controls(
+    trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
+) -> dict[Hashable, float]:
+    """Returns the median log time of the control, by what it computes."""
+    together: dict[Hashable, list[float]] = {}
+    for trial, own in zip(trials, windows, strict=True):
+        if own:
+            together.setdefault(_computing(trial), []).extend(window.control for window in own)
+    return {key: statistics.median(controls) for key, controls in together.items()}
 
 
 def _moderated(
@@ -204,16 +234,14 @@ def _moderated(
 
 
 def steps_of(trial: TrialRecord) -> int:
-    return max(1, trial.steps_taken or len(trial.losses))
+    """Returns the number of timed steps."""
+    warmup: int = json.loads(trial.cell).get("warmup_steps", WARMUP_STEPS)
+    return max(1, (trial.steps_taken or len(trial.losses)) - warmup)
 
 
 def windows_of(trial: TrialRecord) -> list[Window]:
     """Returns a trial's windows; empty without a control."""
-    columns = (
-        trial.window_step_seconds,
-        trial.window_control_seconds,
-        trial.window_slowest_control_seconds,
-    )
+    columns = (trial.window_step_seconds, trial.window_control_seconds)
     return [Window(*map(math.log, values)) for values in zip(*columns, strict=True)]
 
 
@@ -233,23 +261,4 @@ def _kind(trial: TrialRecord) -> _Kind:
 def _computing(trial: TrialRecord) -> Hashable:
     """Returns what sets the control's time on an idle machine."""
     shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
-    return *shape, trial.oversubscribed
-
-
-def _together(
-    trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
-) -> dict[Hashable, list[Window]]:
-    together: dict[Hashable, list[Window]] = {}
-    for trial, own in zip(trials, windows, strict=True):
-        if own:
-            together.setdefault(_computing(trial), []).extend(own)
-    return together
-
-
-def _launches(
-    trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
-) -> dict[Hashable, list[Sequence[Window]]]:
-    launches: dict[Hashable, list[Sequence[Window]]] = {}
-    for trial, own in zip(trials, windows, strict=True):
-        launches.setdefault(trial.cell_id, []).append(own)
-    return launches
+    return *shape, trial.threads_per_device, trial.oversubscribed

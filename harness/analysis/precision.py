@@ -17,9 +17,6 @@ from harness.analysis.summary import cell_results
 if TYPE_CHECKING:
     import pandas as pd
 
-MEDIAN_WANTED, NINE_IN_TEN_WANTED = 0.04, 0.08
-"""Half widths that a run aims for while it has time."""
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -29,10 +26,6 @@ class Precision:
     median: float
     nine_in_ten: float
     """Half width that nine in ten cells do not exceed."""
-
-    @property
-    def enough(self) -> bool:
-        return self.median <= MEDIAN_WANTED and self.nine_in_ten <= NINE_IN_TEN_WANTED
 
     @property
     def sentence(self) -> str:
@@ -62,17 +55,6 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
         and cell.relative.over_baseline_high is not None
         and not cell.placement.oversubscribed
     }
-
-
-def not_known_well(cells: Sequence[CellResult]) -> set[str]:
-    """Returns the ids of compared cells and baselines if the run is not precise enough; else none.
-
-    Adding trials only to cells with wide intervals would make a run's intervals too narrow.
-    """
-    known, among = precision(cells), _widths_over_baseline(cells)
-    if known is None or known.enough:
-        return set()
-    return {*among, *(cell.relative.baseline for cell in cells if cell.cell_id in among)}
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:

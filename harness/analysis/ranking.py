@@ -1,7 +1,14 @@
-"""Comparison of cells by throughput: pairwise, and with the best.
+"""Comparison of cells by throughput: pairs, and all cells of a setting together.
 
-Hsu, Simultaneous confidence intervals for all distances from the "best", Annals of Statistics 9
-(1981); constrained intervals, Hsu, Journal of the American Statistical Association 79 (1984).
+Statements about a setting hold together, with 95 % confidence. The set of the best is that of
+multiple comparisons with the best (Hsu, Annals of Statistics 9, 1981). Gains over the baseline are
+two-sided comparisons with a control (Dunnett, Journal of the American Statistical Association 50,
+1955), so they also hold for a cell that was chosen because it did well.
+
+Each cell has a spread of its own. Given its moderated spread, a cell's throughput has a t
+distribution, independent of the others (Smyth, Statistical Applications in Genetics and Molecular
+Biology 3, 2004). Critical values follow from these by integration over the cell that all others are
+compared with (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
 """
 
 from __future__ import annotations
@@ -9,21 +16,30 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
+from harness.analysis.setting import Setting, by_setting
 from harness.analysis.stats import (
-    ACROSS_RUNS_CONFIDENCE,
     CONFIDENCE,
-    WITHIN_RUN_CONFIDENCE,
+    PAIR_CONFIDENCE,
     Comparison,
     LogEstimate,
+    between_runs,
     compare_rounds,
     compare_runs,
+    comparison,
     ratio,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_NODES = 64
+"""Points of the integration, in equal shares of probability."""
 
 
 @dataclass(frozen=True)
@@ -42,81 +58,119 @@ class AgainstBest:
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
     """Returns bounds in the cells' order; a single cell is the best."""
+    return list(_against_best(tuple(cells), confidence))
+
+
+@functools.lru_cache(maxsize=256)
+def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[AgainstBest, ...]:
     if len(cells) < 2:
-        return [AgainstBest(1.0, 1.0001)] * len(cells)
-    factors = [critical_value(cell, cells, confidence) for cell in cells]
-    highs = [
-        max(0.0, min(_gap(cell, other, factor) for other in cells if other is not cell))
-        for cell, factor in zip(cells, factors, strict=True)
-    ]
-    candidates = [cell for cell, high in zip(cells, highs, strict=True) if high > 0]
+        return (AgainstBest(1.0, 1.0001),) * len(cells)
+    highs = []
+    factors: dict[int, float] = {}
+    """Critical values of the candidates."""
+    for own, cell in enumerate(cells):
+        others = [*cells[:own], *cells[own + 1 :]]
+        factor = critical_value(cell, others, confidence)
+        high = min(_gap(cell, other) + factor * _error(cell, other) for other in others)
+        highs.append(max(0.0, high))
+        if high > 0:
+            factors[own] = factor
     bounds = []
-    for cell, factor, high in zip(cells, factors, highs, strict=True):
-        others = [other for other in candidates if other is not cell]
-        low = min((_gap(cell, other, -factor) for other in others), default=0.0)
-        bounds.append(AgainstBest(math.exp(min(0.0, low)), math.exp(high)))
-    return bounds
+    for own, (cell, high) in enumerate(zip(cells, highs, strict=True)):
+        gaps = [
+            _gap(cell, cells[place]) - factor * _error(cell, cells[place])
+            for place, factor in factors.items()
+            if place != own
+        ]
+        low = min(0.0, min(gaps, default=0.0))
+        bounds.append(AgainstBest(math.exp(low), math.exp(high)))
+    return tuple(bounds)
 
 
-def _gap(cell: LogEstimate, other: LogEstimate, factor: float) -> float:
-    """Returns the difference of two log throughputs plus `factor` standard errors."""
-    return cell.mean - other.mean + factor * math.hypot(cell.error, other.error)
+def _gap(cell: LogEstimate, other: LogEstimate) -> float:
+    return cell.mean - other.mean
+
+
+def _error(cell: LogEstimate, other: LogEstimate) -> float:
+    return math.hypot(cell.whole_error, other.whole_error)
 
 
 def critical_value(
-    cell: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
+    cell: LogEstimate,
+    others: Sequence[LogEstimate],
+    confidence: float = CONFIDENCE,
+    two_sided: bool = False,
 ) -> float:
-    """Returns the standard errors at which differences from other cells are jointly significant."""
-    others = [other.error for other in cells if other is not cell]
-    usual = statistics.median(others)
-    total = cell.error**2 + usual**2
-    shared = cell.error**2 / total if total else 0.5
-    degrees = statistics.median(each.degrees for each in cells)
-    return dunnett(
-        len(others), max(1, round(min(degrees, 1000.0))), min(0.9, round(shared, 1)), confidence
-    )
-
-
-@functools.cache
-def dunnett(
-    comparisons: int, degrees: int, correlation: float, confidence: float = CONFIDENCE
-) -> float:
-    """Returns Dunnett's one-sided critical value (Journal of the American Statistical Association
-    50, 1955). This is the quantile of the largest of several t values with a common spread estimate
-    and equal pairwise correlations."""
-    import numpy as np
+    """Returns the standard errors at which a difference of any other cell from this one is
+    significant, if all of them are looked at."""
     from scipy.optimize import brentq
-    from scipy.special import chdtri, ndtr
 
-    shared, own = math.sqrt(correlation), math.sqrt(1 - correlation)
-    shares = (np.arange(200) + 0.5) / 200
-    # Quantiles of the estimated spread: root of chi-square over its degrees of freedom.
-    spreads = np.sqrt(chdtri(degrees, 1 - shares) / degrees)
-    points, weights = np.polynomial.hermite_e.hermegauss(60)
-    weights = weights / weights.sum()
+    held = _Joint(cell, others, two_sided)
+    return float(brentq(lambda factor: held.share(factor) - confidence, 0.0, 200.0, xtol=1e-3))
 
-    def below(value: float) -> float:
-        inner = ndtr((value * spreads[:, None] + shared * points[None, :]) / own) ** comparisons
-        return float((inner * weights).sum(axis=1).mean())
 
-    return float(brentq(lambda value: below(value) - confidence, 0.0, 60.0))
+class _Joint:
+    """Joint distribution of several cells' standardised differences from one cell."""
+
+    def __init__(self, cell: LogEstimate, others: Sequence[LogEstimate], two_sided: bool) -> None:
+        import numpy as np
+        from scipy.special import stdtrit
+
+        shares = (np.arange(_NODES) + 0.5) / _NODES
+        own = stdtrit(cell.degrees, shares) * cell.whole_error
+        errors = np.array([max(other.whole_error, 1e-12) for other in others])
+        self.degrees = np.array([other.degrees for other in others])
+        self.slopes = np.hypot(errors, cell.whole_error) / errors
+        self.offsets = own[:, None] / errors[None, :]
+        self.two_sided = two_sided
+
+    def share(self, factor: float) -> float:
+        """Returns the probability that no difference exceeds this many standard errors."""
+        within = self._below(self.offsets + factor * self.slopes)
+        if self.two_sided:
+            within = within - self._below(self.offsets - factor * self.slopes)
+        return float(within.prod(axis=1).mean())
+
+    def _below(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        from scipy.special import stdtr
+
+        return stdtr(self.degrees[None, :], values)
+
+
+def gains(
+    baseline: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
+) -> list[Comparison]:
+    """Returns each cell's throughput over the baseline's; all intervals hold together.
+
+    Raises ValueError if a cell has no spread.
+    """
+    if not cells:
+        return []
+    factor = critical_value(baseline, cells, confidence, two_sided=True)
+    return [
+        comparison(
+            cell.mean - baseline.mean,
+            factor * _error(cell, baseline),
+            min(cell.trials, baseline.trials),
+        )
+        for cell in cells
+    ]
 
 
 def compare(
-    cell: CellResult, other: CellResult, confidence: float | None = None
+    cell: CellResult,
+    other: CellResult,
+    confidence: float = PAIR_CONFIDENCE,
+    same_control: bool = True,
 ) -> Comparison | None:
-    """Returns a throughput ratio, within rounds if both cells are of one run; None without trials.
-
-    `confidence`: None for the verdicts'.
-    """
+    """Returns a throughput ratio, within rounds if both cells are interleaved in one run; None
+    without trials. `same_control`: see `between_runs`."""
     one_run, by_turns = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
-    if one_run and cell.speed.log_throughput and other.speed.log_throughput and not by_turns:
-        return ratio(
-            cell.speed.log_throughput,
-            other.speed.log_throughput,
-            confidence or WITHIN_RUN_CONFIDENCE,
-        )
-    confidence = confidence or ACROSS_RUNS_CONFIDENCE
+    first, second = cell.speed.log_throughput, other.speed.log_throughput
+    if first and second and not by_turns:
+        if one_run:
+            return ratio(first, second, confidence)
+        return between_runs(first, second, confidence, same_control)
     if one_run:
         return compare_rounds(
             cell.speed.by_round,
@@ -129,11 +183,33 @@ def compare(
     )
 
 
-def is_tied(cell: CellResult, other: CellResult) -> bool:
-    comparison = compare(cell, other)
-    return comparison is None or comparison.verdict == "no difference seen"
+def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
+    """Returns the cells of a setting that may be its fastest.
+
+    Interleaved cells have no spread in common: those that differ from the first significantly are
+    left out. Without a spread, every cell may be the fastest.
+    """
+    speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
+    if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):
+        return [cell for cell in cells if cell is cells[0] or _is_tied(cell, cells[0])]
+    if any(speed.degrees <= 0 for speed in speeds):
+        return list(cells)
+    bounded = zip(cells, against_best(speeds, confidence), strict=True)
+    return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
+
+
+def _is_tied(cell: CellResult, other: CellResult) -> bool:
+    found = compare(cell, other)
+    return found is None or found.verdict == "no difference seen"
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
+    """Returns for each cell whether it and the one above may both be the fastest of their
+    setting. `ranking`: fastest first."""
+    ties = {id(cell) for group in by_setting(ranking) for cell in may_be_fastest(group)}
     pairs = itertools.pairwise(ranking)
-    return [False, *(is_tied(cell, above) for above, cell in pairs)][: len(ranking)]
+    alike = [
+        id(cell) in ties and id(above) in ties and Setting.of(cell.cell) == Setting.of(above.cell)
+        for above, cell in pairs
+    ]
+    return [False, *alike][: len(ranking)]

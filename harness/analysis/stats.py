@@ -7,18 +7,17 @@ import functools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
 """Fewest trials for a narrow interval: two may agree by chance."""
-ACROSS_RUNS_CONFIDENCE = 0.995
-"""Confidence for ratios within rounds, and between runs."""
-WITHIN_RUN_CONFIDENCE = 0.9985
-"""Confidence for ratios between cells of a run. With 60 comparisons per cell, at most one run in 20
-should have a false alarm. Simulated from three recorded runs (scripts/power.py), 2.6 to 9.0 % of
-runs of equal cells had one at 99.7 %, and 1.2 to 4.8 % at 99.85 %."""
+PAIR_CONFIDENCE = 0.995
+"""Confidence for a pair of cells that someone asks about, in a run or between two."""
+CONTROL_MISMATCH = 0.15
+"""Standard deviation of the power of the control's time that step times follow, which is 1 by
+design. A machine that is 10 % slower in another run adds 1.5 % to a ratio's error."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "a cell counts as faster or slower if the interval excludes 1 and the ratio differs from 1 by"
@@ -26,7 +25,7 @@ _DECISION = (
 )
 COMPARISON_METHOD = (
     "geometric mean of the ratios within rounds with Student's paired t interval of their"
-    f" logarithms, {100 * ACROSS_RUNS_CONFIDENCE:g} %; {_DECISION}"
+    f" logarithms, {100 * PAIR_CONFIDENCE:g} %; {_DECISION}"
 )
 ESTIMATE_METHOD = (
     "geometric mean over trials with a 95 % interval. A trial is an independent launch and counts"
@@ -36,8 +35,8 @@ ESTIMATE_METHOD = (
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
-    f" {100 * WITHIN_RUN_CONFIDENCE:g} %, with spreads that are moderated over all cells of the"
-    f" run; {_DECISION}, and at most one run in 20 should have any"
+    f" {100 * PAIR_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run and"
+    f" an allowance for what a strategy does to its control; {_DECISION}"
 )
 TURNS_METHOD = (
     "for interleaved launches, the ratio within a round is the median over all turns of a turn's"
@@ -77,8 +76,15 @@ class LogEstimate:
     error: float
     degrees: float
     trials: int
-    adjusted: bool = False
-    """Whether machine speed as seen by the control was taken out."""
+    control: float | None = None
+    """Log of the control's usual time in the run; None if the control was not used."""
+    allowance: float = 0.0
+    """Standard deviation of what repeated trials cannot show."""
+
+    @property
+    def whole_error(self) -> float:
+        """Standard error next to another cell."""
+        return math.hypot(self.error, self.allowance)
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
         """Returns the value with Student's t interval, if there is a degree of freedom."""
@@ -91,18 +97,53 @@ class LogEstimate:
 
 
 def ratio(
-    first: LogEstimate, second: LogEstimate, confidence: float = WITHIN_RUN_CONFIDENCE
+    first: LogEstimate, second: LogEstimate, confidence: float = PAIR_CONFIDENCE
 ) -> Comparison:
-    """Returns the ratio of two estimates of one run, with the smaller degrees of freedom.
+    """Returns the ratio of two cells of one run, with the smaller degrees of freedom.
 
     These do not add up, as both spreads were moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
-        return _comparison(mean, None, count)
-    error = math.hypot(first.error, second.error)
+        return comparison(mean, None, count)
+    error = math.hypot(first.whole_error, second.whole_error)
     half = _students_t((1 + confidence) / 2, min(first.degrees, second.degrees)) * error
-    return _comparison(mean, half, count)
+    return comparison(mean, half, count)
+
+
+def between_runs(
+    first: LogEstimate,
+    second: LogEstimate,
+    confidence: float = PAIR_CONFIDENCE,
+    same_control: bool = True,
+) -> Comparison:
+    """Returns the ratio of one cell's estimates in two runs, both over the control's time there.
+
+    The interval allows for steps that follow the machine's speed more or less than the control
+    does. `same_control`: whether both runs' controls do the same work, by the same software;
+    otherwise the interval also covers the ratio without them. Degrees of freedom are those of Welch
+    (Biometrika 34, 1947).
+    """
+    mean, count = first.mean - second.mean, min(first.trials, second.trials)
+    drift = 0.0
+    if first.control is not None and second.control is not None:
+        drift = first.control - second.control
+    if first.degrees <= 0 or second.degrees <= 0:
+        return comparison(mean + drift, None, count)
+    errors = first.error**2 + second.error**2
+    parts = first.error**4 / first.degrees + second.error**4 / second.degrees
+    degrees = errors**2 / parts if parts else min(first.degrees, second.degrees)
+    error = math.sqrt(errors + (CONTROL_MISMATCH * drift) ** 2)
+    found = comparison(mean + drift, _students_t((1 + confidence) / 2, degrees) * error, count)
+    if same_control or not drift:
+        return found
+    own = between_runs(replace(first, control=None), replace(second, control=None), confidence)
+    lows, highs = (own.low, found.low), (own.high, found.high)
+    return replace(
+        found,
+        low=min(low for low in lows if low is not None),
+        high=max(high for high in highs if high is not None),
+    )
 
 
 def median_error(trials: int) -> float:
@@ -182,7 +223,7 @@ def compare_rounds(
     first: Mapping[int, float],
     second: Mapping[int, float],
     turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
-    confidence: float = ACROSS_RUNS_CONFIDENCE,
+    confidence: float = PAIR_CONFIDENCE,
 ) -> Comparison | None:
     """Compares throughputs in common rounds, where machine drift cancels; None without any.
 
@@ -200,7 +241,7 @@ def compare_rounds(
         if count > 1
         else None
     )
-    return _comparison(mean, half, count)
+    return comparison(mean, half, count)
 
 
 def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
@@ -226,7 +267,7 @@ def neighbour_logs(these: SliceRates, others: SliceRates) -> Iterator[float]:
 
 
 def compare_runs(
-    first: Sequence[float], second: Sequence[float], confidence: float = ACROSS_RUNS_CONFIDENCE
+    first: Sequence[float], second: Sequence[float], confidence: float = PAIR_CONFIDENCE
 ) -> Comparison | None:
     """Compares throughputs without common rounds by Welch's t of logs (Biometrika 34, 1947)."""
     if not first or not second:
@@ -234,19 +275,20 @@ def compare_runs(
     a, b = ([math.log(value) for value in values] for values in (first, second))
     mean, count = statistics.fmean(a) - statistics.fmean(b), min(len(a), len(b))
     if count < 2:
-        return _comparison(mean, None, count)
+        return comparison(mean, None, count)
     errors = [statistics.variance(logs) / len(logs) for logs in (a, b)]
     if not sum(errors):
-        return _comparison(mean, 0.0, count)
+        return comparison(mean, 0.0, count)
     degrees = sum(errors) ** 2 / sum(
         e**2 / (len(logs) - 1) for e, logs in zip(errors, (a, b), strict=True)
     )
-    return _comparison(
+    return comparison(
         mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count
     )
 
 
-def _comparison(mean: float, half: float | None, count: int) -> Comparison:
+def comparison(mean: float, half: float | None, count: int) -> Comparison:
+    """Returns a ratio from its logarithm and the interval's half width, None if unknown."""
     if half is None:
         return Comparison(math.exp(mean), None, None, count)
     high = math.exp(mean + half) if mean + half < 700 else math.inf

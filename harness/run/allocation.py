@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.analysis.answer import undecided
-from harness.analysis.precision import (
-    MEDIAN_WANTED,
-    NINE_IN_TEN_WANTED,
-    not_known_well,
-    too_wide,
-)
+from harness.analysis.precision import too_wide
+from harness.analysis.race import contenders, top_two
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import cell_results
 from harness.host.cores import oversubscribed
@@ -32,6 +29,8 @@ from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from harness.analysis.cell_result import CellResult
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,10 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
     return next(ddp, None) or next(single, None)
 
 
+RACE_ROUNDS = 3
+"""Trials of each contender before leaders and challengers are drawn."""
+MOST_DRAWS = 6
+"""Draws per round, each of a leader and a challenger."""
 FURTHER_SHARE = 0.25
 """Time for further rounds over the planned ones', without a time budget."""
 
@@ -143,22 +146,39 @@ class FurtherRound(NamedTuple):
 
 
 def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
-    """Returns the cells whose interval is too wide, or that may still be the answer.
+    """Returns the cells whose interval is too wide, or that are still in the race.
 
-    With a time budget, all compared cells come first until they are precise enough. Cells that run
-    once are never selected. `trials`: of the run so far.
+    Cells that run once are never selected. `trials`: of the run so far.
     """
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
         return FurtherRound(wide - plan.once, "have too wide an interval")
-    cells = timed(cell_results(trials), plan.once)
-    compared = not_known_well(cells) if plan.time_budget_seconds is not None else set()
-    if compared:
-        why = f"are compared: half of their intervals are wider than ±{MEDIAN_WANTED:.0%}"
-        why += f", or a tenth wider than ±{NINE_IN_TEN_WANTED:.0%}"
-        return FurtherRound(compared, why)
-    best = {cell.cell_id for cell in undecided(cells)}
-    return FurtherRound(best, "may still be the fastest, or are compared with these")
+    chance = random.Random(plan.order_seed + len(trials))
+    racing: set[str] = set()
+    for group in undecided(timed(cell_results(trials), plan.once)):
+        racing |= next_in_race(group, chance)
+    return FurtherRound(racing, "may still be the fastest, or are compared with these")
+
+
+def next_in_race(group: Sequence[CellResult], chance: random.Random) -> set[str]:
+    """Returns the cells of a setting that get the next trials, by id.
+
+    Each contender first gets `RACE_ROUNDS` trials, unless it falls far behind. Then leaders and
+    challengers are drawn. The baseline has at least as many trials as any of them.
+    """
+    speeds = {cell.cell_id: cell.speed.log_throughput for cell in group}
+    known = {name: speed for name, speed in speeds.items() if speed}
+    racing = {name: known[name] for name in contenders(known)}
+    few = {name for name, speed in racing.items() if speed.trials < RACE_ROUNDS}
+    chosen = few or {
+        name
+        for _ in range(min(MOST_DRAWS, 1 + len(racing) // 4))
+        for name in top_two(racing, chance)
+    }
+    baseline = group[0].relative.baseline
+    if baseline in known and known[baseline].trials <= max(known[name].trials for name in chosen):
+        chosen.add(baseline)
+    return chosen
 
 
 class TimeBudget:

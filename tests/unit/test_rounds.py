@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from bench.cli.run_plan import PlanOptions, kept_or_new_plan
-from harness.analysis.precision import precision, too_wide
-from harness.analysis.summary import cell_results
+from harness.analysis.precision import too_wide
+from harness.analysis.race import contenders, top_two
+from harness.analysis.stats import LogEstimate
 from harness.parity.reference import Reference
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run import allocation
 from harness.run.allocation import TimeBudget, launches_per_round, not_compared
 from harness.run.prepared import REWOUND_ELSEWHERE, PreparedTrial
 from harness.run.runner import Runner
@@ -283,26 +283,19 @@ def test_the_shortest_launches_of_a_further_round_fill_what_is_left() -> None:
     assert budget.shortest_that_fit({}) == set()
 
 
-def test_what_is_compared_is_launched_again_until_it_is_known_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is a time budget; the answer stands in the third round."""
-    spread = {"single": 0.05, "vertical": 0.05, "ddp": 0.05}
-    answered: dict[str, Any] = {"until_answered": True, "time_budget_seconds": 3600.0}
-    monkeypatch.setattr(allocation, "undecided", lambda cells: [])
-    store, watcher, _ = adaptive(tmp_path / "a", monkeypatch, spread, **answered)
-    known = precision(cell_results(store.load().trials))
-    assert known is not None
-    assert known.enough
-    assert watcher.added
-    assert {len(cells) for cells in watcher.added} == {3}, "the baseline too"
-    answered["time_budget_seconds"] = None
-    _, watcher, _ = adaptive(tmp_path / "b", monkeypatch, spread, **answered)
-    assert not watcher.added
-    quiet = dict.fromkeys(spread, 0.005)
-    answered["time_budget_seconds"] = 3600.0
-    _, watcher, _ = adaptive(tmp_path / "c", monkeypatch, quiet, **answered)
-    assert not watcher.added
+def test_a_race_drops_what_is_far_behind_and_asks_leaders_again() -> None:
+    near = {str(number): LogEstimate(-0.01 * number, 0.02, 20, 3) for number in range(4)}
+    far = {"far": LogEstimate(-0.5, 0.02, 20, 3)}
+    assert contenders(near | far) == near.keys()
+    assert contenders({"a": LogEstimate(0.0, 0.0, 0, 1), "b": LogEstimate(-1.0, 0.0, 0, 1)}) == {
+        "a",
+        "b",
+    }, "without a spread nothing is known to be behind"
+    chance = random.Random(1)
+    drawn = Counter(name for _ in range(200) for name in top_two(near, chance))
+    assert drawn["0"] > drawn["1"] > drawn["3"] > 0
+    apart = {"a": LogEstimate(0.0, 1e-6, 20, 3), "b": LogEstimate(-1.0, 1e-6, 20, 3)}
+    assert top_two(apart, chance) == ("a",)
 
 
 def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     )
     rows = [
         trial_row(single, 0, samples_per_second=10.0),
-        trial_row(single, 1, samples_per_second=12.0),
+        trial_row(single, 1, samples_per_second=14.0),
         trial_row(ddp, 0, samples_per_second=16.0),
         trial_row(ddp, 1, samples_per_second=17.0),
         trial_row(bad, 0, samples_per_second=99.0, status="diverged", parity_verdict="diverged"),
@@ -35,7 +35,7 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     table = cells(frame_of(rows))
     assert list(table["strategy"]) == ["ddp", "single", "fsdp2"]
     assert list(table["ranked"]) == [True, True, False]
-    means = [math.sqrt(16 * 17), math.sqrt(10 * 12)]  # geometric
+    means = [math.sqrt(16 * 17), math.sqrt(10 * 14)]  # geometric
     assert table["samples_per_second"].tolist()[:2] == pytest.approx(means)
     assert table.loc[0, "efficiency_single"] == pytest.approx(means[0] / means[1] / 2)
     assert tied_with_previous(cell_results(frame_of(rows))[:2]) == [False, True], (
@@ -57,12 +57,12 @@ def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
     part = row(
         [
             trial_row(one, 0, samples_per_second=10.0),
-            trial_row(one, 1, samples_per_second=12.0),
+            trial_row(one, 1, samples_per_second=14.0),
             trial_row(one, 2, **stopped),
         ]
     )
     assert (part["status"], part["ranked"], part["trials"]) == ("ok", True, 2)
-    assert part["samples_per_second"] == pytest.approx(math.sqrt(10 * 12))
+    assert part["samples_per_second"] == pytest.approx(math.sqrt(10 * 14))
     failed = row([trial_row(one, 0, status="failed"), trial_row(one, 1, **stopped)])
     assert (failed["status"], failed["ranked"]) == ("failed", False)
     none = row([trial_row(one, trial, **stopped) for trial in (0, 1)])
