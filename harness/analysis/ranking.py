@@ -70,11 +70,13 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
     """Critical values of the candidates."""
     for own, cell in enumerate(cells):
         others = [*cells[:own], *cells[own + 1 :]]
+        if confident_that_beaten(cell, others) >= confidence:
+            highs.append(0.0)
+            continue
         factor = critical_value(cell, others, confidence)
         high = min(_gap(cell, other) + factor * _error(cell, other) for other in others)
-        highs.append(max(0.0, high))
-        if high > 0:
-            factors[own] = factor
+        highs.append(max(1e-12, high))
+        factors[own] = factor
     bounds = []
     for own, (cell, high) in enumerate(zip(cells, highs, strict=True)):
         gaps = [
@@ -107,6 +109,12 @@ def critical_value(
 
     held = _Joint(cell, others, two_sided)
     return float(brentq(lambda factor: held.share(factor) - confidence, 0.0, 200.0, xtol=1e-3))
+
+
+def confident_that_beaten(cell: LogEstimate, others: Sequence[LogEstimate]) -> float:
+    """Returns the joint confidence with which some other cell is faster than this one."""
+    worst = max(-_gap(cell, other) / max(_error(cell, other), 1e-12) for other in others)
+    return _Joint(cell, others, two_sided=False).share(worst)
 
 
 class _Joint:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from harness.analysis.compare import REGRESSIONS, compare_cells, compare_sides
+from harness.analysis.ranking import compare
 from harness.analysis.selection import measured, select
 from harness.analysis.stats import COMPARISON_METHOD
+from harness.analysis.summary import summarised
+from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.comparison import markdown, page
@@ -323,3 +329,31 @@ def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:
         compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].reason
         == "fsdp2 failed: the reason"
     )
+
+
+def test_parts_of_one_run_are_not_called_different() -> None:
+    """The machine's speed drifted between them, which the common control takes out."""
+    trials = TrialRecord.from_frame(
+        Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False).trials
+    )
+    cut = sorted(trial.position for trial in trials)[len(trials) * 7 // 10]
+    first, rest = (
+        {
+            cell.cell_id: cell
+            for cell in summarised(
+                dataclasses.replace(trial, run_id=name)
+                for trial in trials
+                if (trial.position < cut) == (name == "first")
+            )
+        }
+        for name in ("first", "rest")
+    )
+    pairs = [
+        (rest[name], cell)
+        for name, cell in first.items()
+        if name in rest and cell.ranked and rest[name].ranked
+        if min(cell.trials, rest[name].trials) > 1
+    ]
+    verdicts = [found.verdict for pair in pairs if (found := compare(*pair))]
+    assert len(verdicts) > 20
+    assert set(verdicts) == {"no difference seen"}
