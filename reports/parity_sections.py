@@ -116,6 +116,10 @@ def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
         figure("loss tolerance", "parity_loss_tolerance", deviation),
         figure("parameter deviation", "parity_max_update_deviation", deviation),
         figure("parameter tolerance", "parity_update_tolerance", deviation),
+        figure("single elements", "parity_max_element_deviation", deviation),
+        figure("along the weights", "parity_max_decay_deviation", deviation),
+        figure("buffers", "parity_max_buffer_deviation", deviation),
+        figure("optimizer states", "parity_max_moment_deviation", deviation),
     ]
     label = "Largest relative deviations from the reference."
     table = cell_table("", label, judged, columns, "cell", lambda cell: cell.cell.name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.analysis.cell_result import CellResult
+    from harness.analysis.cell_result import CellResult, Parity
     from reports.cell_detail import CellDetail
 
 BAR = 20
@@ -263,6 +263,7 @@ def _parity(out: Console, cell: CellResult) -> None:
         f"  over {cell.cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
         f" {update}"
     )
+    _compared(out, cell.parity)
     if cell.parity.rewinds:
         times = "once" if cell.parity.rewinds == 1 else f"{cell.parity.rewinds} times"
         out.print(
@@ -275,6 +276,30 @@ def _parity(out: Console, cell: CellResult) -> None:
         out.print(f"  state never rewound between timed steps: {why}")
     if losses := [loss for loss in cell.parity.losses if loss is not None and math.isfinite(loss)]:
         out.print(f"  loss {sparkline_of(losses)} from {losses[0]:.4f} to {losses[-1]:.4f} nats")
+
+
+def _compared(out: Console, parity: Parity) -> None:
+    """Prints deviations of what is compared beyond losses and whole tensors."""
+    from reports.text import deviation
+
+    if parity.max_element_deviation is None:
+        return  # recorded before they were compared
+    buffers = (
+        f", buffers {deviation(parity.max_buffer_deviation)}"
+        if parity.max_buffer_deviation is not None
+        else ""
+    )
+    states = (
+        f", optimizer states {deviation(parity.max_moment_deviation)}"
+        if parity.max_moment_deviation is not None
+        else ""
+    )
+    out.print(
+        f"  single elements {deviation(parity.max_element_deviation)}, along the weights"
+        f" {deviation(parity.max_decay_deviation)}{buffers}{states}"
+    )
+    if parity.moments_skipped_reason:
+        out.print(f"  optimizer {clean(parity.moments_skipped_reason)}")
 
 
 def _checkpoint(out: Console, cell: CellResult) -> None:

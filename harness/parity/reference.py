@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.parity.deviations import Deviations
 from harness.strategy.job import TrainState
+from harness.strategy.whole_state import full_moments, full_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 UNIT = 2.0**-23
 """Largest relative distance of neighbouring fp32 numbers: two roundings by half of it."""
-VERSION = 3  # raise it when the contents of reference files change meaning
+VERSION = 4  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Noise:
 
     loss: float
     """Largest |difference| / |loss| in the segment."""
-    update: float
-    """Largest norm of a tensor's difference over that of its update."""
-    tensors: Mapping[str, float] = field(default_factory=dict)
-    """Differences by tensor."""
+    deviations: Deviations = field(default_factory=Deviations)
+
+    @property
+    def update(self) -> float:
+        """Largest norm of a tensor's difference over that of its update."""
+        return max(self.deviations.updates.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class Reference:
         initial: nn.Module,
         losses: list[float],
         gradient_norms: list[float],
+        buffers: Mapping[str, Tensor],
     ) -> None:
-        """Writes the JSON last, since it marks the files as complete."""
+        """Writes the JSON last, since it marks the files as complete.
+
+        `buffers`: floating-point buffers by number of replicas and name (see RunningStatistics).
+        """
         from safetensors.torch import save_file
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -77,7 +84,19 @@ class Reference:
         frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
         # Array tasks may create the same reference concurrently.
         mine = f"{platform.node()}.{os.getpid()}.tmp"
-        save_file(final, Path(self.folder) / f"final.{mine}")
+        first = dict(initial.named_buffers())
+        changed = {
+            key: (float((buffer - first[key.partition("/")[2]]).norm()), buffer)
+            for key, buffer in buffers.items()
+        }
+        tensors = {f"parameters/{name}": tensor for name, tensor in final.items()}
+        tensors |= {
+            f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved
+        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in final.items()}
+        for name, kind, tensor in full_moments(train_state, shapes.get):
+            tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+        save_file(tensors, Path(self.folder) / f"final.{mine}")
         norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
             moved = workload.without_zero_gradient(
@@ -93,6 +112,7 @@ class Reference:
         self._write(
             {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
             | {"gradient_norms": gradient_norms}
+            | {"buffer_norms": {key: moved for key, (moved, _) in changed.items() if moved}}
         )
 
     @property
@@ -135,7 +155,7 @@ class Reference:
     def no_exchange(self, ranks: int) -> Noise | None:
         """Returns the deviations of this many ranks that exchange nothing; None if not measured."""
         measured = self.facts.get("no_exchange", {}).get(str(ranks))
-        return Noise(**measured) if measured else None
+        return _noise_of(**measured) if measured else None
 
     def note_no_exchange(self, ranks: int, deviations: Noise) -> None:
         measured = self.facts.get("no_exchange", {}) | {str(ranks): asdict(deviations)}
@@ -147,12 +167,16 @@ class Reference:
     @property
     def noise(self) -> Noise | None:
         known = self.facts.get("noise")
-        return Noise(**known) if known else None
+        return _noise_of(**known) if known else None
 
     def _write(self, facts: dict[str, Any]) -> None:
         temporary = Path(self.folder) / f"reference.{platform.node()}.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(facts))
         temporary.replace(Path(self.folder) / "reference.json")
+
+
+def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]]) -> Noise:
+    return Noise(loss, Deviations(**deviations))
 
 
 def digest(tensor: Tensor) -> str:
@@ -164,70 +188,3 @@ def digest(tensor: Tensor) -> str:
 
     numbers = tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
     return hashlib.blake2b(numbers.data, digest_size=16).hexdigest()
-
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def plain_name(name: str) -> str:
-    """Strips wrapper prefixes from a parameter's name."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
-def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
-
-    Gathers shards (DTensor) with a collective, so all ranks must iterate together. A pipeline stage
-    yields only its parameters.
-    """
-    named: Iterator[tuple[str, Any]] = (
-        train_state.gather() if train_state.gather else train_state.model.named_parameters()
-    )
-    for name, parameter in named:
-        tensor: Any = parameter.detach()
-        if hasattr(tensor, "full_tensor"):
-            whole: Tensor = tensor.full_tensor()
-            tensor = whole
-        plain = plain_name(name)
-        restore = train_state.restore.get(plain)
-        yield plain, restore(tensor) if restore else tensor
-
-
-def update_deviations(
-    train_state: TrainState, workload: Workload, reference: Reference
-) -> dict[str, float]:
-    """Returns |parameter - reference| / |reference's update| by tensor of this rank.
-
-    Directions with an analytically zero gradient are exempt: AdamW turns their rounding noise into
-    full-size steps.
-    """
-    from safetensors import safe_open
-
-    facts = reference.facts
-    norms: dict[str, float] = facts["update_norms"]
-    frozen: dict[str, str] = facts.get("frozen", {})
-    tied = workload.split.tied if workload.split else {}
-    deviations: dict[str, float] = {}
-    with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
-        for name, tensor in full_parameters(train_state):
-            known = name if name in norms else tied.get(name, name)
-            if known in frozen:
-                deviations[name] = 0.0 if digest(tensor) == frozen[known] else math.inf
-                continue
-            if known not in norms:
-                deviations[name] = math.inf
-                continue
-            expected = final.get_tensor(known).to(tensor.device)
-            if expected.shape != tensor.shape:
-                deviations[name] = math.inf
-                continue
-            gap = workload.without_zero_gradient(
-                known, tensor.float()
-            ) - workload.without_zero_gradient(known, expected.float())
-            distance = float(gap.norm())
-            deviations[name] = (
-                0.0 if distance == 0.0 else (distance / norms[known] if norms[known] else math.inf)
-            )
-    return deviations

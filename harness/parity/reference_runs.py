@@ -87,8 +87,14 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def without_exchange(cell: Cell) -> tuple[Cell, int]:
-    """Returns the training by ranks that exchange nothing, and their number."""
-    ranks = make_strategy(cell).layout(cell.devices).data
+    """Returns the training by ranks that exchange nothing, and their number.
+
+    Ranks that only split the model are as many replicas here; 1 if the batch does not divide.
+    """
+    layout = make_strategy(cell).layout(cell.devices)
+    ranks = layout.data if layout.data > 1 else cell.devices
+    if cell.global_batch % ranks:
+        ranks = 1
     reference = cell.reference(NO_EXCHANGE)
     return reference.model_copy(update={"devices": ranks}), ranks
 
@@ -174,8 +180,9 @@ def mark_used(reference: Reference) -> None:
 
 
 def kept_bytes(cell: Cell) -> int:
-    """Returns the disk bytes of a cell's reference: its trained tensors."""
-    return model_facts(make_workload(cell.workload), cell.sequence_length).trained_bytes
+    """Returns the disk bytes of a cell's reference: its trained tensors and optimizer states."""
+    facts = model_facts(make_workload(cell.workload), cell.sequence_length)
+    return (1 + cell.moments) * facts.trained_bytes
 
 
 def memory_bytes(reference: Cell) -> int:

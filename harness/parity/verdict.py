@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from harness.parity.deviations import Deviations, all_ranks, largest
 from harness.parity.reference import Noise
 from harness.parity.reference_runs import reference_of
 from harness.spec.cell import Cell
@@ -64,15 +65,26 @@ class ParityVerdict:
     update_tolerance: float
     max_norm_deviation: float | None = None
     """Largest deviation of a gradient norm; None without clipping."""
+    max_element_deviation: float | None = None
+    """Largest deviation of one element, over the root mean square of its tensor's update."""
+    max_decay_deviation: float | None = None
+    """Largest deviation in the direction of the weights."""
+    max_buffer_deviation: float | None = None
+    """None without buffers that training changes."""
+    max_moment_deviation: float | None = None
+    """Largest deviation of an optimizer state; None if not compared."""
+    max_replica_deviation: float | None = None
+    """Largest difference between ranks after the trial, relative to the update in the segment."""
+    moments_skipped_reason: str | None = None
+    """Why optimizer states were not compared, or only some."""
 
 
 def noise_of(
-    losses: Sequence[float | None], updates: Mapping[str, float], reference: Sequence[float]
+    losses: Sequence[float | None], found: Deviations, reference: Sequence[float]
 ) -> Noise | None:
     """Returns the noise of a second reference run; None if it did not stay finite."""
     loss = max(loss_deviations(losses, reference))
-    noise = Noise(loss, max(updates.values(), default=math.inf), dict(updates))
-    return noise if math.isfinite(noise.loss) and math.isfinite(noise.update) else None
+    return Noise(loss, found) if math.isfinite(loss) and found.updates and found.finite else None
 
 
 def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
@@ -90,63 +102,134 @@ def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) 
     return gaps
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is compared, and its limit as a multiple of the tensor's update limit."""
+
+    attribute: str
+    """Field of `Deviations`."""
+    in_fp32: float
+    in_half: float
+    """Multiple in half precision."""
+    reason: str
+    """What a deviation means; a format with tensor and deviation."""
+
+    def times_update(self, precision: str) -> float:
+        return self.in_half if precision in PRECISION else self.in_fp32
+
+
+KINDS = (
+    Kind("updates", 1.0, 1.0, "parameters of {} are off by {:.1e} of their update"),
+    Kind(
+        "elements",
+        100.0,
+        20.0,
+        "an element of {} is off by {:.1e} of the update's root mean square",
+    ),
+    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.1e} of its update"),
+    Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.1e} of its change"),
+    Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.1e} of its norm"),
+)
+"""Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """A deviation and its limit."""
+
+    kind: Kind
+    tensor: str
+    deviation: float
+    limit: float
+
+
 def parity_verdict(
     losses: Sequence[float | None],
     reference_losses: Sequence[float],
-    updates: Sequence[Mapping[str, float]],
+    ranks: Sequence[Deviations],
     all_names: Sequence[str],
     allowed: Tolerance,
     tied: Mapping[str, str] | None = None,
     noise: Noise | None = None,
+    precision: str = "fp32",
 ) -> ParityVerdict:
     """Returns the verdict; its reason mentions `noise`, the reference's, if beyond what is allowed.
 
-    `updates`: each rank's deviations by tensor, together of all tensors.
+    `ranks`: each rank's deviations, together of all tensors.
     """
     tied = tied or {}
+    gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)
+    others = {owner: name for name, owner in tied.items()}
+    missing = [n for n in all_names if not {n, others.get(n, n)} & found.updates.keys()]
 
     def limit(name: str) -> float:
         return max(allowed.update, allowed.tensors.get(tied.get(name, name), 0.0))
 
-    gaps = loss_deviations(losses, reference_losses)
-    merged: dict[str, float] = {}
-    for of_rank in updates:
-        for name, value in of_rank.items():
-            merged[name] = max(merged.get(name, 0.0), value if math.isfinite(value) else math.inf)
-    missing = [
-        name
-        for name in all_names
-        if name not in merged and not any(t in merged for t, o in tied.items() if o == name)
-    ]
-    worst_tensor = max(merged, key=lambda n: merged[n] / limit(n), default=None)
-    worst_update = merged[worst_tensor] if worst_tensor is not None else math.inf
-    most_update = limit(worst_tensor or "")
+    excesses = _nearest_to_limits(found, limit, precision)
+    exact = _nearest_to_limits(found, lambda name: EXACT.update, "fp32")
+    # Trainings declared to be others may differ in more than their parameters.
+    judged = excesses if allowed.update <= CAPPED_ABOVE else excesses[:1]
+    off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
         word = "diverged"
         reason = f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one"
     elif max(gaps) > allowed.loss:
         word, reason = "diverged", _loss_reason(gaps, allowed.loss)
-    elif worst_update > most_update:
+    elif off:
         word = "diverged"
-        reason = (
-            f"parameters of {worst_tensor} are off by {worst_update:.1e} of their update (allowed"
-            f" {most_update:.0e})"
-        )
-    elif max(gaps) <= EXACT.loss and all(v <= EXACT.update for v in merged.values()):
+        reason = f"{off.kind.reason.format(off.tensor, off.deviation)} (allowed {off.limit:.0e})"
+    elif max(gaps) <= EXACT.loss and all(e.deviation <= e.limit for e in exact):
         word, reason = "exact", "" if allowed.reason == EXACT.reason else allowed.reason
     elif allowed.reason == EXACT.reason:  # widened by rounding alone
         word, reason = "exact", _rounding_reason(noise)
     else:
         word, reason = "within tolerance", allowed.reason
+    update = excesses[0] if excesses and excesses[0].kind is KINDS[0] else None
     return ParityVerdict(
         word,
         REASONS.join(part for part in (reason, beyond(allowed, noise)) if part),
         max(gaps) if math.isfinite(max(gaps)) else None,
-        worst_update if math.isfinite(worst_update) else None,
-        worst_tensor,
+        update.deviation if update and math.isfinite(update.deviation) else None,
+        update.tensor if update else None,
         allowed.loss,
-        most_update,
+        update.limit if update else allowed.update,
+        max_element_deviation=largest(found.elements),
+        max_decay_deviation=largest(found.decays),
+        max_buffer_deviation=largest(found.buffers),
+        max_moment_deviation=largest(found.moments),
+        moments_skipped_reason=_moments_skipped_reason(found, all_names, others),
     )
+
+
+def _nearest_to_limits(
+    found: Deviations, limit: Callable[[str], float], precision: str
+) -> list[_Excess]:
+    """Returns the tensor nearest to its limit, or beyond, of each kind. `limit`: of updates."""
+    nearest = []
+    for kind in KINDS:
+        values: Mapping[str, float] = getattr(found, kind.attribute)
+        limits = {n: kind.times_update(precision) * limit(_tensor(n)) for n in values}
+        shares = {n: value / limits[n] for n, value in values.items()}
+        if shares:
+            name = max(shares, key=lambda n: shares[n])
+            nearest.append(_Excess(kind, name, values[name], limits[name]))
+    return nearest
+
+
+def _tensor(name: str) -> str:
+    """Returns the parameter of an optimizer state `NAME STATE`."""
+    return name.partition(" ")[0]
+
+
+def _moments_skipped_reason(
+    found: Deviations, all_names: Sequence[str], others: Mapping[str, str]
+) -> str | None:
+    compared = {_tensor(name) for name in found.moments}
+    without = [n for n in all_names if not {n, others.get(n, n)} & compared]
+    if not without:
+        return None
+    how_many = "all" if len(without) == len(all_names) else f"{len(without)} of {len(all_names)}"
+    return f"states of {how_many} parameters cannot be gathered by name and in their shape"
 
 
 def _rounding_reason(noise: Noise | None) -> str:
@@ -183,11 +266,13 @@ def widened(
     """Returns `allowed`, wider by what fp32 cannot represent of a tensor (see
     `Reference.roundings`), or TIMES_NOISE times the noise if more, at most WIDEST_BY_NOISE."""
     most_loss, most_update = WIDEST_BY_NOISE[precision]
-    noise = noise or Noise(0.0, 0.0)
+    noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
-    for name, moved in noise.tensors.items():
-        by_noise = min(TIMES_NOISE * moved, most_update)
-        tensors[name] = max(tensors.get(name, allowed.update), by_noise)
+    for kind in KINDS:
+        for name, moved in getattr(noise.deviations, kind.attribute).items():
+            by_noise = min(TIMES_NOISE * moved / kind.times_update(precision), most_update)
+            tensor = _tensor(name)
+            tensors[tensor] = max(tensors.get(tensor, allowed.update), by_noise)
     loss = max(allowed.loss, min(TIMES_NOISE * noise.loss, most_loss))
     return replace(allowed, loss=loss, tensors=tensors)
 
@@ -208,16 +293,19 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
     )
 
 
-def unverifiable(verdict: ParityVerdict, no_exchange: Noise) -> ParityVerdict:
+def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
     """Returns the verdict as `unknown`: the deviation is declared, but too close to that without
-    any exchange."""
+    any exchange, or that was not measured (None)."""
+    without = (
+        f"by {no_exchange.loss:.1e} and {no_exchange.update:.1e}" if no_exchange else "unknown"
+    )
     return replace(
         verdict,
         verdict="unknown",
         reason=(
             f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
             f" parameters by {verdict.max_update_deviation or 0.0:.1e}; without any exchange,"
-            f" by {no_exchange.loss:.1e} and {no_exchange.update:.1e}"
+            f" {without}"
         ),
     )
 
@@ -277,21 +365,22 @@ def verdict_of(
     workload: Workload,
     allowed: Tolerance,
     losses: Sequence[float | None],
-    updates: Sequence[Mapping[str, float]],
+    ranks: Sequence[Deviations],
     reference_losses: Sequence[float],
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on `losses` by step and each rank's `updates`; without a reference,
+    """Returns the verdict on `losses` by step and each rank's deviations; without a reference,
     unknown because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return parity_verdict(
         losses,
         reference_losses,
-        updates,
+        ranks,
         model_facts(workload, cell.sequence_length).trainable,
         allowed,
         workload.split.tied if workload.split else None,
         noise,
+        cell.precision,
     )

@@ -20,7 +20,7 @@ TABLES: dict[str, type[Record]] = {
     "explained": ProfileRecord,
     "conclusions": ConclusionRecord,
 }
-VERSION = 13
+VERSION = 14
 """Raise it when a column is added, changed or removed."""
 
 VERSION_KEY = "parallelism_bench_schema_version"

@@ -335,6 +335,20 @@ class TrialRecord(Record):
     """before clipping, by step"""
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
+    parity_max_element_deviation: float | None = None
+    """largest |parameter - reference| of an element / root mean square of its tensor's update"""
+    parity_max_decay_deviation: float | None = None
+    """largest part of a deviation in the direction of the weights / |reference's update|"""
+    parity_max_buffer_deviation: float | None = None
+    """largest |buffer - reference| / |reference's change|, such as BatchNorm's running statistics;
+    null without buffers that training changes"""
+    parity_max_moment_deviation: float | None = None
+    """largest |optimizer state - reference| / |reference| of a tensor's first or second moment"""
+    parity_max_replica_deviation: float | None = None
+    """largest difference between ranks after the last step, estimated / |reference's update in the
+    segment|"""
+    parity_moments_skipped_reason: str | None = None
+    """why optimizer states were not compared, or only some"""
     later_steps_verified: Int32 | None = None
     """number of steps after the parity segment whose loss was verified"""
     later_loss_deviation: float | None = None

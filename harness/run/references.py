@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
 from harness.launch.outcome import Outcome
+from harness.parity.deviations import Deviations, all_ranks
 from harness.parity.gradient_norms import norm_deviations, with_norms
 from harness.parity.later import deviations_later, with_jumps, with_later
 from harness.parity.reference import Noise, Reference
@@ -26,6 +27,7 @@ from harness.parity.reference_runs import (
     split_differently,
     without_exchange,
 )
+from harness.parity.replicas import with_replicas
 from harness.parity.verdict import (
     CAPPED_ABOVE,
     ParityVerdict,
@@ -79,6 +81,8 @@ class ReferenceRuns:
             if key not in references:
                 references[key] = reference_of(cell)
                 self._complete(launcher, cell, references[key], announce)
+            if references[key].exists:
+                self._learn_no_exchange(launcher, cell, references[key], announce)
         return references
 
     def _complete(
@@ -111,13 +115,10 @@ class ReferenceRuns:
                 " leads"
             )
             outcome = _launch(launcher, again, data, reference=reference.folder)
-            if outcome.status == "ok" and (rank := outcome.trained[0]).update_deviations:
-                losses = mean_losses([[step.loss for step in rank.steps]])
-                noise = noise_of(losses, rank.update_deviations, reference.facts["losses"])
-                if noise:
+            if outcome.status == "ok" and (found := outcome.trained[0].deviations):
+                losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
+                if noise := noise_of(losses, found, reference.facts["losses"]):
                     reference.note(noise)
-        if reference.exists:
-            self._learn_no_exchange(launcher, cell, reference, announce)
 
     def _learn_no_exchange(
         self,
@@ -134,11 +135,8 @@ class ReferenceRuns:
         outcome = _launch(launcher, alone, _data_of(cell), ranks, reference=reference.folder)
         if outcome.status == "ok":
             losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
-            updates: dict[str, float] = {}
-            for rank in outcome.trained:
-                for name, moved in (rank.update_deviations or {}).items():
-                    updates[name] = max(moved, updates.get(name, 0.0))
-            if deviations := noise_of(losses, updates, reference.facts["losses"]):
+            found = all_ranks(rank.deviations or Deviations() for rank in outcome.trained)
+            if deviations := noise_of(losses, found, reference.facts["losses"]):
                 reference.note_no_exchange(ranks, deviations)
 
     def verify(
@@ -255,16 +253,21 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     judging = _Judging(
         prepared,
         widened(allowed, reference.roundings, noise, cell.precision) if reference else allowed,
-        reference.no_exchange(prepared.layout.data) if reference and wide else None,
+        reference.no_exchange(without_exchange(cell)[1]) if reference and wide else None,
         reference_losses,
         why_not,
         reference,
         noise,
     )
-    verdict = judging.of(first.losses, [rank.update_deviations or {} for rank in outcome.trained])
+    verdict = judging.of(
+        first.losses, [rank.deviations or Deviations() for rank in outcome.trained]
+    )
     if reference:
         norms = first_known([[s.gradient_norm for s in rank.steps] for rank in outcome.trained])
         taken = [n if step is None else step for n, step in enumerate(steps)]
+        if verdict.verdict in VERIFIED:
+            ends = [rank.sketches or {} for rank in outcome.trained]
+            verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None
     if not reference or verdict.verdict not in VERIFIED:
@@ -299,13 +302,14 @@ class _Judging:
     reference: Reference | None
     noise: Noise | None
 
-    def of(
-        self, losses: Sequence[float | None], updates: Sequence[Mapping[str, float]]
-    ) -> ParityVerdict:
+    def of(self, losses: Sequence[float | None], updates: Sequence[Deviations]) -> ParityVerdict:
         """Returns the verdict on the parity segment, or on a retrained part of it."""
         verdict = self._with(self.allowed, losses, updates)
-        if self.no_exchange is None or verdict.verdict not in VERIFIED:
+        wide = self.allowed.update > CAPPED_ABOVE and self.prepared.cell.devices > 1
+        if verdict.verdict not in VERIFIED or not wide:
             return verdict
+        if self.no_exchange is None:
+            return unverifiable(verdict, None)
         tight = self._with(capped(self.allowed, self.no_exchange), losses, updates)
         return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
 
@@ -313,7 +317,7 @@ class _Judging:
         self,
         allowed: Tolerance,
         losses: Sequence[float | None],
-        updates: Sequence[Mapping[str, float]],
+        updates: Sequence[Deviations],
     ) -> ParityVerdict:
         return verdict_of(
             self.prepared.cell,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from harness.spec.training import Batch, Retained, TrainStep
 from harness.strategy import Job
 from harness.strategy.checkpoints import random_states
-from harness.strategy.job import Wait, own_precision
+from harness.strategy.job import Moment, Wait, own_precision
+from harness.strategy.whole_state import MOMENTS, moments_of
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -258,3 +259,19 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
             [parameter], enabled=fp32_parameter is None and hasattr(parameter, "ds_id")
         ):
             yield name, parameter if fp32_parameter is None else fp32_parameter
+
+
+def full_moments(engine: DeepSpeedEngine) -> Iterator[Moment]:
+    """Yields whole optimizer states by name; call on all ranks."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    named, optimizer = dict(engine.module.named_parameters()), engine.basic_optimizer
+    if not engine.zero_optimization():
+        yield from moments_of(named.items(), [optimizer])
+        return
+    kinds = [kind for kind in MOMENTS if any(kind in s for s in optimizer.state.values())]
+    for name, parameter in named.items():
+        for kind in kinds if parameter.requires_grad else ():
+            whole = safe_get_full_optimizer_state(parameter, kind)
+            if whole is not None:
+                yield name, kind, whole

@@ -11,6 +11,7 @@ from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
 from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.job import loss_scaler, own_precision, standard_step
+from harness.strategy.whole_state import moments_of
 from harness.workloads import Workload
 from harness.workloads.low_precision import halve
 
@@ -99,6 +100,7 @@ class Amp(Strategy):
             model,
             optimizer,
             gather=lambda: iter(named.items()),
+            moments=lambda: moments_of(named.items(), [optimizer]),
             save=files.save,
             load=files.load,
         )

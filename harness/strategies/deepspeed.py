@@ -109,6 +109,7 @@ class Deepspeed(ZeroOptions):
             engine.module,
             engine.basic_optimizer,
             gather=lambda: self.whole(engine),
+            moments=None if folder else lambda: engines.full_moments(engine),
             states=lambda: engines.retained_by_engine(engine),
             waits=engines.engine_waits(engine),
             offload_folder=folder,

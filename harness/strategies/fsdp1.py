@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from harness.parity.reference import plain_name
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
+from harness.strategy.whole_state import moments_by_torch, plain_name
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -80,7 +80,12 @@ class Fsdp1(Strategy):
         }
         job.recipe.clip = model.clip_grad_norm_
         optimizer = job.optimizer(model.parameters(), matrices)
-        job.register(model, optimizer, gather=lambda: summoned_parameters(model))
+        job.register(
+            model,
+            optimizer,
+            gather=lambda: summoned_parameters(model),
+            moments=lambda: moments_by_torch(model, optimizer),
+        )
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 

@@ -20,6 +20,8 @@ LOCAL = Tolerance(
     "after its start step ranks update on their own gradients and average parameters every few"
     " steps",
 )
+EARLY_START = 4
+"""Start step up to which all steps that are trained again are local."""
 
 
 class PostLocalSgd(Strategy):
@@ -45,6 +47,11 @@ class PostLocalSgd(Strategy):
     @property
     def cycle(self) -> int:
         return self.period
+
+    @property
+    def rewind_skipped_reason(self) -> str:
+        late = self.start_step > EARLY_START
+        return "gradients are averaged only until a later step" if late else ""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return EXACT if self.start_step >= cell.total_steps or cell.devices == 1 else LOCAL

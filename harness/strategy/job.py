@@ -54,6 +54,8 @@ Returns a function that waits for the end of an asynchronous save, or None.
 """
 Load = Callable[[Path], int]
 """Loads the state from a folder; returns the number of steps read from it."""
+Moment = tuple[str, str, "Tensor"]
+"""Parameter name, name of an optimizer state of its shape, such as exp_avg, and that state."""
 LOSS_SCALE = 4096.0
 ROUTER_WEIGHT = "router_aux_loss_coef"
 """transformers' attribute of a model and its config: the weight of the balancing loss."""
@@ -78,6 +80,8 @@ class TrainState:
     """Computation, as (object, method name), timed in a separate pass for the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     """Yields whole tensors by name, if walking the model does not; called on all ranks."""
+    moments: Callable[[], Iterable[Moment]] | None = None
+    """Yields whole optimizer states, if walking the optimizers does not; called on all ranks."""
     states: Callable[[], Iterable[Retained]] | None = None
     """What this rank keeps between steps, if walking model and optimizers misses or misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
@@ -99,6 +103,8 @@ class TrainState:
     """Whether CPU ranks communicate only over TCP; otherwise sent bytes are unknown."""
     counters: Sequence[tuple[object, str]] = ()
     """Step counters outside the optimizers that affect a step, as (object, attribute name)."""
+    schedules: Sequence[LambdaLR] = ()
+    """The cell's schedulers; filled in by the harness."""
     save: Save | None = None
     """Saves a checkpoint by the library's own means, if it has any; called on all ranks."""
     load: Load | None = None
@@ -113,6 +119,7 @@ class TrainStateOptions(TypedDict, total=False):
     restore: Mapping[str, Callable[[Tensor], Tensor]]
     compute: Sequence[tuple[object, str]]
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None
+    moments: Callable[[], Iterable[Moment]] | None
     states: Callable[[], Iterable[Retained]] | None
     library: Callable[[], Iterable[Retained]] | None
     offload_folder: Path | None

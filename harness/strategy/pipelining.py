@@ -26,6 +26,7 @@ from harness.strategy.checkpoints import load_by_torch, save_by_torch
 from harness.strategy.job import TrainState
 from harness.strategy.recipe import clip_gradients
 from harness.strategy.schedules import blocks_of_stage
+from harness.strategy.whole_state import moments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,6 +273,7 @@ def train_step(
         save=functools.partial(save_by_torch, job, named),
         load=functools.partial(load_by_torch, job, named),
         gather=lambda: iter(pipe.named),
+        moments=lambda: moments_of(pipe.named, [states]),
         library=pipe.receive_buffers,
         restore=restore or {},
     )

@@ -15,9 +15,13 @@ from harness.measure.peak_memory import MemoryMeter
 from harness.measure.rank_traffic import Traffic, folder_bytes
 from harness.measure.resource_use import Energy, Load, RankGpus
 from harness.measure.routing import ExpertTokens, counted, routers_of
-from harness.parity.reference import Reference, update_deviations
+from harness.parity.comparison import deviations_from
+from harness.parity.deviations import Deviations
+from harness.parity.reference import Reference
+from harness.parity.running_statistics import RunningStatistics
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
+from harness.strategy.registry import batches_normalised, make_strategy
 from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
@@ -95,8 +99,13 @@ class Loop:
         self.peak_host: int | None = None
         self.peaks_noted = False
         """Whether the peaks are final: after a rewind, its leftovers on the heap would count."""
-        self.deviations: list[dict[str, float]] = []
-        """Deviations by tensor, after the parity segment and each replay."""
+        self.deviations: list[Deviations] = []
+        """Deviations after the parity segment and each replay."""
+        cell = job.cell
+        self.statistics: RunningStatistics | None = None
+        """BatchNorm's statistics, in a reference run."""
+        if spec.reference_output and job.train_state is not None:
+            self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         """Tokens by expert; None without a known router."""
@@ -119,7 +128,6 @@ class Loop:
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
-        cell = job.cell
         self.batches = Batches(
             spec.data, spec.cell.seed, cell.global_batch, rows, job.device, BatchRecipe.of(cell)
         )
@@ -336,20 +344,32 @@ class Loop:
         assert train_state is not None
         self.states = self.states or states_of(train_state, workload, self.job.device.type)
         with self.meter.unlimited():
-            if self.spec.reference_output:
+            if self.spec.reference_output and self.statistics:
                 losses = [step.loss for step in self.steps if step.loss is not None]
                 norms = [s.gradient_norm for s in self.steps if s.gradient_norm is not None]
                 initial = workload.build(self.job.cell.seed, self.job.device)
                 Reference(self.spec.reference_output).save(
-                    workload, train_state, initial, losses, norms
+                    workload, train_state, initial, losses, norms, self.statistics.by_replicas()
                 )
             if self.spec.reference:
                 reference = Reference(self.spec.reference)
-                self.deviations.append(update_deviations(train_state, workload, reference))
+                self.deviations.append(
+                    deviations_from(reference, train_state, workload, self._replicas())
+                )
         self.meter.reset()
         if self.heartbeat:
             self.heartbeat.beat(f"step {len(self.steps)}")
         self.settling = True
+
+    def _replicas(self) -> int | None:
+        """Returns how many replicas have running statistics of their own; None if this is not the
+        first."""
+        cell, layout = self.job.cell, self.job.layout
+        if layout.share(self.job.rank):
+            return None
+        if not self.job.workload.batch_norm:
+            return 1
+        return batches_normalised(make_strategy(cell), cell, layout) // cell.micro_batches
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

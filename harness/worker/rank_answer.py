@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.gpu_state import GpuUse
+from harness.parity.deviations import Deviations
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -107,10 +108,10 @@ class TrainedAnswer:
     host_peak_bytes: int | None
     memory_method: str
     gpu_use: GpuUse | None
-    update_deviations: dict[str, float] | None
-    """Deviations from the reference run by tensor, if compared."""
-    replayed_deviations: tuple[dict[str, float], ...]
-    """Deviations by tensor after each replay."""
+    deviations: Deviations | None
+    """Deviations from the reference run, if compared."""
+    replayed_deviations: tuple[Deviations, ...]
+    """Deviations after each replay."""
     busy_fraction: float | None
     """Share of time that its pipeline stage computes, if measured."""
     offload: Offload | None
@@ -118,6 +119,8 @@ class TrainedAnswer:
     cpu_time: CpuTime
     joules_per_step: float | None
     states: RankStates
+    sketches: dict[str, float] | None = None
+    """Each parameter's sum with random signs after the last step; None if not compared."""
     compile_seconds: float | None = None
     """Seconds before the timed steps; None without compilation."""
     loaded: LoadedAnswer | None = None

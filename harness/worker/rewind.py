@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.memory_kinds import local_part, retained
+from harness.strategy.checkpoints import Counter as StepCounter
 from harness.strategy.checkpoints import counters_of, set_counters
 from harness.strategy.job import TrainState
 from harness.worker.spec import TrialSpec
@@ -25,7 +26,10 @@ PIECE_BYTES = 2**24
 
 
 class Checkpoint:
-    """Copy of a rank's parameters, buffers, optimizer states and step counters.
+    """Copy of a rank's parameters, buffers, optimizer states and schedules.
+
+    The strategy's step counters are not restored: a training that goes wrong at some step would go
+    right again. Rewinds are whole cycles apart, so a counter's phase is the same.
 
     An anonymous file in memory: it does not count as the rank's memory, nor cause disk writes.
     """
@@ -51,7 +55,7 @@ class Checkpoint:
                     _write(self._file, numbers)
         for key, record in _records(train_state):
             self._counters[key] = dict(_counters(record))
-        self._steps_counted = counters_of(train_state.counters)
+        self._scheduled = counters_of(_schedules(train_state))
 
     def restore(self, train_state: TrainState) -> None:
         """Restores the state in place, and drops newer optimizer states.
@@ -74,7 +78,7 @@ class Checkpoint:
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
-        set_counters(train_state.counters, self._steps_counted)
+        set_counters(_schedules(train_state), self._scheduled)
 
     def _fill(self, tensor: Tensor, place: int) -> None:
         import torch
@@ -125,6 +129,10 @@ def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]
         for parameter, state in optimizer.state.items():
             if isinstance(state, dict):
                 yield ("state", number, id(parameter)), state
+
+
+def _schedules(train_state: TrainState) -> list[StepCounter]:
+    return [(schedule, "steps") for schedule in train_state.schedules]
 
 
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ from harness.host.process import die_with_parent
 from harness.host.tcp_store import CLIENT, LOOPBACK
 from harness.measure.memory_kinds import shortage
 from harness.measure.peak_memory import MemoryMeter
+from harness.parity.replicas import sketches
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
 from harness.strategy.registry import make_strategy
@@ -279,11 +280,12 @@ def _train(
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
+    found = sketches(job.train_state) if spec.reference and job.train_state else None
     progress.heartbeat.beat("end")
     if control:
         control.close()
     gc.enable()
-    return _measurements(loop, setup_seconds, setup_peak)
+    return replace(_measurements(loop, setup_seconds, setup_peak), sketches=found)
 
 
 def _checkpoint(loop: Loop, answer: RankAnswer) -> Saver | None:
@@ -374,8 +376,7 @@ def _set_up(
             f"strategy {cell.strategy!r} did not call job.register(model, optimizer) in setup"
         )
     job.require_model()
-    schedules = [(scheduler, "steps") for scheduler in job.recipe.schedulers]
-    job.train_state.counters = (*job.train_state.counters, *schedules)
+    job.train_state.schedules = tuple(job.recipe.schedulers)
     _KEPT.extend([job, step])
     return step, job
 
@@ -396,7 +397,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         host_peak_bytes=loop.peak_host,
         memory_method=loop.meter.method,
         gpu_use=loop.gpus.use(),
-        update_deviations=loop.deviations[0] if loop.deviations else None,
+        deviations=loop.deviations[0] if loop.deviations else None,
         replayed_deviations=tuple(loop.deviations[1:]),
         busy_fraction=busy,
         offload=loop.offload(),

@@ -18,7 +18,9 @@ from safetensors import safe_open
 
 import harness.run.runner as runner_module
 from harness.launch.outcome import Outcome
-from harness.parity.reference import Reference, update_deviations
+from harness.parity.comparison import deviations_from
+from harness.parity.deviations import Deviations
+from harness.parity.reference import Reference
 from harness.parity.verdict import parity_verdict
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
@@ -64,7 +66,7 @@ class Launches:
             0,
             [1.0] * (len(self.losses) - 1),
             list(self.losses),
-            update_deviations={NORM: self.update},
+            deviations=Deviations({NORM: self.update}),
         )
         return Outcome("ok", "", time.time(), 1.0, answers=(rank,))
 
@@ -150,7 +152,7 @@ def test_how_rounding_drifts_is_looked_at_only_where_a_trial_needs_it(
     same = dict.fromkeys(dict(model.named_parameters()), 0.0)
 
     def verdict(last_loss: float) -> str:
-        rank = answer(0, [1.0, 1.0], [2.0, 1.0, last_loss], update_deviations=same)
+        rank = answer(0, [1.0, 1.0], [2.0, 1.0, last_loss], deviations=Deviations(same))
         trial = Outcome("ok", "", time.time(), 1.0, answers=(rank,))
         verification = runs.verify(launches, prepared, trial)  # type: ignore[arg-type]
         assert verification.verdict is not None
@@ -180,7 +182,7 @@ def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_pat
     references(tmp_path, [SMALL], launches)
     assert len(launches.cells) == 2, "kept with the reference"
     said = parity_verdict(
-        [2.0, 1.0], [2.0, 1.0], [{"a": 0.0}], ["a"], EXACT, noise=reference.noise
+        [2.0, 1.0], [2.0, 1.0], [Deviations({"a": 0.0})], ["a"], EXACT, noise=reference.noise
     ).reason
     assert "2.0e-04" in said
     assert "3.0e-03" in said
@@ -217,7 +219,7 @@ def test_the_noise_of_one_gpus_batch_widens_the_limit_of_eight(
     prepared = PreparedTrial(eight, TrialKey(eight.id, 0), 0, reference)
     model = make_workload("llama-nano").build(0, torch.device("cpu"))
     moved = dict.fromkeys(dict(model.named_parameters()), 0.0) | {NORM: update}
-    ranks = tuple(answer(i, [1.0], [2.0, 1.0], update_deviations=moved) for i in range(8))
+    ranks = tuple(answer(i, [1.0], [2.0, 1.0], deviations=Deviations(moved)) for i in range(8))
     trial = Outcome("ok", "", time.time(), 1.0, answers=ranks)
     found = verified(prepared, trial).verdict
     assert found is not None
@@ -268,15 +270,16 @@ def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> No
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.01
-    reference.save(workload, TrainState(model, ()), workload.build(0), [1.0], [])
+    reference.save(workload, TrainState(model, ()), workload.build(0), [1.0], [], {})
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     with safe_open(tmp_path / "final.safetensors", framework="pt") as final:
-        assert set(final.keys()) == trained
-    assert set(update_deviations(TrainState(model, ()), workload, reference).values()) == {0.0}
+        assert set(final.keys()) == {f"parameters/{name}" for name in trained}
+    found = deviations_from(reference, TrainState(model, ()), workload, 1)
+    assert set(found.updates.values()) == {0.0}
     name, frozen = next((name, p) for name, p in model.named_parameters() if not p.requires_grad)
     frozen.data[0] += 1e-7
-    deviations = update_deviations(TrainState(model, ()), workload, reference)
-    assert deviations[name] == math.inf, "a frozen tensor that has moved is seen"
+    found = deviations_from(reference, TrainState(model, ()), workload, 1)
+    assert found.updates[name] == math.inf, "a frozen tensor that has moved is seen"
 
 
 def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:

@@ -55,7 +55,7 @@ def answer(
         host_peak_bytes=None,
         memory_method="by hand",
         gpu_use=None,
-        update_deviations=None,
+        deviations=None,
         replayed_deviations=(),
         busy_fraction=None,
         offload=None,

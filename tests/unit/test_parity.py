@@ -6,8 +6,10 @@ import math
 
 import pytest
 
-from harness.parity.reference import Noise, plain_name
+from harness.parity.deviations import Deviations
+from harness.parity.reference import Noise
 from harness.parity.verdict import (
+    PRECISION,
     allowed_deviation,
     loss_deviations,
     parity_verdict,
@@ -17,6 +19,7 @@ from harness.parity.verdict import (
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Tolerance
 from harness.strategy.registry import make_strategy
+from harness.strategy.whole_state import plain_name
 from harness.workloads import make_workload
 
 LOOSE = Tolerance(1e-2, 0.5, "coarse rounding")
@@ -24,7 +27,8 @@ REFERENCE = [2.0, 1.0]
 
 
 def verdict(losses, updates=({"a": 0.0, "b": 0.0},), allowed=EXACT, names=("a", "b"), tied=None):
-    return parity_verdict(losses, REFERENCE, updates, names, allowed, tied)
+    ranks = [Deviations(of_rank) for of_rank in updates]
+    return parity_verdict(losses, REFERENCE, ranks, names, allowed, tied)
 
 
 def test_equal_is_exact() -> None:
@@ -84,11 +88,11 @@ def test_reasons_to_deviate_add_up() -> None:
     ("noise", "precision", "limits"),
     [
         (None, "fp32", (1e-6, 1e-4)),
-        (Noise(1e-7, 1e-5, {"a": 1e-5}), "fp32", (1e-6, 1e-4)),  # five times as much is below
-        (Noise(3e-7, 4e-4, {"a": 4e-4}), "fp32", (1.5e-6, 2e-3)),
-        (Noise(3e-7, 4e-4, {"b": 4e-4}), "fp32", (1.5e-6, 1e-4)),  # another tensor's
-        (Noise(1e-3, 0.3, {"a": 0.3}), "fp32", (1e-5, 5e-3)),  # no further
-        (Noise(1e-3, 0.3, {"a": 0.3}), "bf16", (4e-3, 0.1)),
+        (Noise(1e-7, Deviations({"a": 1e-5})), "fp32", (1e-6, 1e-4)),  # five times as much is below
+        (Noise(3e-7, Deviations({"a": 4e-4})), "fp32", (1.5e-6, 2e-3)),
+        (Noise(3e-7, Deviations({"b": 4e-4})), "fp32", (1.5e-6, 1e-4)),  # another tensor's
+        (Noise(1e-3, Deviations({"a": 0.3})), "fp32", (1e-5, 5e-3)),  # no further
+        (Noise(1e-3, Deviations({"a": 0.3})), "bf16", (4e-3, 0.1)),
     ],
 )
 def test_a_limit_is_five_times_the_references_noise_up_to_a_cap(
@@ -110,7 +114,7 @@ def test_weights_near_one_may_be_off_by_what_fp32_cannot_represent() -> None:
 
 def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
     """So that the fp32 twin of a cell in bf16 stays exact on a GPU, and the cell may be advised."""
-    noise, moved = Noise(1e-7, 4e-4, {"a": 4e-4}), [{"a": 1e-3, "b": 0.0}]
+    noise, moved = Noise(1e-7, Deviations({"a": 4e-4})), [Deviations({"a": 1e-3, "b": 0.0})]
     allowed = widened(EXACT, {"a": 0.0, "b": 0.0}, noise, "fp32")
     found = parity_verdict([2.0, 1.0], REFERENCE, moved, ("a", "b"), allowed, noise=noise)
     assert (found.verdict, found.update_tolerance) == ("exact", 2e-3)
@@ -126,11 +130,45 @@ def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
 def test_no_noise_hides_a_wrong_training(loss: float, update: float) -> None:
     """Deviations of the broken trainings in docs/explanation/parity.md: no weight decay, scaled
     loss, clipped gradients, a repeated batch, embeddings trained apart."""
-    endless = Noise(math.inf, math.inf, {"a": math.inf})
+    endless = Noise(math.inf, Deviations({"a": math.inf}))
     allowed = widened(EXACT, {"a": 0.0, "b": 0.0}, endless, "fp32")
     assert verdict([2.0, 1.0 + loss], allowed=allowed).verdict == "diverged"
     moved = [{"a": update, "b": 0.0}]
     assert verdict([2.0, 1.0], moved, allowed=allowed).verdict == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "limit", "half"),
+    [
+        ("elements", "a", 1e-2, 0.4),
+        ("decays", "a", 1e-5, 2e-3),
+        ("buffers", "mean", 1e-4, 2e-2),
+        ("moments", "a exp_avg", 1e-4, 0.1),
+    ],
+)
+def test_each_kind_of_deviation_has_its_limit(
+    kind: str, tensor: str, limit: float, half: float
+) -> None:
+    def word(deviation: float, allowed: Tolerance = EXACT, precision: str = "fp32") -> str:
+        ranks = [Deviations({"a": 0.0}, **{kind: {tensor: deviation}})]
+        return parity_verdict(
+            [2.0, 1.0], REFERENCE, ranks, ("a",), allowed, precision=precision
+        ).verdict
+
+    assert (word(0.9 * limit), word(1.1 * limit)) == ("exact", "diverged")
+    bf16 = PRECISION["bf16"]
+    assert word(0.9 * half, bf16, "bf16") == "within tolerance"
+    assert word(1.1 * half, bf16, "bf16") == "diverged"
+    assert word(math.inf, bf16, "bf16") == word(math.nan) == "diverged"
+
+
+def test_states_that_cannot_be_gathered_are_named() -> None:
+    ranks = [Deviations({"a": 0.0, "b": 0.0}, moments={"a exp_avg": 0.0})]
+    found = parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a", "b"), EXACT)
+    assert found.max_moment_deviation == 0.0
+    assert "1 of 2" in (found.moments_skipped_reason or "")
+    everything = [Deviations({"a": 0.0}, moments={"a exp_avg": 0.0})]
+    assert parity_verdict([2.0, 1.0], REFERENCE, everything, ("a",), EXACT).verdict == "exact"
 
 
 def test_wrappers_are_taken_off_names() -> None:

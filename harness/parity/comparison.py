@@ -1,0 +1,120 @@
+"""Comparison of what a rank trained with a reference run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.parity.deviations import Deviations
+from harness.parity.reference import Reference, digest
+from harness.strategy.job import TrainState
+from harness.strategy.whole_state import full_moments, full_parameters, trained_buffers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.workloads import Workload
+
+NO_DIRECTION = 1e-30
+"""Product of norms below which there is no direction to compare."""
+
+
+def deviations_from(
+    reference: Reference, train_state: TrainState, workload: Workload, replicas: int | None
+) -> Deviations:
+    """Returns the deviations of what this rank has; call on all ranks.
+
+    `replicas`: how many normalise samples of their own; None if this rank's buffers do not count,
+    because it is not the first of them. Directions with an analytically zero gradient are exempt:
+    AdamW turns their rounding noise into full-size steps.
+    """
+    from safetensors import safe_open
+
+    with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
+        comparison = _Comparison(final, reference, workload)
+        found = {
+            name: comparison.parameter(name, tensor)
+            for name, tensor in full_parameters(train_state)
+        }
+        buffers = comparison.buffers(train_state, replicas)
+        moments = {
+            f"{name} {kind}": comparison.moment(name, kind, tensor)
+            for name, kind, tensor in full_moments(train_state, comparison.shape_of)
+        }
+    updates, elements, decays = (
+        {name: of_tensor[place] for name, of_tensor in found.items()} for place in range(3)
+    )
+    return Deviations(updates, elements, decays, buffers, moments)
+
+
+class _Comparison:
+    def __init__(self, final: Any, reference: Reference, workload: Workload) -> None:
+        self.final, self.workload, facts = final, workload, reference.facts
+        self.norms: dict[str, float] = facts["update_norms"]
+        self.frozen: dict[str, str] = facts["frozen"]
+        self.buffer_norms: dict[str, float] = facts["buffer_norms"]
+        self.tied = workload.split.tied if workload.split else {}
+        self.names = set(final.keys())
+
+    def known(self, name: str) -> str:
+        return name if name in self.norms else self.tied.get(name, name)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        key = f"parameters/{self.known(name)}"
+        return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
+
+    def expected(self, key: str, like: Tensor) -> Tensor | None:
+        """Returns the reference's tensor; None if it has none, or another shape."""
+        if key not in self.names:
+            return None
+        tensor: Tensor = self.final.get_tensor(key).to(like.device)
+        return tensor.float() if tensor.shape == like.shape else None
+
+    def gap(self, name: str, tensor: Tensor, expected: Tensor) -> Tensor:
+        without = self.workload.without_zero_gradient
+        return without(name, tensor.float()) - without(name, expected)
+
+    def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float]:
+        """Returns its deviations of the update, of an element, and along the weights."""
+        known = self.known(name)
+        if known in self.frozen:
+            return 0.0 if digest(tensor) == self.frozen[known] else math.inf, 0.0, 0.0
+        expected = self.expected(f"parameters/{known}", tensor)
+        if expected is None or known not in self.norms:
+            return math.inf, math.inf, math.inf
+        gap, moved = self.gap(known, tensor, expected), self.norms[known]
+        most = float(gap.abs().max()) if gap.numel() else 0.0
+        weights = self.workload.without_zero_gradient(known, expected)
+        scale = float(weights.norm()) * moved
+        along = abs(float((gap * weights).sum())) / scale if scale > NO_DIRECTION else 0.0
+        element = _ratio(most * math.sqrt(gap.numel()), moved)
+        return _ratio(float(gap.norm()), moved), element, along
+
+    def buffers(self, train_state: TrainState, replicas: int | None) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if replicas is None:
+            return found
+        for name, buffer in trained_buffers(train_state.model):
+            key = f"{replicas}/{name}"
+            if key in self.buffer_norms:
+                expected = self.expected(f"buffers/{key}", buffer)
+                moved = self.buffer_norms[key]
+                found[name] = (
+                    math.inf
+                    if expected is None
+                    else _ratio(float((buffer.detach().float() - expected).norm()), moved)
+                )
+        return found
+
+    def moment(self, name: str, kind: str, tensor: Tensor) -> float:
+        known = self.known(name)
+        expected = self.expected(f"{kind}/{known}", tensor)
+        if expected is None:
+            return math.inf
+        size = self.workload.without_zero_gradient(known, expected).norm()
+        return _ratio(float(self.gap(known, tensor, expected).norm()), float(size))
+
+
+def _ratio(distance: float, size: float) -> float:
+    return 0.0 if distance == 0.0 else distance / size if size else math.inf

@@ -1,0 +1,62 @@
+"""Agreement of ranks that show the same parameters, at the end of a trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from harness.parity.verdict import CAPPED_ABOVE, ParityVerdict
+from harness.strategy.job import TrainState
+from harness.strategy.whole_state import full_parameters
+
+TIMES_UPDATE = 10.0
+"""Multiple of the update limit by which ranks may differ: far below the 0.3 and more that ten steps
+without exchange make. Ranks of correct strategies are equal, or rounding apart."""
+
+
+def sketches(train_state: TrainState) -> dict[str, float]:
+    """Returns each parameter's sum with fixed random signs; call on all ranks.
+
+    Two tensors' sums differ by about the norm of their difference.
+    """
+    import torch
+
+    found = {}
+    for name, tensor in full_parameters(train_state):
+        generator = torch.Generator(tensor.device).manual_seed(0)
+        signs = torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.5
+        found[name] = float(torch.where(signs, tensor, -tensor).sum(dtype=torch.float64))
+    return found
+
+
+def with_replicas(
+    verdict: ParityVerdict,
+    ranks: Sequence[Mapping[str, float]],
+    update_norms: Mapping[str, float],
+) -> ParityVerdict:
+    """Returns the verdict with the largest difference between ranks, relative to the reference's
+    update in the segment; `diverged` if they have drifted apart.
+
+    `ranks`: each rank's sketches. Strategies that declare more than `CAPPED_ABOVE` may train ranks
+    apart.
+    """
+    by_name: dict[str, list[float]] = {}
+    for of_rank in ranks:
+        for name, value in of_rank.items():
+            by_name.setdefault(name, []).append(value)
+    spread = {
+        name: (max(values) - min(values)) / update_norms[name]
+        for name, values in by_name.items()
+        if len(values) > 1 and update_norms.get(name)
+    }
+    if not spread:
+        return verdict
+    worst = max(spread, key=lambda name: spread[name])
+    largest, allowed = spread[worst], TIMES_UPDATE * verdict.update_tolerance
+    finite = math.isfinite(largest)
+    verdict = replace(verdict, max_replica_deviation=largest if finite else None)
+    if verdict.update_tolerance > CAPPED_ABOVE or largest <= allowed:
+        return verdict
+    reason = f"after the last step, ranks differ in {worst} by {largest:.1e} of its update"
+    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {allowed:.0e})")
