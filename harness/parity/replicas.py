@@ -56,7 +56,8 @@ def with_replicas(
     largest, allowed = spread[worst], TIMES_UPDATE * verdict.update_tolerance
     finite = math.isfinite(largest)
     verdict = replace(verdict, max_replica_deviation=largest if finite else None)
-    if verdict.update_tolerance > CAPPED_ABOVE or largest <= allowed:
+    differ = not largest <= allowed and verdict.update_tolerance <= CAPPED_ABOVE
+    if verdict.verdict == "diverged" or not differ:
         return verdict
     reason = f"after the last step, ranks differ in {worst} by {largest:.1e} of its update"
     return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {allowed:.0e})")

@@ -265,9 +265,6 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     if reference:
         norms = first_known([[s.gradient_norm for s in rank.steps] for rank in outcome.trained])
         taken = [n if step is None else step for n, step in enumerate(steps)]
-        if verdict.verdict in VERIFIED:
-            ends = [rank.sketches or {} for rank in outcome.trained]
-            verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None
     if not reference or verdict.verdict not in VERIFIED:
@@ -288,6 +285,8 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
         further = judging.later(replay)
         later += further
         verdict = judging.with_later(verdict, further)
+    ends = [rank.sketches or {} for rank in outcome.trained]
+    verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from pydantic import Field
@@ -68,11 +69,14 @@ class PostLocalSgd(Strategy):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
+        # A trial by seconds takes more steps than the cell; none may be local if the cell has none.
+        never = self.start_step >= job.cell.total_steps
+        start = sys.maxsize if never else self.start_step
         model = wrap_in_ddp(job, job.model())
         make_state: Any = PostLocalSGDState
-        state = make_state(None, None, self.start_step, post_local_gradient_allreduce=False)
+        state = make_state(None, None, start, post_local_gradient_allreduce=False)
         model.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
+        averager = PeriodicModelAverager(self.period, warmup_steps=start)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         counters = ((state, "iter"), (averager, "step"))
         files = StateFiles(job, {"model": model, "optimizer": optimizer}, counters)
