@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from bench.host import Host, admit_here
+from bench.host import Host, UnsuitableData, admit_here
 from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
 from bench.select import keep
 from harness.record.plan import LeftOut
@@ -51,7 +51,7 @@ def expand(
     """Returns a matrix's cells on a host.
 
     `only`, `skip`: strategies or patterns (bench/select.py). Raises UsageError for an unknown axis,
-    value or pattern.
+    value or pattern, and if no cell can run because of its data.
     """
     rule = matrix.rule(host)
     timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
@@ -59,6 +59,7 @@ def expand(
     cells_of_host = [*timed.values(), *(checked[cell] for cell in checked if cell in once)]
     chosen = keep(cells_of_host, only, skip)
     cells, left_out = [], []
+    mistake = ""
     for cell in chosen:
         try:
             admit_here(cell, host)
@@ -66,9 +67,13 @@ def expand(
                 _require_fit(cell, host)
             cells.append(_limited(cell, host))
         except Refused as error:
+            if isinstance(error, UnsuitableData):
+                mistake = mistake or str(error)
             left_out.append(LeftOut(cell, "refused", str(error)))
         except Unavailable as error:
             left_out.append(LeftOut(cell, "unavailable", str(error)))
+    if mistake and not cells:
+        raise UsageError(mistake)
     return Expanded(tuple(cells), tuple(left_out), frozenset(once & {cell.id for cell in cells}))
 
 

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 
 from harness.spec.cell import Cell
-from harness.spec.errors import Unavailable, UsageError
+from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
+from harness.workloads.counts import model_facts
 
 _HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^\s,]+) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
 """Number of GPUs, their name, and cores."""
@@ -77,6 +78,10 @@ def host_of(text: str, nodes: int) -> Host:
     )
 
 
+class UnsuitableData(Refused):
+    """The cell's data and model do not go together, which is a mistake if no cell is left."""
+
+
 def admit_here(cell: Cell, host: Host) -> None:
     """Raises UsageError, Refused or Unavailable if the cell cannot run here."""
     workload = make_workload(cell.workload)
@@ -100,7 +105,12 @@ def admit_here(cell: Cell, host: Host) -> None:
             f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench slurm submit"
             f" --nodes {cell.nodes} asks for them"
         )
-    prepare_data(cell.data, workload, cell.sequence_length)
+    try:
+        if workload.pretrained:
+            model_facts(workload, cell.sequence_length)
+        prepare_data(cell.data, workload, cell.sequence_length)
+    except UsageError as error:
+        raise UnsuitableData(str(error)) from None
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:

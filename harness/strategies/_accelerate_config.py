@@ -51,11 +51,11 @@ def state_dict_type(cell: Cell) -> dict[str, object]:
 def block_classes(workload: Workload) -> list[str]:
     import torch
 
-    if not workload.block_path:
+    if not workload.block_paths:
         return []
     with torch.device("meta"):
-        blocks = workload.build(0, saved_weights=False).get_submodule(workload.block_path)
-    return sorted({type(block).__name__ for block in blocks.children()})
+        blocks = workload.blocks_of(workload.build(0, saved_weights=False))
+    return sorted({type(block).__name__ for block in blocks})
 
 
 def launch_config(

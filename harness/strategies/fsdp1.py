@@ -14,6 +14,7 @@ from harness.strategy.formulas import model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.strategy.whole_state import moments_by_torch, plain_name
 from harness.workloads import Workload, make_workload
+from harness.workloads.structure import tied_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,8 +28,8 @@ class Fsdp1(Strategy):
     """Free parameters after forward (ZeRO-3), keep them until backward (ZeRO-2), or shard within
     each of 2 replicas."""
     auto_wrap: bool = True
-    """Wrap each block, or modules by size if there are no named blocks; otherwise the whole
-    model."""
+    """Wrap each block, or modules by size if there are neither named blocks nor shared parameters;
+    otherwise the whole model."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     """Gather the next module before or after the current one's backward, or when needed."""
     cpu_offload: bool = False
@@ -110,11 +111,17 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """Wraps by block, or if unnamed, modules with at least an eighth of the parameters."""
+    """Wraps by block, or if unnamed, modules with at least an eighth of the parameters.
+
+    Modules that share a parameter must be in one unit, so without blocks a model with such
+    parameters is one.
+    """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if blocks := job.workload.blocks_of(model):
         return ModuleWrapPolicy({type(block) for block in blocks})
+    if tied_parameters(model):
+        return lambda **_: False
     parameters = sum(p.numel() for p in model.parameters())
     return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters // 8)
 

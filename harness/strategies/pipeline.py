@@ -66,6 +66,8 @@ class Pipeline(Strategy):
         split = make_workload(cell.workload).split
         if to not in ("torchrun", "slurm") or split is None:
             return None
+        if split.exported:
+            raise Refused(split.exported)
         values = pipeline_values(split, self.schedule, cell.devices, self._per_rank)
         return Export("pipeline.py.j2", values)
 

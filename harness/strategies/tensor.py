@@ -47,6 +47,11 @@ class TensorParallel(Strategy):
                 f"sequence_parallel needs a sequence length that divides by {cell.devices} devices,"
                 f" not {cell.sequence_length}"
             )
+        if self.sequence_parallel and workload.vocabulary % cell.devices:
+            raise Refused(
+                f"sequence_parallel splits the {workload.vocabulary} tokens of the vocabulary of"
+                f" {workload.name}, which do not divide by {cell.devices}"
+            )
 
     def export(self, cell: Cell, to: str) -> Export | None:
         workload = make_workload(cell.workload)
@@ -93,7 +98,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         Sequence parallelism also splits tokens outside attention and MLP (arXiv 2205.05198, section
         4.2.2).
         """
-        if workload.split is None:
+        if workload.split is None or not workload.split.one_reduction_each:
             return None
         shared = self.strategy.sequence_parallel and layout.tensor > 1
         return self.counted_activations(cell, layout, workload, shared)
@@ -110,6 +115,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:
             return None
+        if not workload.split.one_reduction_each:
+            return None
         forward = len(workload.split.by_row)
         repeated = forward - 1 if cell.recompute != "none" else 0
         reduced = len(workload.split.by_column) + forward + repeated
@@ -124,6 +131,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:
             return 0.0
+        if not workload.split.one_reduction_each:
+            return None
         split = len(workload.split.by_column) + len(workload.split.by_row)
         of_block = 8 if self.strategy.sequence_parallel else split
         norms = 2 * workload.blocks + 1 if self.strategy.sequence_parallel else 0

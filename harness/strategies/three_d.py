@@ -69,6 +69,8 @@ class ThreeD(Strategy):
         workload, layout = make_workload(cell.workload), self.layout(cell.devices)
         if to not in ("torchrun", "slurm") or workload.split is None:
             return None
+        if workload.split.exported:
+            raise Refused(workload.split.exported)
         values = pipeline_values(workload.split, self.schedule, layout.pipeline, per_rank=1)
         values |= {"plan": {}, "styles": [], "placements": []}
         if layout.tensor > 1:

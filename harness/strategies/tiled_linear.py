@@ -35,7 +35,7 @@ class TiledLinear(Deepspeed):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
-        if workload.split is not None and workload.split.tied:
+        if workload.tied:
             raise Refused(
                 f"the linear layer of {workload.name} shares its weight with the embedding, so it"
                 " cannot be tiled; use a llama workload"

@@ -265,7 +265,7 @@ class Job:
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
         self.recipe.masks.keys = batch.keys
         with self.autocast():
-            output = model(batch.inputs, **positions)
+            output = self.workload.output(model, batch.inputs, **positions)
             logits = self.workload.logits_of(output)
             loss = self.workload.loss(logits, batch.labels, batch.label_tokens)
             if self.cell.balance_weight:

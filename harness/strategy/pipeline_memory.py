@@ -19,7 +19,7 @@ from harness.strategy.job import Job
 from harness.strategy.pipelining import Stage
 from harness.strategy.schedules import FORWARDS_FIRST, Schedule
 from harness.workloads.counts import model_facts, without_memory
-from harness.workloads.operators import Held, sample_labels
+from harness.workloads.operators import Held
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -165,7 +165,7 @@ class _Run:
     ) -> None:
         self.workload, self.part, self.stages = workload, part, stages
         self.tokens = workload.sample_inputs(part.samples, part.tokens)
-        self.labels = sample_labels(workload, self.tokens)
+        self.labels = workload.sample_labels(self.tokens)
         self.gradient = torch.zeros(part.samples, part.tokens, workload.hidden_size)
         places = itertools.product(range(len(stages)), range(part.micro_batches))
         self.received = {

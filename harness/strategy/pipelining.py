@@ -66,10 +66,13 @@ class Stage(nn.Module):
         model = job.model()
         self.all_blocks = len(model.get_submodule(split.blocks))  # type: ignore[arg-type]
         for block in set(range(self.all_blocks)) - set(self.own_blocks):
-            model.set_submodule(f"{split.blocks}.{block}", nn.Identity())
+            self._remove(model, f"{split.blocks}.{block}")
         for path in (() if self.first else split.embedding) + (() if self.last else split.head):
-            model.set_submodule(path, nn.Identity())
+            self._remove(model, path)
         self.model = model
+
+    def _remove(self, model: nn.Module, path: str) -> None:
+        model.set_submodule(path, self.split.absent(model.get_submodule(path)))
 
     @property
     def first(self) -> bool:
@@ -97,11 +100,9 @@ class Stage(nn.Module):
         if keys is not None:
             self.masks.keys = keys
         with self.autocast():
-            if self.first:
-                hidden = self.split.embed(self.model, hidden)
-            for block in self.blocks:
-                hidden = self.split.block(self.model, block, hidden, self.tokens)
-            return self.split.output(self.model, hidden) if self.last else hidden
+            return self.split.stage(
+                self.model, self.blocks, hidden, self.tokens, first=self.first, last=self.last
+            )
 
 
 def split_tensors(

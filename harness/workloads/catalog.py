@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
-from harness.workloads.workload import Workload
+from harness.workloads.pretrained import from_config, lacking_weights
+from harness.workloads.workload import AUTO, Workload
 from harness.workloads.workload_variants import SUFFIXES, make_variant
 
 if TYPE_CHECKING:
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 HUB = "hf:"
 """Prefix of models that transformers loads from a folder or its hub."""
+
+_KINDS: dict[str, Kind] = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "seq2seq",
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "tokens",
+    "ForImageClassification": "image",
+}
+"""Ends of the names of transformers' classes, and what these are trained for."""
 
 
 @functools.cache
@@ -90,7 +101,8 @@ def make_workload(name: str) -> Workload:
         experts=config.get("num_experts", config.get("num_local_experts", 0)),
         experts_per_token=config.get("num_experts_per_tok", 0),
         split=family.split,
-        block_path=family.split.blocks if family.split else "",
+        block_paths=(family.split.blocks,) if family.split else (),
+        tied=bool(family.split and family.split.tied),
         batch_norm=family.batch_norm,
         without_zero_gradient=family.without_zero_gradient,
     )
@@ -110,47 +122,21 @@ def _from_hub(name: str) -> Workload:
             " config.json or a hub id"
         ) from None
     architecture = (config.architectures or [""])[0]
-    kind = _kind(name, architecture)
-    family = _family(config, architecture)
-    workload = Workload(
-        name=name,
-        kind=kind,
-        config={},
-        family=None,
-        pretrained=path,
-        num_labels=config.num_labels if kind == "classification" else 0,
-        vocabulary=config.vocab_size,
-        max_tokens=getattr(config, "max_position_embeddings", 0) or 0,
-        blocks=config.num_hidden_layers,
-        heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        query_heads=config.num_attention_heads,
-        head_width=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        experts=getattr(config, "num_experts", getattr(config, "num_local_experts", 0)),
-        experts_per_token=getattr(config, "num_experts_per_tok", 0),
-    )
-    if family is None:
-        return workload
-    return dataclasses.replace(
-        workload,
-        split=family.split,
-        block_path=family.split.blocks if family.split else "",
-        without_zero_gradient=family.without_zero_gradient,
-    )
+    if Path(path).is_dir() and (lacks := lacking_weights(path)):
+        raise UsageError(f"workload {name!r}: {lacks}")
+    return from_config(name, path, config, _kind(name, config, architecture), families())
 
 
-def _kind(name: str, architecture: str) -> Kind:
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal"
-    if architecture.endswith("ForSequenceClassification"):
-        return "classification"
+def _kind(name: str, config: PretrainedConfig, architecture: str) -> Kind:
+    import transformers
+
+    for ending, kind in _KINDS.items():
+        if architecture.endswith(ending):
+            auto: Any = getattr(transformers, AUTO[kind])
+            if type(config) in auto._model_mapping:
+                return kind
     raise UsageError(
-        f"workload {name!r}: architecture {architecture or 'unknown'!r} is neither a causal"
-        " language model nor a sequence classification model; give one whose config.json names"
-        " a ...ForCausalLM or ...ForSequenceClassification"
+        f"workload {name!r}: architecture {architecture or 'unknown'!r} is none that can be trained"
+        f" here; give a model whose config.json names a ...{', a ...'.join(_KINDS)}, of text or"
+        " images"
     )
-
-
-def _family(config: PretrainedConfig, architecture: str) -> Family | None:
-    family = families().get(config.model_type.replace("_", "-"))
-    return family if family and family.model_class == architecture else None

@@ -19,6 +19,7 @@ from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
 from harness.host.folders import cache_folder
 from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products
 from harness.workloads.workload import Workload
@@ -26,6 +27,10 @@ from harness.workloads.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.function import BackwardCFunction
+
+
+MOST_WITH_MEMORY = 100_000_000
+"""Parameters up to which a model that cannot have fake tensors is counted with real ones."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +167,27 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    with without_memory():
-        model = workload.countable().build(seed=0, saved_weights=False)
-        flops = model_flops(
-            model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))
-        )
-        parameter_bytes, buffer_bytes = workload.stored_bytes(model)
+    try:
+        with without_memory():
+            return _counted(workload, sequence_length)
+    except Exception as error:  # whatever a model does with numbers that it cannot read
+        if workload.family is not None:
+            raise
+        parameters = sum(p.numel() for p in workload.on_meta().parameters())
+        if parameters > MOST_WITH_MEMORY:
+            raise UsageError(
+                f"{workload.name} cannot be counted without memory for its {parameters} parameters"
+                f" ({(str(error) or type(error).__name__).splitlines()[0]})"
+            ) from None
+        return _counted(workload, sequence_length)
+
+
+def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
+    model = workload.countable().build(seed=0, saved_weights=False)
+    flops = model_flops(
+        model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))
+    )
+    parameter_bytes, buffer_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     return ModelFacts(
@@ -212,6 +232,7 @@ def without_memory() -> Iterator[None]:
     transformers must not look for packed sequences.
     """
     import torch
+    import transformers
     from torch._library.custom_ops import OPDEFS
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
@@ -229,6 +250,8 @@ def without_memory() -> Iterator[None]:
         mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
         mock.patch.object(experts, "_backward_fn", backward),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+        # Some models draw again until numbers are in range, and fake ones cannot be read.
+        mock.patch.object(transformers.PreTrainedModel, "initialize_weights"),
     ):
         yield
 

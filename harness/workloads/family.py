@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from harness.spec.errors import Refused
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-Kind = Literal["causal", "classification", "image"]
+Kind = Literal["causal", "masked", "seq2seq", "classification", "tokens", "image"]
+"""What a model is trained for: next tokens, masked tokens, a decoder's next tokens, or a class per
+sample, token or image."""
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
 
@@ -24,25 +26,35 @@ class Split(ABC):
     """How to divide a model into embedding, blocks and head; paths are for
     nn.Module.get_submodule."""
 
-    blocks: ClassVar[str]
+    blocks: str
     """Path of the ModuleList of blocks."""
-    embedding: ClassVar[tuple[str, ...]]
+    embedding: tuple[str, ...]
     """Paths of modules that only the first stage holds."""
-    head: ClassVar[tuple[str, ...]]
+    head: tuple[str, ...]
     """Paths of modules that only the last stage holds."""
-    tied: ClassVar[dict[str, str]] = {}
-    """Last stage's parameter names -> first stage's, for shared tensors."""
-    by_column: ClassVar[tuple[str, ...]] = ()
+    by_column: tuple[str, ...] = ()
     """Paths of linear layers split by outputs; `*` stands for any block."""
-    by_row: ClassVar[tuple[str, ...]] = ()
+    by_row: tuple[str, ...] = ()
     """Paths of linear layers split by inputs, each followed by an all-reduce."""
-    mixture: ClassVar[str] = ""
+    mixture: str = ""
     """Path within a block of the mixture of experts, with modules `gate` (router) and `experts`, if
     any."""
-    sequence_parallel: ClassVar[bool] = False
+    sequence_parallel: bool = False
     """Whether `tensor_plan` can also split the sequence."""
-    by_vocabulary: ClassVar[tuple[str, ...]] = ()
+    by_vocabulary: tuple[str, ...] = ()
     """Paths of layers whose rows, one per vocabulary token, are split if the sequence is."""
+    one_reduction_each: bool = True
+    """Whether each split layer's only exchange is one all-reduce."""
+    exported: str = ""
+    """Why no standalone script can have its stages; empty if one can."""
+
+    def __init__(self, tied: Mapping[str, str] | None = None) -> None:
+        """`tied`: last stage's parameter names -> first stage's, for shared tensors."""
+        self.tied = dict(tied or {})
+
+    def tied_as(self, tied: Mapping[str, str]) -> Split:
+        """Returns this split for a model with these shared tensors."""
+        return type(self)(tied)
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -60,12 +72,34 @@ class Split(ABC):
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes)."""
 
+    def stage(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        hidden: Tensor,
+        tokens: int,
+        *,
+        first: bool,
+        last: bool,
+    ) -> Tensor:
+        """Runs these blocks on hidden states, or on ids if `first`; returns hidden states, or
+        logits if `last`."""
+        if first:
+            hidden = self.embed(model, hidden)
+        for block in blocks:
+            hidden = self.block(model, block, hidden, tokens)
+        return self.output(model, hidden) if last else hidden
+
+    def absent(self, module: nn.Module) -> nn.Module:
+        """Returns what replaces a module in a stage that does not have it."""
+        from torch import nn
+
+        return nn.Identity()
+
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Runs the whole model part by part."""
-        hidden = self.embed(model, inputs)
-        for block in model.get_submodule(self.blocks).children():
-            hidden = self.block(model, block, hidden, inputs.shape[1])
-        return self.output(model, hidden)
+        blocks = list(model.get_submodule(self.blocks).children())
+        return self.stage(model, blocks, inputs, inputs.shape[1], first=True, last=True)
 
     def check_tensor(self, sequence_parallel: bool) -> None:
         if not self.by_column:
@@ -76,6 +110,11 @@ class Split(ABC):
             raise Refused(
                 "sequence parallelism is described for llama workloads only; use one of them, or"
                 " sequence_parallel=false"
+            )
+        if sequence_parallel and self.tied:
+            raise Refused(
+                "sequence parallelism splits embedding and head, which share a weight in this"
+                " model; use sequence_parallel=false"
             )
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:

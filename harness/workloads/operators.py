@@ -177,18 +177,12 @@ def train_without_memory(
         if recompute != "none":
             recompute_blocks(model, workload.blocks_of(model), recompute)
         inputs = workload.sample_inputs(samples, sequence_length)
-        labels = sample_labels(workload, inputs)
+        labels = workload.sample_labels(inputs)
         counter.watch(model)
         with counter:
             with torch.autocast("cpu", half, enabled=half is not None):
                 loss = workload.loss(logits(model, inputs), labels)
             loss.backward()
-
-
-def sample_labels(workload: Workload, inputs: Tensor) -> Tensor:
-    if workload.num_labels:
-        return torch.zeros(len(inputs), dtype=torch.long)
-    return torch.zeros_like(inputs)
 
 
 class Held(OperatorObserver):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = NDArray[np.generic]
 
+MASKED = 0.15
+"""Share of a sample's tokens that are masked (BERT, arXiv 1810.04805, section 3.1)."""
+NO_LABEL = -100
 Number = TypeVar("Number", bound=np.generic)
 DOCUMENTS = 4
 """Mean number of documents that begin in a packed sample, in addition to the two that always do."""
@@ -54,6 +57,8 @@ class DataSource:
     num_labels: int = 0
     last_first: bool = False
     """Whether each global batch is reversed, which only changes rounding."""
+    mask_token: int = 0
+    """Id that replaces masked tokens."""
 
     @functools.cached_property
     def tokens(self) -> Array:
@@ -65,9 +70,12 @@ class DataSource:
     def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
         """Returns inputs and labels for these rows of the step's global batch.
 
-        Causal: ids (rows, tokens), and the next ids. Classification: ids (rows, tokens), and class
-        numbers (rows,). Images: float32 (rows, 3, size, size), and class numbers (rows,). Random
-        numbers are drawn for the global batch, so that all ranks agree on it.
+        Causal: ids (rows, tokens), and the next ids. Masked: ids, and the original ids of masked
+        tokens. Encoder-decoder: ids of source and decoder's input together, and the decoder's next
+        ids (rows, tokens // 2). Tokens: ids, and each id modulo the number of classes.
+        Classification: ids (rows, tokens), and class numbers (rows,). Images: float32
+        (rows, 3, size, size), and class numbers (rows,). Random numbers are drawn for the global
+        batch, so that all ranks agree on it.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -83,7 +91,26 @@ class DataSource:
         inputs = np.ascontiguousarray(pieces[:, :-1])
         if self.kind == "causal":
             return inputs, np.ascontiguousarray(pieces[:, 1:])
+        if self.kind == "seq2seq":
+            return inputs, np.ascontiguousarray(pieces[:, length - length // 2 + 1 :])
+        if self.kind == "tokens":
+            return inputs, inputs % self.num_labels
+        if self.kind == "masked":
+            return self._masked(inputs, self._ordered(rng.random((global_batch, length)))[rows])
         return inputs, labels[rows]
+
+    def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
+        """Masks the tokens with the lowest scores; only they have a label.
+
+        All samples have equally many, so that the mean over ranks is the mean over tokens.
+        """
+        count = max(1, round(MASKED * inputs.shape[1]))
+        places = np.argsort(scores, axis=1)[:, :count]
+        labels = np.full_like(inputs, NO_LABEL)
+        np.put_along_axis(labels, places, np.take_along_axis(inputs, places, 1), 1)
+        masked = inputs.copy()
+        np.put_along_axis(masked, places, self.mask_token, 1)
+        return masked, labels
 
     def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
         """Returns the number of tokens with a label of each sample of a step's global batch, if
@@ -151,6 +178,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         )
     tokens_file, encoding = _tokens_file(name, workload)
     facts = json.loads(tokens_file.with_suffix(".json").read_text())
+    _check_ids(name, np.load(tokens_file, mmap_mode="r"), workload)
     ranges = tuple((a, b) for a, b in facts["ranges"])
     short = min((b - a for a, b in ranges), default=0)
     if short < sequence_length + 2:
@@ -166,7 +194,24 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         token_dtype=encoding,
         ranges=ranges,
         sequence_length=sequence_length,
+        num_labels=workload.num_labels if workload.kind == "tokens" else 0,
+        mask_token=_mask_token(workload),
     )
+
+
+def _mask_token(workload: Workload) -> int:
+    """Returns the id that stands for a masked token: the last of the vocabulary."""
+    return workload.vocabulary - 1 if workload.kind == "masked" else 0
+
+
+def _check_ids(name: str, tokens: Array, workload: Workload) -> None:
+    """Raises UsageError if the tokenizer gives ids that the model does not have."""
+    largest = int(tokens.max()) if len(tokens) else 0
+    if largest >= workload.vocabulary:
+        raise UsageError(
+            f"data {name!r}: the tokenizer of {workload.name} gives the id {largest}, and the model"
+            f" has a vocabulary of {workload.vocabulary}"
+        )
 
 
 def _image_source(name: str, workload: Workload) -> DataSource:
@@ -216,7 +261,7 @@ def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
     """Returns a tokenizer and its name: an `hf:` model's, or bytes."""
-    if workload.pretrained:
+    if workload.pretrained and _has_tokenizer(workload.pretrained):
         try:
             import transformers
 
@@ -237,6 +282,16 @@ def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
             " and it brings no tokenizer; 256 would do"
         )
     return lambda text: np.frombuffer(text, np.uint8), "bytes"
+
+
+def _has_tokenizer(path: str) -> bool:
+    """Returns whether a local folder has a vocabulary; assumes that a hub id does.
+
+    Without one, transformers makes an empty tokenizer.
+    """
+    folder = Path(path)
+    kinds = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", "*.spm")
+    return not folder.is_dir() or any(True for kind in kinds for _ in folder.glob(kind))
 
 
 def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes]], str]:
@@ -331,13 +386,28 @@ def _columns(
     return read("text"), read("label") if labelled else None
 
 
+def _require_kind(
+    name: str, column: str, values: Iterable[object], kind: type, meaning: str
+) -> None:
+    """Raises UsageError for the first value of another kind; True and False are no numbers."""
+    for row, value in enumerate(values):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            found = "nothing" if value is None else repr(value)
+            raise UsageError(
+                f"data {name!r}, column {column!r}, row {row}: {meaning} is needed, found"
+                f" {found if len(found) <= 40 else found[:40] + '...'}"
+            )
+
+
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
     """Yields each label's joined texts, or all without labels; raises UsageError for one out of
     range."""
     texts, labels = rows
+    _require_kind(name, "text", texts, str, "a text")
     if labels is None:
         yield "\n".join(texts).encode()
         return
+    _require_kind(name, "label", labels, int, "a whole number")
     if min(labels, default=-1) < 0 or max(labels) >= num_labels:
         raise UsageError(
             f"data {name!r}: labels must be 0 to {num_labels - 1}, found {min(labels, default=-1)}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from harness.host.packages import hide
 from harness.spec.errors import Refused
 from harness.spec.training import Tolerance
 from harness.workloads.family import Family, Kind, ModelConfig, Split
+from harness.workloads.structure import split_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +57,17 @@ chose the other expert: its router was off by 2.5e-3 of the update, the loss by 
 """
 
 
+AUTO: dict[Kind, str] = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "image": "AutoModelForImageClassification",
+}
+"""transformers' class that builds a model from a folder or hub, by kind."""
+
+
 class HasLogits(Protocol):
     logits: Tensor
 
@@ -77,11 +90,13 @@ class Workload:
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
     num_labels: int = 0
-    """Classes; 0 for causal models."""
+    """Classes; 0 for language models."""
     vocabulary: int = 0
     """Tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
     """Longest sequence; 0 means no limit."""
+    cannot_train: str = ""
+    """Why no strategy can train it; empty if some can."""
     blocks: int = 0
     heads: int = 0
     """Attention heads that tensor parallelism divides: of keys and values, if fewer."""
@@ -92,8 +107,16 @@ class Workload:
     """Experts in each mixture, if any."""
     experts_per_token: int = 0
     split: Split | None = None
-    block_path: str = ""
-    """Path of the ModuleList of blocks; empty if unknown."""
+    no_split: str = "does not say how it can be split; use a gpt2, llama or bert workload"
+    """What it lacks if `split` is None."""
+    block_paths: tuple[str, ...] = ()
+    """Paths of the ModuleLists of blocks; empty if unknown."""
+    tied: bool = False
+    """Whether parameters have several names."""
+    no_sequence: str = ""
+    """Why ranks cannot share a sample's tokens; empty if they can."""
+    window: int = 0
+    """Tokens that some block's attention is limited to; 0 means no limit."""
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
@@ -121,10 +144,15 @@ class Workload:
         return f"{base}x1{plus}{suffixes}", f"{base}x2{plus}{suffixes}"
 
     @property
+    def block_path(self) -> str:
+        """Path of the only ModuleList of blocks; empty if there is none, or several."""
+        return self.block_paths[0] if len(self.block_paths) == 1 else ""
+
+    @property
     def hidden_size(self) -> int:
-        """Width of the hidden states between blocks."""
+        """Width of the hidden states between blocks; 0 if the config names none."""
         if self.family is None:
-            return int(self.hf_config().hidden_size)
+            return int(getattr(self.hf_config(), "hidden_size", 0))
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
@@ -188,22 +216,40 @@ class Workload:
             assert self.family is not None
             model = getattr(transformers, self.family.model_class)(config)
             return model
-        auto = (
-            transformers.AutoModelForCausalLM
-            if self.kind == "causal"
-            else transformers.AutoModelForSequenceClassification
-        )
+        auto: Any = getattr(transformers, AUTO[self.kind])
         if saved_weights and has_weights(self.pretrained):
             model = auto.from_pretrained(
                 self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False
             )
         else:
-            model = auto.from_config(config)  # type: ignore[no-untyped-call]
+            model = auto.from_config(config)
+        if self.kind == "classification" and model.config.pad_token_id is None:
+            # Some models look for a sample's last token that is no padding. Samples have none.
+            model.config.pad_token_id = -1
         return model
+
+    def on_meta(self) -> PreTrainedModel:
+        """Returns the model without storage for its weights."""
+        import torch
+
+        with torch.device("meta"):
+            return self._new_model(saved_weights=False)
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
         """Returns the logits; `model` may be wrapped and return a plain tensor."""
-        return self.logits_of(model(inputs))
+        return self.logits_of(self.output(model, inputs))
+
+    def output(
+        self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
+    ) -> Tensor | HasLogits:
+        """Returns what the model returns.
+
+        An encoder-decoder's inputs are its source and, after it, what its decoder gets.
+        """
+        if self.kind == "seq2seq":
+            inputs, target = inputs.split(_halves(inputs.shape[1]), dim=1)
+            more["decoder_input_ids"] = target
+        return model(inputs, **more)
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
         return cast("Tensor", getattr(output, "logits", output))
@@ -243,17 +289,21 @@ class Workload:
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
         """Raises Refused if the cell's strategy or precision cannot train the model."""
+        if self.cannot_train:
+            raise Refused(f"{self.name} {self.cannot_train}")
 
     def check_recompute(self, recompute: str) -> None:
         """Raises Refused if the blocks cannot be recomputed this way."""
-        if not self.block_path:
+        if not self.block_paths:
             raise Refused(
                 f"{self.name} does not say which modules are its blocks, and recomputation is"
                 " block by block; use a gpt2, llama or bert workload, or recompute none"
             )
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.get_submodule(self.block_path).children()) if self.block_path else []
+        return [
+            block for path in self.block_paths for block in model.get_submodule(path).children()
+        ]
 
     def dropouts_of(self, model: nn.Module) -> list[str]:
         """Returns the paths of the model's dropout layers."""
@@ -297,9 +347,7 @@ class Workload:
     def check_split(self, layout: Layout) -> None:
         """Raises Refused if the model cannot be split into these pipeline and tensor sizes."""
         if self.split is None:
-            raise Refused(
-                f"{self.name} does not say how it can be split; use a gpt2, llama or bert workload"
-            )
+            raise Refused(f"{self.name} {self.no_split}")
         if self.blocks < layout.pipeline:
             raise Refused(
                 f"{self.name} has {self.blocks} blocks, too few for {layout.pipeline} stages"
@@ -309,19 +357,43 @@ class Workload:
                 f"{self.name} has {self.heads} attention heads, which do not divide by"
                 f" {layout.tensor}"
             )
+        if layout.tensor > 1:
+            for path, size in self._split_sizes:
+                if size % layout.tensor:
+                    raise Refused(
+                        f"{self.name}: {path} has {size} rows or columns to split, which do not"
+                        f" divide by {layout.tensor}"
+                    )
+
+    @functools.cached_property
+    def _split_sizes(self) -> list[tuple[str, int]]:
+        assert self.split is not None
+        model = self.on_meta()
+        self.split.prepare_tensor(model, 1)
+        by_rows = split_sizes(model, self.split.by_column, 0)
+        return [*by_rows, *split_sizes(model, self.split.by_row, 1)]
 
     def check_sequence(self, layout: Layout, tokens: int) -> None:
         """Raises Refused if sequence-parallel ranks cannot share samples of `tokens` tokens."""
         ranks = layout.sequence
         if self.kind != "causal":
             raise Refused(
-                f"ranks share the tokens of a sample, and {self.name} has one label for all of"
-                " them; use a causal workload, such as a llama"
+                "ranks share the tokens of a sample, which only causal language models allow, and"
+                f" {self.name} is none; use a llama workload"
             )
         if tokens % ranks:
             raise Refused(
                 f"sequences of {tokens} tokens do not divide into {ranks} equal parts; use a"
                 f" multiple of {ranks} as sequence_length"
+            )
+
+        if self.no_sequence:
+            raise Refused(f"ranks cannot share the tokens of a sample: {self.no_sequence}")
+        if 0 < self.window < tokens:
+            raise Refused(
+                f"some blocks of {self.name} attend to {self.window} tokens only, and ranks that"
+                f" share a sample's tokens attend to all {tokens}; use a sequence_length of at most"
+                f" {self.window}"
             )
 
     def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
@@ -332,8 +404,26 @@ class Workload:
             return torch.zeros(samples, 3, self.image_size, self.image_size)
         return torch.zeros(samples, sequence_length, dtype=torch.long)
 
+    def sample_labels(self, inputs: Tensor) -> Tensor:
+        """Returns zeros for counting: a class per sample, or a class or id per labelled token."""
+        if self.kind in ("classification", "image"):
+            return inputs.new_zeros(len(inputs)).long()
+        tokens = inputs.shape[1]
+        return inputs.new_zeros(
+            len(inputs), _halves(tokens)[1] if self.kind == "seq2seq" else tokens
+        )
+
+
+def _halves(tokens: int) -> tuple[int, int]:
+    """Returns the lengths of source and target in an encoder-decoder's sample."""
+    return tokens - tokens // 2, tokens // 2
+
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+"""Files in which transformers saves a model's weights."""
+
 
 def has_weights(path: str) -> bool:
     """Returns whether a local folder holds weights; assumes that a hub id does."""
     folder = Path(path)
-    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return not folder.is_dir() or any(True for kind in WEIGHTS for _ in folder.glob(kind))

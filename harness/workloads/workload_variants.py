@@ -129,6 +129,7 @@ class Variant(Workload):
         return "+".join(s for s in (self.base.name, self.adapter) if s) if self.storage else None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
+        super().check(cell, shards_parameters)
         if self.arithmetic and cell.precision != "fp32":
             raise Refused(
                 f"{self.name} computes in {self.storage} already: leave the precision at fp32, or"
@@ -154,12 +155,6 @@ class Variant(Workload):
                 " selective recomputation would keep, using more memory than none; use recompute"
                 " full"
             )
-
-    def check_split(self, layout: Layout) -> None:
-        raise Refused(
-            f"{self.name} does not say how it can be split; use {self.base.name}, or a strategy"
-            " that does not split the model"
-        )
 
     def check_sequence(self, layout: Layout, tokens: int) -> None:
         super().check_sequence(layout, tokens)
@@ -249,6 +244,8 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
         Variant(**inherited, base=base, storage=storage, adapter=adapter),
         name=name,
         split=None,
+        no_split=f"does not say how it can be split; use {base.name}, or a strategy that does not"
+        " split the model",
         requires=(*base.requires, *libraries),
         max_tokens=max(0, base.max_tokens - virtual),
     )
@@ -258,7 +255,7 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
     return dataclasses.replace(
         variant,
         without_zero_gradient=lambda name, tensor: tensor,
-        block_path=base.block_path and wrapper + base.block_path,
+        block_paths=tuple(wrapper + path for path in base.block_paths),
     )
 
 
@@ -310,7 +307,7 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
             f"workload {name!r}: {storage} weights are frozen, so nothing would be trained; use"
             f" {name + '+lora'!r}"
         )
-    if adapter == "ia3" and not base.block_path:
+    if adapter == "ia3" and (base.split is None or base.split.exported):
         raise UsageError(
             f"workload {name!r}: IA3 is supported for gpt2 and llama models only; use +lora"
         )

@@ -78,7 +78,7 @@ GRAPHS = {"compile": "block_cudagraphs", "device": "cuda"}
     ("axes", "kind", "reason"),
     [
         ({"sequence_length": 33}, Refused, "33 tokens do not divide into 2 equal parts"),
-        ({"workload": "bert-micro"}, Refused, "one label for all of them"),
+        ({"workload": "bert-micro"}, Refused, "causal language models"),
         ({"workload": "llama-nano+prompt"}, Refused, "come before the first token"),
         ({"devices": 4}, Refused, "2 attention heads.*do not divide among 4 ranks"),
         ({"devices": 4, "options": {"sequence_ranks": 3}}, Refused, "groups of sequence_ranks=3"),

@@ -383,8 +383,7 @@ def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
 def fake_batch(job: Job, step: int) -> Batch:
     samples, length = job.cell.global_batch // job.layout.shares, job.cell.sequence_length
     inputs = job.workload.sample_inputs(samples, length).to(job.device)
-    shape = (samples, length) if job.workload.kind == "causal" else (samples,)
-    return Batch(step, inputs, torch.zeros(shape, dtype=torch.long, device=job.device))
+    return Batch(step, inputs, job.workload.sample_labels(inputs))
 
 
 @contextlib.contextmanager

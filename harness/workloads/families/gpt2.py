@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from harness.workloads.family import Family, ModelConfig, Split
 
@@ -16,7 +16,6 @@ class Gpt2Split(Split):
     blocks = "transformer.h"
     embedding = ("transformer.wte", "transformer.wpe")
     head = ("transformer.ln_f", "lm_head")
-    tied: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
     by_column = ("transformer.h.*.attn.c_attn", "transformer.h.*.mlp.c_fc")
     by_row = ("transformer.h.*.attn.c_proj", "transformer.h.*.mlp.c_proj")
 
@@ -123,7 +122,7 @@ FAMILY = Family(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    split=Gpt2Split(),
+    split=Gpt2Split({"lm_head.weight": "transformer.wte.weight"}),
     dropouts=(
         "transformer.drop",
         "transformer.h.*.attn.resid_dropout",

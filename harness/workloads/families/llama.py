@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, ModelConfig, Split
@@ -16,11 +16,11 @@ class LlamaSplit(Split):
     blocks = "model.layers"
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")
-    by_column: ClassVar[tuple[str, ...]] = (
+    by_column: tuple[str, ...] = (
         *(f"model.layers.*.self_attn.{n}_proj" for n in "qkv"),
         *(f"model.layers.*.mlp.{n}_proj" for n in ("gate", "up")),
     )
-    by_row: ClassVar[tuple[str, ...]] = (
+    by_row: tuple[str, ...] = (
         "model.layers.*.self_attn.o_proj",
         "model.layers.*.mlp.down_proj",
     )

@@ -1,0 +1,209 @@
+"""Workloads of a user's own config.json: what is read from the model, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.expand import expand
+from bench.host import Host
+from bench.matrix import read_matrix
+from harness.export import plan_of
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, UsageError
+from harness.strategies._accelerate_config import block_classes
+from harness.strategies.fsdp1 import wrap_policy
+from harness.strategy.registry import make_strategy, validate
+from harness.workloads import make_workload, prepare_data
+from harness.workloads.counts import model_facts
+from tests.tiny_models import MODELS, save_config
+
+ALONE = {"mamba": 0, "falcon": 4, "vit": 4}
+"""Models without a plan, and their attention heads."""
+
+
+def refusal(strategy: str, workload: str, devices: int = 2, **axes: Any) -> str:
+    axes = {"sequence_length": 32, "global_batch": 8, **axes}
+    cell = Cell(strategy=strategy, devices=devices, workload=workload, **axes)
+    with pytest.raises(Refused) as refused:
+        validate(cell, make_workload(workload))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_structure_and_counts_are_those_of_the_built_model(tmp_path: Path, model: str) -> None:
+    workload = make_workload(save_config(tmp_path, model))
+    built = workload.build(0, saved_weights=False)
+    facts = model_facts(workload, 32)
+    assert facts.parameters == sum(p.numel() for p in built.parameters())
+    assert facts.flops_per_sample > 0
+    blocks = workload.blocks_of(built)
+    assert len(blocks) == workload.blocks == (4 if model == "t5" else 2)
+    assert block_classes(workload) == sorted({type(block).__name__ for block in blocks})
+    in_blocks = sum(p.numel() for block in blocks for p in block.parameters())
+    assert in_blocks > 0.3 * facts.parameters
+    if model in ALONE:
+        assert (workload.split, workload.query_heads) == (None, ALONE[model])
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text"])
+def test_ties_are_read(tmp_path: Path, model: str) -> None:
+    tied = make_workload(save_config(tmp_path / "tied", model))
+    assert tied.split is not None
+    assert tied.split.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    apart = make_workload(save_config(tmp_path / "apart", model, tie_word_embeddings=False))
+    assert apart.split is not None
+    assert apart.split.tied == {}
+    assert "share" in refusal("tiled_linear", tied.name, micro_batches=1)
+
+
+def test_sequence_parallelism_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    name = save_config(tmp_path, "llama")
+    assert "share a weight" in refusal("tensor", name, options={"sequence_parallel": True})
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("pipeline", 2), ("three_d", 8)])
+def test_stages_by_the_models_own_forward_are_not_exported(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
+    """A script's stages add received hidden states as embeddings, which Gemma would scale."""
+    cell = Cell(strategy=strategy, devices=devices, workload=save_config(tmp_path, "gemma3_text"))
+    assert plan_of(make_strategy(cell), cell, "torchrun") is None
+
+
+@pytest.mark.parametrize("model", ["gemma3_text", "mistral", "mixtral"])
+def test_limited_attention_is_refused_under_sequence_parallelism(
+    tmp_path: Path, model: str
+) -> None:
+    name = save_config(tmp_path, model)
+    assert "8 tokens" in refusal("ulysses", name)
+    cell = Cell(strategy="ulysses", devices=2, workload=name, sequence_length=8)
+    validate(cell, make_workload(name))
+
+
+@pytest.mark.parametrize("model", ["falcon", "mamba"])
+def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path, model: str) -> None:
+    assert "cannot be replaced" in refusal("ulysses", save_config(tmp_path, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "options", "size"),
+    [
+        ("qwen2", {"intermediate_size": 345}, {}, "345"),
+        ("llama", {"intermediate_size": 345}, {}, "345"),
+        (
+            "llama",
+            {"vocab_size": 257, "tie_word_embeddings": False},
+            {"sequence_parallel": True},
+            "257",
+        ),
+        ("phi", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {}, "3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(
+    tmp_path: Path, model: str, changes: dict[str, Any], options: dict[str, Any], size: str
+) -> None:
+    name = save_config(tmp_path, model, **changes)
+    assert f" {size} " in refusal("tensor", name, options=options)
+
+
+@pytest.mark.parametrize("changes", [{"num_labels": 1}, {"problem_type": "regression"}])
+def test_losses_other_than_of_one_class_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    name = save_config(tmp_path, "qwen2", "Qwen2ForSequenceClassification", **changes)
+    assert refusal("ddp", name)
+
+
+def test_learned_positions_after_a_padding_row_are_fewer(tmp_path: Path) -> None:
+    workload = make_workload(save_config(tmp_path, "roberta"))
+    assert workload.max_tokens == 512
+    with pytest.raises(UsageError, match="512"):
+        prepare_data("stdlib", workload, 513)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "roberta", "gemma3_text"])
+def test_a_config_without_a_tokenizer_gets_bytes(tmp_path: Path, model: str) -> None:
+    workload = make_workload(save_config(tmp_path, model))
+    assert prepare_data("stdlib", workload, 64).token_dtype == "bytes"
+
+
+def test_training_arguments_are_no_weights(tmp_path: Path) -> None:
+    name = save_config(tmp_path, "qwen2")
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    make_workload(name).build(0)
+
+
+def test_an_index_without_its_files_is_a_mistake(tmp_path: Path) -> None:
+    name = save_config(tmp_path, "qwen2")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UsageError, match="index"):
+        make_workload(name)
+
+
+@pytest.mark.parametrize("model", ["deberta-v2", "vit", "roberta"])
+def test_zero_gradients_are_read(tmp_path: Path, model: str) -> None:
+    """In double precision, with biases away from 0, exactly the named gradients vanish."""
+    import torch
+    from torch.nn import functional
+
+    from harness.workloads.structure import read_structure
+
+    workload = make_workload(save_config(tmp_path, model))
+    built: Any = workload.build(0).double().eval()
+    torch.manual_seed(0)
+    for parameter in built.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    data = prepare_data("images" if model == "vit" else "stdlib", workload, 32)
+    inputs, labels = (torch.as_tensor(array) for array in data.batch(0, 0, 4, slice(0, 4)))
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    logits = workload.logits(built, inputs)
+    functional.cross_entropy(logits.flatten(0, -2), labels.flatten()).backward()
+    vanish = {n for n, p in built.named_parameters() if p.grad is None or p.grad.norm() < 1e-12}
+    assert vanish == read_structure(built).zero_gradients != set()
+
+
+def test_one_unsuitable_workload_leaves_the_other_cells(tmp_path: Path) -> None:
+    """Too few positions for the matrix's sequences; alone it is a mistake."""
+    short = save_config(tmp_path / "short", "roberta", max_position_embeddings=12)
+    good = save_config(tmp_path / "good", "qwen2")
+    host = Host("cpu", 2, 2**34)
+    matrix, only = read_matrix("smoke"), ["ddp"]
+    both = expand(matrix, host, only=only, changes={"workload": [short, good]})
+    assert {cell.workload for cell in both.cells} == {good}
+    assert {left.cell.workload for left in both.left_out if left.status == "refused"} == {short}
+    with pytest.raises(UsageError, match="10 positions"):
+        expand(matrix, host, only=only, changes={"workload": [short]})
+
+
+def test_every_kind_of_labels_is_drawn(tmp_path: Path) -> None:
+    """15 % of tokens are masked; a decoder is given its own tokens; a token's class is its id's."""
+    masked = prepare_data("stdlib", make_workload(save_config(tmp_path / "m", "roberta")), 32)
+    inputs, labels = masked.batch(0, 0, 4, slice(0, 4))
+    assert ((labels != -100).sum(1) == 5).all()
+    assert (inputs[labels != -100] == 255).all()
+    pairs = prepare_data("stdlib", make_workload(save_config(tmp_path / "s", "t5")), 32)
+    inputs, labels = pairs.batch(0, 0, 4, slice(0, 4))
+    assert labels.shape == (4, 16)
+    assert (inputs[:, 17:] == labels[:, :-1]).all()
+    tokens = prepare_data("stdlib", make_workload(save_config(tmp_path / "t", "deberta-v2")), 32)
+    inputs, labels = tokens.batch(0, 0, 4, slice(0, 4))
+    assert (labels == inputs % 5).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_fsdp1_never_cuts_shared_parameters_apart(tied: bool) -> None:
+    """Without blocks it wraps by size, but not modules that share a parameter."""
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    job: Any = SimpleNamespace(workload=SimpleNamespace(blocks_of=lambda model: []))
+    policy = wrap_policy(job, model)
+    cut = policy(module=model[1], recurse=False, nonwrapped_numel=512)
+    assert cut is not tied
