@@ -37,6 +37,8 @@ def from_config(
 
     Raises UsageError if transformers cannot build the model.
     """
+    query_heads = _number(config, "num_attention_heads")
+    width = _number(config, "hidden_size") // query_heads if query_heads else 0
     workload = Workload(
         name=name,
         kind=kind,
@@ -44,12 +46,16 @@ def from_config(
         family=None,
         pretrained=path,
         cannot_train=_cannot_train(config, kind),
-        num_labels=config.num_labels if kind in ("classification", "tokens", "image") else 0,
+        num_labels=_number(config, "num_labels")
+        if kind in ("classification", "tokens", "image")
+        else 0,
         image_size=(_number(config, "image_size") or IMAGE_SIZE) if kind == "image" else 0,
         vocabulary=_number(config, "vocab_size") if kind != "image" else 0,
         experts=_number(config, "num_experts") or _number(config, "num_local_experts"),
         experts_per_token=_number(config, "num_experts_per_tok"),
-        **_heads(config),
+        heads=_number(config, "num_key_value_heads") or query_heads,
+        query_heads=query_heads,
+        head_width=_number(config, "head_dim") or width,
     )
     try:
         model = workload.on_meta()
@@ -109,17 +115,6 @@ def _family(
     return family if family and family.model_class == architecture else None
 
 
-def _heads(config: PretrainedConfig) -> dict[str, int]:
-    """Returns head counts and width; zeros for models without attention heads."""
-    query_heads = _number(config, "num_attention_heads")
-    width = _number(config, "hidden_size") // query_heads if query_heads else 0
-    return {
-        "heads": _number(config, "num_key_value_heads") or query_heads,
-        "query_heads": query_heads,
-        "head_width": _number(config, "head_dim") or width,
-    }
-
-
 def _number(config: PretrainedConfig, name: str) -> int:
     """Returns a whole number of a config; 0 if it has none by this name, or one for each block."""
     value = getattr(config, name, None)
@@ -129,7 +124,7 @@ def _number(config: PretrainedConfig, name: str) -> int:
 def _cannot_train(config: PretrainedConfig, kind: Kind) -> str:
     if kind not in ("classification", "tokens", "image"):
         return ""
-    if config.num_labels < 2:
+    if _number(config, "num_labels") < 2:
         return (
             "has one label, whose cross entropy is 0 whatever it computes; give a config.json with"
             " two labels or more (id2label)"
