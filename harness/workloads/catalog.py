@@ -6,7 +6,7 @@ import functools
 import importlib
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
@@ -131,10 +131,9 @@ def _kind(name: str, config: PretrainedConfig, architecture: str) -> Kind:
     import transformers
 
     for ending, kind in _KINDS.items():
-        if architecture.endswith(ending):
-            auto: Any = getattr(transformers, AUTO[kind])
-            if type(config) in auto._model_mapping:
-                return kind
+        mapping = getattr(transformers, AUTO[kind])._model_mapping
+        if architecture.endswith(ending) and type(config) in mapping:
+            return kind
     raise UsageError(
         f"workload {name!r}: architecture {architecture or 'unknown'!r} is none that can be trained"
         f" here; give a model whose config.json names a ...{', a ...'.join(_KINDS)}, of text or"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,13 @@ class Absent(nn.Identity):
             if isinstance(value, str | bool | int) and not hasattr(self, name):
                 setattr(self, name, value)  # such as a layer's kind of attention
 
-    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, input: Tensor, *_: object, **__: object) -> Tensor:
         if input.is_floating_point():
             return input
         return torch.zeros(*input.shape, self.hidden_size, device=input.device)
 
 
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+def _hidden(output: object) -> Tensor:
+    hidden = output[0] if isinstance(output, tuple) else output
+    assert isinstance(hidden, Tensor)
     return hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,7 @@ def _stages(
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Returns the embedding's and head's paths by the class's pipeline plan, or why there are
     none."""
-    plan: Mapping[str, Any] = getattr(model.config, "base_model_pp_plan", None) or {}
+    plan: Mapping[str, object] = getattr(model.config, "base_model_pp_plan", None) or {}
     prefix, head_module = model.base_model_prefix, model.get_output_embeddings()
     if not plan:
         return (), (), "transformers has no pipeline plan for it"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from harness.host.packages import hide
 from harness.spec.errors import Refused
@@ -216,7 +216,7 @@ class Workload:
             assert self.family is not None
             model = getattr(transformers, self.family.model_class)(config)
             return model
-        auto: Any = getattr(transformers, AUTO[self.kind])
+        auto = getattr(transformers, AUTO[self.kind])
         if saved_weights and has_weights(self.pretrained):
             model = auto.from_pretrained(
                 self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False
