@@ -11,7 +11,7 @@ from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
-_HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^\s,]+) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
+_HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^,]+?) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
 """Number of GPUs, their name, and cores."""
 
 
@@ -53,20 +53,18 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError that lists known
-    GPUs."""
-    from harness.host.gpu_models import gpu_models
+    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError with the
+    nearest GPUs for an unknown one."""
+    from harness.host.gpu_models import gpu_named
 
     if not text:
         return Host.here(nodes)
-    match = re.fullmatch(_HOST, text.lower(), re.VERBOSE)
-    by_name = {name.replace("-", ""): model for name, model in gpu_models().items()}
-    model = by_name.get(match[2].replace("-", "")) if match else None
-    if match is None or model is None:
+    match = re.fullmatch(_HOST, text, re.VERBOSE | re.IGNORECASE)
+    if match is None:
         raise UsageError(
-            f"--host {text!r}: write it like '8 x h100-80gb' or '8 x h100-80gb, 112 cores'; known"
-            f" GPUs are {', '.join(gpu_models())}"
+            f"--host {text!r}: write it like '8 x h100-80gb' or '8 x h100-80gb, 112 cores'"
         )
+    model = gpu_named(match[2])
     return Host(
         "cuda",
         int(match[1] or 1),

@@ -91,7 +91,7 @@ def plan(
     from harness.planner.cluster.cluster_plan import explanation
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.model_shape import parse_shape
+    from harness.planner.cluster.model_names import parse_shape
     from harness.planner.cluster.question import ClusterQuestion
     from harness.spec.errors import UsageError
 

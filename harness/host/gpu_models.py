@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from pydantic import BaseModel, ConfigDict
+
+from harness.spec.errors import UsageError
 
 MEBIBYTE = 2**20
 TERA = 1e12
@@ -108,3 +112,37 @@ def gpu_model(device_name: str | None) -> GpuModel | None:
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
     model = gpu_model(device_name)
     return model.peak_flops_per_second(precision) if model else None
+
+
+_WORDS = ("nvidia", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
+"""Words that people add to a GPU's name and that no model needs."""
+
+
+def gpu_named(text: str) -> GpuModel:
+    """Returns the GPU that people call this: `4090`, `rtx-4090-24gb`, `h100`, `A100 80GB`.
+
+    Raises UsageError with the nearest names if there is none, or if several memories are possible.
+    """
+    models = gpu_models()
+    parts = [part for part in re.split(r"[\s_\-]+", text.lower()) if part not in _WORDS]
+    name = re.sub(r"(?<=\d)gib\b", "gb", re.sub(r"-(\d+)-gb\b", r"-\1gb", "-".join(parts)))
+    name = re.sub(r"-?sxm\d?", "", name)
+    if name.endswith("-pcie"):
+        name = re.sub(r"^(\w+)-(\d+gb)-pcie$", r"\1-pcie-\2", name)
+    plain, memory = (
+        (match[1], int(match[2]))
+        if (match := re.fullmatch(r"(.+)-(\d+)gb", name))
+        else (name, None)
+    )
+    for candidate in (name, f"rtx-{name}", f"rtx-{name.removeprefix('rtx-')}"):
+        if candidate in models:
+            return models[candidate]
+    for candidate in (plain, f"rtx-{plain}"):
+        model = models.get(candidate)
+        if model and memory and abs(model.memory_bytes / 1e9 / memory - 1) < 0.15:
+            return model
+    sizes = [host for host in models if re.fullmatch(re.escape(name) + r"-\d+gb", host)]
+    if len(sizes) == 1:
+        return models[sizes[0]]
+    near = sizes or difflib.get_close_matches(name, models, 3, 0.4) or list(models)
+    raise UsageError(f"GPU {text!r} is not in the table; nearest are {', '.join(near)}")

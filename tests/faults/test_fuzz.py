@@ -28,7 +28,7 @@ from harness.nodes.protocol import ProtocolError, decoded, encoded
 from harness.planner.cluster.calibration import DEFAULT
 from harness.planner.cluster.calibration import load as load_constants
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_shape import parse_shape
+from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.question import ClusterQuestion
 from harness.record.files import DamagedFile, OtherSchema, read_file
 from harness.record.plan import Plan

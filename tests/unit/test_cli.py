@@ -73,7 +73,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "smoke", "--host", "8 x h100-80gb"], ["--host", "--dry-run"]),
         (
             ["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"],
-            ["'8 x abacus'", "8 x h100-80gb", "rtx-4090"],
+            ["'abacus'", "h100-80gb", "rtx-4090"],
         ),
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (

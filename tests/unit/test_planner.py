@@ -21,13 +21,8 @@ from harness.planner.cluster.calibration import DEFAULT, load
 from harness.planner.cluster.cluster_plan import explanation, plan
 from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of, curve_of
 from harness.planner.cluster.layout_memory import capped, model_states
-from harness.planner.cluster.model_shape import (
-    ModelShape,
-    empty_stages,
-    named_shapes,
-    numbered_stages,
-    parse_shape,
-)
+from harness.planner.cluster.model_names import named_shapes, parse_shape
+from harness.planner.cluster.model_shape import ModelShape, empty_stages, numbered_stages
 from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts, joined
 from harness.planner.cluster.step_time import one_forward_one_backward
 from harness.spec.errors import UsageError
@@ -72,7 +67,7 @@ def test_model_states_are_those_of_the_zero_paper() -> None:
 
 
 def test_published_models_have_their_parameters() -> None:
-    published = {"llama-1b": 1.24, "llama-7b": 6.74, "llama-8b": 8.03, "llama-70b": 70.6}
+    published = {"llama-3.2-1b": 1.24, "llama-7b": 6.74, "llama-8b": 8.03, "llama-70b": 70.6}
     published |= {"llama-405b": 405.9, "mixtral-8x7b": 46.7, "gpt-175b": 175, "playbook-3b": 3.57}
     for name, billions in published.items():
         assert named_shapes()[name].parameters / 1e9 == pytest.approx(billions, rel=0.006)
@@ -221,7 +216,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "layers=2"], "give hidden as well"),
         (["--model", "layers=2,hidden=1.5"], "is not a whole number"),
         (["--model", "hf:/nowhere"], "cannot read '/nowhere'"),
-        (["--model", "gpt2", "--device", "h100"], "nearest are h100-80gb"),
+        (["--model", "gpt2", "--device", "a100"], "nearest are a100-40gb"),
         (["--model", "gpt2", "--devices", "12"], "the nearest numbers that do are 8 and 16"),
         (["--model", "gpt2", "--link", "fast"], "link 'fast' is not understood"),
         (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "has no rate between nodes"),
@@ -229,7 +224,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         (["--model", "layers=2,hidden=64,heads=0"], "heads is 0; give at least 1"),
         (["--model", "layers=2,hidden=64,layers=3"], "layers is given twice"),
         (["--model", "layers=99999999,hidden=64"], "give at most 10000"),
-        (["--model", "gpt2", "--device", "H100"], "nearest are h100-80gb"),
+        (["--model", "gpt2", "--device", "A100"], "nearest are a100-40gb"),
         (["--model", "gpt2", "--link", "nvlink,0gbit"], "has a rate of 0; give rates above 0"),
         (["--model", "gpt2", "--price", "nan"], "--price nan: give a price above 0"),
         (["--model", "gpt2", "--price", "inf"], "--price inf: give a price above 0"),

@@ -29,7 +29,8 @@ from harness.planner.cluster.calibrate import (
 )
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_shape import ModelShape, named_shapes
+from harness.planner.cluster.model_names import named_shapes
+from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.question import (
     ClusterQuestion,
     PlannedLayout,

@@ -10,7 +10,8 @@ import pytest
 
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_shape import ModelShape, parse_shape
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 

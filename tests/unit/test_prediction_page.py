@@ -10,7 +10,7 @@ from bench.cli.plan import plan as command
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.cluster_plan import device_counts, neighbours, sweep
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_shape import named_shapes
+from harness.planner.cluster.model_names import named_shapes
 from harness.planner.cluster.question import ClusterQuestion
 from harness.planner.local.local_plan import ScalingCurve, ScalingPoint, straggling
 from reports.prediction_page import scaling_page

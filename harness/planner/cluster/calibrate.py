@@ -22,7 +22,8 @@ from harness.planner.cluster.calibration import (
 )
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import memory
-from harness.planner.cluster.model_shape import ModelShape, parse_shape
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import REFUSED_BELOW, Predictions, predict, ranked
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.step_time import step_time

@@ -11,7 +11,8 @@ import numpy as np
 
 from harness.planner.cluster.calibration import ClusterCalibration
 from harness.planner.cluster.layout_memory import model_states
-from harness.planner.cluster.model_shape import ModelShape, named_shapes
+from harness.planner.cluster.model_names import named_shapes
+from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import (
     COMPUTING,
     WAITING,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from harness.host.gpu_models import GpuModel, gpu_models
+from harness.host.gpu_models import GpuModel, gpu_named
+from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
 TERA = 1e12
-USUAL_SHARE = 0.8
-"""Share of peak that an unmeasured device's best matrix product reaches."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth as a share of one direction of a node's links. Measured: 436 and 250 of 450 GB/s on
 H100 nodes (Ultra-Scale Playbook); all-reduce on A100 nodes usually reaches 230 to 240 of 300 GB/s.
@@ -102,23 +100,6 @@ def measured_links() -> dict[str, MeasuredLinks]:
     return {links.name: links for links in listed}
 
 
-@functools.cache
-def _reached() -> dict[str, float]:
-    """Reads the TFLOP/s of each device's best matrix product from hardware.yaml."""
-    text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
-    table = TypeAdapter(dict[str, float])
-    return table.validate_python(yaml.safe_load(text)["best_products"])
-
-
-def device_named(name: str) -> GpuModel:
-    """Raises UsageError with similar names for an unknown device."""
-    models = gpu_models()
-    if name not in models:
-        near = difflib.get_close_matches(name.lower(), models, 3, 0.4) or list(models)
-        raise UsageError(f"device {name!r} is not in the table; nearest are {', '.join(near)}")
-    return models[name]
-
-
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """Returns a cluster of these devices and links.
 
@@ -128,7 +109,8 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
-    model = device_named(device)
+    model = gpu_named(device)
+    device = model.host_name
     peak = model.bf16_flops_per_second or model.fp16_flops_per_second
     if not peak or not model.memory_bytes_per_second:
         raise UsageError(f"device {device!r}: its peak or its memory's bandwidth is not published")
@@ -136,7 +118,7 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     return Cluster(
         device=device,
         flops_per_second=peak,
-        reached_flops_per_second=_reached().get(device, USUAL_SHARE * peak / TERA) * TERA,
+        reached_flops_per_second=best_products().get(device, USUAL_SHARE * peak / TERA) * TERA,
         memory_bytes=float(model.memory_bytes),
         memory_bytes_per_second=model.memory_bytes_per_second,
         per_node=per_node,

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import re
 from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from harness.spec.errors import UsageError
 
@@ -41,6 +36,9 @@ class ModelShape:
     experts: int = 1
     """Feed-forward blocks per layer."""
     experts_per_token: int = 1
+    other: int = 0
+    """Parameters of the whole model beyond its matrices and two norms of the hidden size per layer:
+    biases, further norms, positions, shared experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -49,7 +47,9 @@ class ModelShape:
                 continue
             given = f"model {self.name!r}: {field.name} is {value}"
             most = MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
-            if value < 1 and field.name not in ("kv_heads", "head_size"):
+            if field.name == "other":
+                continue
+            if value < 1 and field.name not in ("kv_heads", "head_size", "other"):
                 raise UsageError(f"{given}; give at least 1")
             if value > most:
                 raise UsageError(f"{given}; give at most {most}")
@@ -100,6 +100,7 @@ class ModelShape:
             + self.experts * self.expert_parameters
             + router
             + 2 * self.hidden
+            + self.other // self.layers
         )
 
     @property
@@ -110,7 +111,7 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters, a tied matrix once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
-        return self.layers * self.layer_parameters + ends
+        return self.layers * self.layer_parameters + self.other % self.layers + ends
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Returns the floating-point operations of forward and backward per token.
@@ -131,122 +132,6 @@ def padded_head(size: int) -> int:
     A head of 96 costs FlashAttention's kernels as much as one of 128.
     """
     return max(32, 1 << (size - 1).bit_length())
-
-
-@functools.cache
-def named_shapes() -> dict[str, ModelShape]:
-    text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text)["models"]
-    return {row["name"]: ModelShape(**row) for row in rows}
-
-
-def parse_shape(text: str) -> ModelShape:
-    """Parses a name, `hf:PATH` (transformers' config.json or its folder), or
-    `layers=32,hidden=4096,...`; raises UsageError for other texts."""
-    if text in named_shapes():
-        return named_shapes()[text]
-    if text.startswith("hf:"):
-        return from_config(Path(text.removeprefix("hf:")))
-    if "=" in text:
-        return _from_sizes(text)
-    raise UsageError(
-        f"model {text!r} is not known; known are {', '.join(named_shapes())}; or give hf:PATH of"
-        " a config.json, or sizes such as layers=32,hidden=4096,heads=32"
-    )
-
-
-_SIZES = [field.name for field in dataclasses.fields(ModelShape) if field.name != "name"]
-
-
-def _from_sizes(text: str) -> ModelShape:
-    values: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in _SIZES:
-            raise UsageError(f"model size {name!r} is not known; known are {', '.join(_SIZES)}")
-        if not re.fullmatch(r"\d+", value):
-            raise UsageError(
-                f"model size {name}={value!r} is not a whole number; give it as digits"
-            )
-        if name in values:
-            raise UsageError(f"model {text!r}: {name} is given twice; give it once")
-        values[name] = int(value)
-        if not values[name] and name not in ("gated", "tied"):
-            raise UsageError(f"model {text!r}: {name} is 0; give at least 1")
-    if missing := [name for name in ("layers", "hidden") if name not in values]:
-        raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
-    hidden = values["hidden"]
-    heads = values.get("heads", max(1, hidden // 128))
-    defaults = {
-        "heads": heads,
-        # Llama's: 8/3 of the hidden size, rounded up to a multiple of 256.
-        "feed_forward": -(-8 * hidden // 3 // 256) * 256,
-        "vocabulary": 128256,
-    }
-    sizes = defaults | values
-    return ModelShape(
-        name=text,
-        layers=sizes["layers"],
-        hidden=hidden,
-        heads=heads,
-        feed_forward=sizes["feed_forward"],
-        vocabulary=sizes["vocabulary"],
-        kv_heads=sizes.get("kv_heads", 0),
-        head_size=sizes.get("head_size", 0),
-        gated=bool(sizes.get("gated", 1)),
-        tied=bool(sizes.get("tied", 0)),
-        experts=sizes.get("experts", 1),
-        experts_per_token=sizes.get("experts_per_token", 1),
-    )
-
-
-def from_config(path: Path) -> ModelShape:
-    """Reads transformers' config.json; raises UsageError if it is missing, not JSON, or lacks a
-    size."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except ValueError:
-        raise UsageError(
-            f"{str(file)!r} is not JSON; give the config.json of a transformers model"
-        ) from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{str(file)!r} is not a JSON object; give a model's config.json")
-
-    def size(*names: str, default: int | None = None) -> int:
-        for name in names:
-            value = config.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-        if default is None:
-            raise UsageError(f"{str(file)!r} has no {' or '.join(names)}, which is required")
-        return default
-
-    hidden = size("hidden_size", "n_embd", "d_model")
-    heads = size("num_attention_heads", "n_head")
-    act = str(config.get("hidden_act", config.get("activation_function", "silu")))
-    experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
-    return ModelShape(
-        name=str(config.get("model_type", file.parent.name)),
-        layers=size("num_hidden_layers", "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=size("num_key_value_heads", default=heads),
-        head_size=size("head_dim", default=hidden // heads),
-        feed_forward=size(
-            *(("moe_intermediate_size",) if experts > 1 else ()),
-            "intermediate_size",
-            "n_inner",
-            default=4 * hidden,
-        ),
-        vocabulary=size("vocab_size"),
-        gated=act in ("silu", "swish", "swiglu"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
-    )
 
 
 @dataclass(frozen=True)

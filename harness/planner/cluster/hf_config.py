@@ -1,0 +1,183 @@
+"""Reads a model's shape, with its exact number of parameters, from transformers' config.json.
+
+Importing transformers would take seconds, so this follows its modelling code. Each family's
+differences from Llama are listed in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from harness.planner.cluster.model_shape import ModelShape
+from harness.spec.errors import UsageError
+
+Config: TypeAlias = Mapping[str, int | str | None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a model type from Llama."""
+
+    tied: bool = False
+    """Default of `tie_word_embeddings`."""
+    gated: bool = True
+    norm: int = 1
+    """Vectors of a norm: 2 for LayerNorm, which has a bias."""
+    layer_norms: int = 2
+    qkv_bias: bool = False
+    """Default of a bias in queries, keys and values."""
+    out_bias: bool = False
+    feed_bias: bool = False
+    head_norms: int = 0
+    """Norms of single heads, or of all heads' width if 2."""
+    head_bias: bool = False
+    positions: int = 0
+    """Learned positions beyond the configured number; -1 without learned positions."""
+    bias_key: str = ""
+    """Name of the config's switch of all biases of attention."""
+
+
+PLAIN = Family(positions=-1)
+GPT = Family(
+    tied=True, gated=False, norm=2, qkv_bias=True, out_bias=True, feed_bias=True, positions=0
+)
+FAMILIES: dict[str, Family] = {
+    "llama": replace(PLAIN, bias_key="attention_bias"),
+    "mistral": PLAIN,
+    "mixtral": PLAIN,
+    "granite": replace(PLAIN, bias_key="attention_bias"),
+    "phi3": PLAIN,
+    "olmo2": replace(PLAIN, head_norms=2),
+    "olmoe": replace(PLAIN, head_norms=2),
+    "qwen2": replace(PLAIN, qkv_bias=True),
+    "qwen2_moe": replace(PLAIN, qkv_bias=True),
+    "qwen3": replace(PLAIN, head_norms=1),
+    "qwen3_moe": replace(PLAIN, head_norms=1),
+    "gemma": replace(PLAIN, tied=True),
+    "gemma2": replace(PLAIN, tied=True, layer_norms=4),
+    "gemma3_text": replace(PLAIN, tied=True, layer_norms=4, head_norms=1),
+    "gpt2": GPT,
+    "opt": replace(GPT, positions=2),
+    "falcon": replace(GPT, positions=-1, qkv_bias=False, out_bias=False, feed_bias=False),
+    "gpt_neox": replace(GPT, tied=False, positions=-1),
+    "phi": replace(GPT, tied=False, positions=-1, layer_norms=1, head_bias=True),
+    "starcoder2": replace(GPT, tied=True, positions=-1),
+    "bloom": replace(GPT, positions=-1),
+}
+UNTIED_BY_CONFIG = "tie_word_embeddings"
+
+
+def from_config(path: Path) -> ModelShape:
+    """Reads transformers' config.json; raises UsageError if it is missing, not JSON, or lacks a
+    size."""
+    file = path / "config.json" if path.is_dir() else path
+    config = _read(file)
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+        if default is None:
+            raise UsageError(f"{str(file)!r} has no {' or '.join(names)}, which is required")
+        return default
+
+    kind = str(config.get("model_type", ""))
+    family = FAMILIES.get(kind)
+    hidden = size("hidden_size", "n_embd", "d_model")
+    heads = size("num_attention_heads", "n_head")
+    experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    act = str(config.get("hidden_act", config.get("activation_function", "silu")))
+    gated = family.gated if family else act in ("silu", "swish", "swiglu")
+    shape = ModelShape(
+        name=kind or file.parent.name,
+        layers=size("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_kv_heads(config, kind, heads, size),
+        head_size=size("head_dim", default=hidden // heads),
+        feed_forward=size(
+            *(("moe_intermediate_size",) if experts > 1 else ()),
+            "intermediate_size",
+            "ffn_hidden_size",
+            "ffn_dim",
+            "n_inner",
+            default=4 * hidden,
+        ),
+        vocabulary=size("vocab_size"),
+        gated=gated,
+        tied=bool(config.get(UNTIED_BY_CONFIG, family.tied if family else False)),
+        experts=experts,
+        experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
+    )
+    if family is None:
+        return shape
+    return replace(shape, other=_others(config, kind, family, shape))
+
+
+def _read(file: Path) -> Config:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(
+            f"{str(file)!r} is not JSON; give the config.json of a transformers model"
+        ) from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{str(file)!r} is not a JSON object; give a model's config.json")
+    return config
+
+
+def _whole(config: Config, name: str, default: int) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) else default
+
+
+def _kv_heads(config: Config, kind: str, heads: int, size: Callable[..., int]) -> int:
+    if kind != "falcon":
+        return size("num_key_value_heads", default=heads)
+    if config.get("new_decoder_architecture"):
+        return size("num_kv_heads", default=heads)
+    return 1 if config.get("multi_query", True) else heads
+
+
+def _others(config: Config, kind: str, family: Family, shape: ModelShape) -> int:
+    """Returns the parameters beyond what ModelShape counts: Llama's matrices and norms."""
+    hidden, feed = shape.hidden, shape.feed_forward
+    bias = bool(config.get(family.bias_key)) if family.bias_key else False
+    layer_norms = family.layer_norms
+    qkv, out, feeds = family.qkv_bias or bias, family.out_bias or bias, family.feed_bias
+    if kind == "starcoder2":
+        qkv = out = feeds = bool(config.get("use_bias", True))
+    if kind == "gpt_neox":
+        qkv = out = bool(config.get("attention_bias", True))
+    if kind == "falcon":
+        qkv = out = feeds = bool(config.get("bias", False))
+        new = bool(config.get("new_decoder_architecture"))
+        two = new and config.get("num_ln_in_parallel_attn") in (None, 2)
+        layer_norms = 2 if two or not config.get("parallel_attn", True) else 1
+    if kind == "llama":
+        feeds = bool(config.get("mlp_bias", False))
+    each = (family.norm * layer_norms - 2) * hidden
+    each += (shape.attention_width + 2 * shape.kv_width) * qkv + hidden * out
+    each += (feed * (2 if shape.gated else 1) + hidden) * feeds
+    each += {0: 0, 1: 2 * shape.head_size, 2: shape.attention_width + shape.kv_width}[
+        family.head_norms
+    ]
+    if kind == "qwen2_moe":
+        shared = _whole(config, "shared_expert_intermediate_size", 5632)
+        each += 3 * hidden * shared + hidden
+    whole = (family.norm - 1) * hidden
+    if family.positions >= 0:
+        count = _whole(config, "n_positions", _whole(config, "max_position_embeddings", 1024))
+        whole += (count + family.positions) * hidden
+    if family.head_bias:
+        whole += shape.vocabulary
+    if kind == "bloom":
+        whole += 2 * hidden
+    return shape.layers * each + whole

@@ -1,0 +1,82 @@
+"""Finds a model's shape by name, by transformers' config.json, or by sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import yaml
+
+from harness.planner.cluster.hf_config import from_config
+from harness.planner.cluster.model_shape import ModelShape
+from harness.spec.errors import UsageError
+
+
+@functools.cache
+def named_shapes() -> dict[str, ModelShape]:
+    text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
+    rows = yaml.safe_load(text)["models"]
+    return {row["name"]: ModelShape(**row) for row in rows}
+
+
+def parse_shape(text: str) -> ModelShape:
+    """Parses a name, `hf:PATH` (transformers' config.json or its folder), or
+    `layers=32,hidden=4096,...`; raises UsageError for other texts."""
+    if text in named_shapes():
+        return named_shapes()[text]
+    if text.startswith("hf:"):
+        return from_config(Path(text.removeprefix("hf:")))
+    if "=" in text:
+        return _from_sizes(text)
+    raise UsageError(
+        f"model {text!r} is not known; known are {', '.join(named_shapes())}; or give hf:PATH of"
+        " a config.json, or sizes such as layers=32,hidden=4096,heads=32"
+    )
+
+
+_SIZES = [field.name for field in dataclasses.fields(ModelShape) if field.name != "name"]
+
+
+def _from_sizes(text: str) -> ModelShape:
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in _SIZES:
+            raise UsageError(f"model size {name!r} is not known; known are {', '.join(_SIZES)}")
+        if not re.fullmatch(r"\d+", value):
+            raise UsageError(
+                f"model size {name}={value!r} is not a whole number; give it as digits"
+            )
+        if name in values:
+            raise UsageError(f"model {text!r}: {name} is given twice; give it once")
+        values[name] = int(value)
+        if not values[name] and name not in ("gated", "tied"):
+            raise UsageError(f"model {text!r}: {name} is 0; give at least 1")
+    if missing := [name for name in ("layers", "hidden") if name not in values]:
+        raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
+    hidden = values["hidden"]
+    heads = values.get("heads", max(1, hidden // 128))
+    defaults = {
+        "heads": heads,
+        # Llama's: 8/3 of the hidden size, rounded up to a multiple of 256.
+        "feed_forward": -(-8 * hidden // 3 // 256) * 256,
+        "vocabulary": 128256,
+    }
+    sizes = defaults | values
+    return ModelShape(
+        name=text,
+        layers=sizes["layers"],
+        hidden=hidden,
+        heads=heads,
+        feed_forward=sizes["feed_forward"],
+        vocabulary=sizes["vocabulary"],
+        kv_heads=sizes.get("kv_heads", 0),
+        head_size=sizes.get("head_size", 0),
+        gated=bool(sizes.get("gated", 1)),
+        tied=bool(sizes.get("tied", 0)),
+        experts=sizes.get("experts", 1),
+        experts_per_token=sizes.get("experts_per_token", 1),
+        other=sizes.get("other", 0),
+    )
