@@ -34,6 +34,7 @@ COMMANDS = {
     },
     "Look up": {"list": "list_cmd:listing", "schema": "schema:schema", "doctor": "doctor:doctor"},
     "Predict": {
+        "fits": "fits:fits",
         "plan": "plan:plan",
         "predict": "predict:predict",
         "whatif": "whatif:whatif",

@@ -1,0 +1,198 @@
+"""bench fits: says whether a fine-tuning fits GPUs, how fast it is, and what to turn on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from bench.cli.options import Json, Seq
+from harness.spec.errors import UsageError
+
+if TYPE_CHECKING:
+    from harness.planner.finetune.answer import Answer, FitQuestion
+
+GIB = 2**30
+EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
+METHODS = ("full", "lora", "qlora")
+
+Model: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes."
+    ),
+]
+Gpus: TypeAlias = Annotated[
+    str, typer.Option("--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090'.")
+]
+MethodOption: TypeAlias = Annotated[str, typer.Option("--method", help="full, lora or qlora.")]
+MicroBatch: TypeAlias = Annotated[
+    int, typer.Option("--batch", help="Sequences that a GPU trains on at once.")
+]
+PrecisionOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="For full: bf16 keeps fp32 parameters and moments; pure-bf16, fp32,"
+        " pure-bf16-fp32-reduce.",
+    ),
+]
+Rank: TypeAlias = Annotated[int, typer.Option("--rank", help="Rank of LoRA on all matrices.")]
+FitLink: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        help="Between GPUs: nvlink, pcie (through host memory) or pcie-p2p. [default: nvlink where"
+        " the GPU has it, else pcie]",
+    ),
+]
+
+
+def fits(
+    model: Model,
+    gpus: Gpus,
+    method: MethodOption = "lora",
+    seq: Seq = 2048,
+    batch: MicroBatch = 1,
+    precision: PrecisionOption = "bf16",
+    rank: Rank = 16,
+    link: FitLink = None,
+    json_output: Json = False,
+) -> None:
+    """Say whether a fine-tuning fits, how fast it is, and what to turn on.
+
+    Exits with 0 for yes, 1 for no and 3 for uncertain.
+
+    Example: [bold]python -m bench fits llama-8b --gpus '2 x 4090' --method qlora[/bold]
+    """
+    from harness.planner.finetune.answer import answer
+
+    question = _question(model, gpus, method, seq, batch, precision, rank, link)
+    result = answer(question)
+    command = _command(model, question, result)
+    if json_output:
+        document = dataclasses.asdict(result) | {
+            "margin_bytes": result.margin_bytes,
+            "parameters": question.shape.parameters,
+            "command": command,
+        }
+        print(json.dumps(document))
+    else:
+        for line in _lines(question, result, command):
+            print(line)
+    raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _question(
+    model: str,
+    gpus: str,
+    method: str,
+    seq: int,
+    batch: int,
+    precision: str,
+    rank: int,
+    link: str | None,
+) -> FitQuestion:
+    from harness.host.gpu_models import gpu_named
+    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.finetune.answer import FitQuestion
+    from harness.planner.finetune.recipe import STATES
+    from harness.planner.finetune.speed import link_bytes_per_second
+
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
+    if match is None or match[1] == "0":
+        raise UsageError(f"--gpus {gpus!r}: write it like '2 x rtx-4090'")
+    if method not in METHODS:
+        raise UsageError(f"--method {method!r}: give {', '.join(METHODS)}")
+    if precision not in STATES:
+        raise UsageError(f"--precision {precision!r}: give one of {', '.join(STATES)}")
+    for name, value in (("--seq", seq), ("--batch", batch), ("--rank", rank)):
+        if not 1 <= value <= 10**6:
+            raise UsageError(f"{name} {value}: give 1 to 1000000")
+    count, gpu = int(match[1] or 1), gpu_named(match[2])
+    if count > 8:
+        raise UsageError(
+            f"--gpus {gpus!r}: up to 8 GPUs of one node; python -m bench plan answers for more"
+        )
+    bandwidth = link_bytes_per_second(gpu, link)
+    shape = parse_shape(model)
+    return FitQuestion(
+        shape,
+        gpu,
+        count,
+        method,  # type: ignore[arg-type]
+        seq,
+        batch,
+        precision,
+        rank,
+        bandwidth,
+    )
+
+
+def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
+    recipe = result.recipe
+    on = f" with {', '.join(result.turn_on)}" if result.turn_on else ""
+    first = (
+        f"{result.verdict}: {question.shape.name}, {question.method}, on {question.gpus} x"
+        f" {question.gpu.host_name}{on} needs {result.peak_bytes / GIB:.1f} of"
+        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (margin"
+        f" {result.margin_bytes / GIB:+.1f} GiB, fits with {result.fits:.0%})"
+    )
+    lines = [first]
+    if result.verdict != "no":
+        lines.append(
+            f"speed: about {result.tokens_per_second:,.0f} tokens/s in all"
+            f" (sequences of {recipe.sequence}, micro-batch {recipe.micro_batch}); within a factor"
+            " of 1.4"
+        )
+    alone = result.one_gpu_tokens_per_second
+    if alone and alone > result.tokens_per_second:
+        lines.append(f"one GPU alone is faster: about {alone:,.0f} tokens/s")
+    lines.append(
+        f"longest sequence that fits: {result.longest_sequence or 'none'}; largest micro-batch:"
+        f" {result.largest_batch or 'none'}"
+    )
+    lines += [
+        f"to make it fit: --{option.name} {shlex.quote(option.value)} (margin"
+        f" {option.margin_bytes / GIB:+.1f} GiB, about"
+        f" {option.tokens_per_second:,.0f} tokens/s)"
+        for option in result.remedies
+    ]
+    if command:
+        lines.append(f"run: {command}")
+    return lines
+
+
+def _command(model: str, question: FitQuestion, result: Answer) -> str:
+    """Returns the command that measures the recipe with the suite; empty if nothing fits."""
+    from harness.workloads import make_workload
+
+    if result.verdict == "no":
+        return ""
+    variant = {"full": "", "lora": "+lora", "qlora": "+nf4+lora"}[question.method]
+    if question.method == "full" and question.precision.startswith("pure"):
+        variant = "+bf16"
+    workload = f"{model}{variant}"
+    try:
+        make_workload(workload)
+    except UsageError:
+        workload = f"hf:PATH{variant}"
+    recipe = result.recipe
+    strategy = "single"
+    if question.gpus > 1:
+        strategy = "fsdp2" if recipe.sharding == "full" else "ddp"
+    axes = {
+        "devices": question.gpus,
+        "workload": workload,
+        "sequence_length": recipe.sequence,
+        "batch": recipe.micro_batch * question.gpus,
+        "recompute": recipe.recompute,
+        "precision": "fp32" if variant == "+bf16" else "bf16",
+    }
+    return f"python -m bench run --only {strategy} " + " ".join(
+        f"--set {name}={value}" for name, value in axes.items()
+    )

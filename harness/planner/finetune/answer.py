@@ -1,0 +1,242 @@
+"""Answers whether a fine-tuning fits, how fast it is, and what to turn on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.host.gpu_models import GpuModel
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.finetune.footprint import Footprint, footprint
+from harness.planner.finetune.recipe import Adapter, Precision, Recipe
+from harness.planner.finetune.speed import tokens_per_second
+
+Verdict = Literal["yes", "no", "uncertain"]
+Method = Literal["full", "lora", "qlora"]
+
+CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
+"""Memory that torch's allocator does not get: CUDA's context, a desktop on consumer cards, and
+buffers of collectives on several GPUs."""
+FRAGMENTED = 0.05
+"""Share of a step's temporary bytes that stays unusable once the allocator has freed its cache."""
+SURE, HARDLY = 0.9, 0.1
+MOST_CERTAIN = 0.98
+"""Highest probability ever given: nobody measured the exact question."""
+SPREAD = 0.04
+"""Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
+SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
+"""Additional spread of what was not compared with measurements: mixtures of experts, more than two
+GPUs, other recomputation, other bases, ungated layers."""
+MOST_SEQUENCE, STEP = 2**20, 256
+MOST_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Option:
+    """One change of the question, and what it leads to."""
+
+    name: str
+    """Field to change: batch, precision, method, seq or gpus."""
+    value: str
+    fits: float
+    margin_bytes: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer for the best recipe."""
+
+    verdict: Verdict
+    fits: float
+    recipe: Recipe
+    peak_bytes: float
+    usable_bytes: float
+    tokens_per_second: float
+    """Speed of all GPUs together."""
+    longest_sequence: int
+    largest_batch: int
+    turn_on: tuple[str, ...]
+    """What differs from a plain training, cheapest first."""
+    remedies: tuple[Option, ...]
+    """Changes of the method that help if it does not fit, cheapest first."""
+    one_gpu_tokens_per_second: float | None
+    """Speed of one GPU alone, if it suffices."""
+
+    @property
+    def margin_bytes(self) -> float:
+        return self.usable_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class FitQuestion:
+    shape: ModelShape
+    gpu: GpuModel
+    gpus: int
+    method: Method
+    sequence: int
+    micro_batch: int
+    precision: Precision
+    rank: int
+    link_bytes_per_second: float
+
+    def recipe(self, **fields: object) -> Recipe:
+        plain = Recipe(
+            precision=self.precision,
+            adapter=None if self.method == "full" else Adapter(self.rank),
+            base="nf4-double" if self.method == "qlora" else "bf16",
+            sequence=self.sequence,
+            micro_batch=self.micro_batch,
+            gpus=self.gpus,
+        )
+        return dataclasses.replace(plain, **fields)  # type: ignore[arg-type]
+
+
+def usable_bytes(gpu: GpuModel, gpus: int) -> float:
+    taken = CONTEXT_BYTES + (DISPLAY_BYTES if "GeForce" in gpu.product_name else 0.0)
+    return gpu.memory_bytes - taken - (COLLECTIVE_BYTES if gpus > 1 else 0.0)
+
+
+def demand(needed: Footprint) -> float:
+    """Returns the bytes that the allocator cannot do without."""
+    return needed.peak + FRAGMENTED * (needed.peak - needed.kept)
+
+
+def probability(question: FitQuestion, recipe: Recipe) -> float:
+    """Returns the probability to fit, wider for what was never measured."""
+    shape = question.shape
+    spread = SPREAD**2
+    spread += SPREADS["experts"] ** 2 * (shape.experts > 1)
+    spread += (SPREADS["gpus"] * math.log2(max(1.0, recipe.gpus / 2))) ** 2
+    spread += SPREADS["selective"] ** 2 * (recipe.recompute == "selective")
+    spread += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
+    spread += SPREADS["ungated"] ** 2 * (not shape.gated)
+    room = usable_bytes(question.gpu, recipe.gpus) / demand(footprint(shape, recipe))
+    certain = 0.5 * (1 + math.erf(math.log(room) / math.sqrt(2 * spread)))
+    return min(MOST_CERTAIN, max(1 - MOST_CERTAIN, certain))
+
+
+def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
+    """Yields what to turn on, cheapest first, and its recipe."""
+    shardings = ("none", "full") if question.gpus > 1 else ("none",)
+    for fused in (False, True):
+        for sharding in shardings:
+            for recompute in ("none", "full"):
+                words = [
+                    *(["FSDP full sharding"] if sharding == "full" else []),
+                    *(["recomputation (gradient checkpointing)"] if recompute == "full" else []),
+                    *(["fused cross-entropy and norms"] if fused else []),
+                ]
+                library = "fused" if fused else "transformers"
+                yield (
+                    tuple(words),
+                    question.recipe(sharding=sharding, recompute=recompute, library=library),
+                )
+
+
+def answer(question: FitQuestion) -> Answer:
+    """Returns the cheapest recipe that surely fits, else the one most likely to."""
+    tried = list(_ladder(question))
+    odds = [probability(question, recipe) for _, recipe in tried]
+    # Another loss needs another library, so it is turned on only if nothing else suffices.
+    plain = [i for i, value in enumerate(odds) if value >= SURE and i < len(tried) // 2]
+    sure = plain or [index for index, value in enumerate(odds) if value >= SURE]
+
+    def rate(index: int) -> float:
+        return _rate(question, tried[index][1])
+
+    def bytes_of(index: int) -> float:
+        return demand(footprint(question.shape, tried[index][1]))
+
+    chosen = max(sure, key=rate) if sure else min(range(len(tried)), key=bytes_of)
+    words, recipe = tried[chosen]
+    fits = odds[chosen]
+    verdict: Verdict = "yes" if fits >= SURE else "no" if fits <= HARDLY else "uncertain"
+    alone = None
+    if question.gpus > 1:
+        single = dataclasses.replace(question, gpus=1)
+        rates = [_rate(single, r) for _, r in _ladder(single) if probability(single, r) >= SURE]
+        alone = max(rates, default=None)
+    ladder = [r for _, r in tried]
+    return Answer(
+        verdict,
+        fits,
+        recipe,
+        demand(footprint(question.shape, recipe)),
+        usable_bytes(question.gpu, question.gpus),
+        rate(chosen),
+        _largest(question, ladder, _with_sequence, STEP, MOST_SEQUENCE),
+        _largest(question, ladder, _with_batch, 1, MOST_BATCH),
+        words,
+        () if verdict == "yes" else tuple(_remedies(question)),
+        alone,
+    )
+
+
+def _rate(question: FitQuestion, recipe: Recipe) -> float:
+    link = question.link_bytes_per_second if recipe.gpus > 1 else None
+    return recipe.gpus * tokens_per_second(question.shape, recipe, question.gpu, link)
+
+
+def _with_sequence(recipe: Recipe, count: int) -> Recipe:
+    return dataclasses.replace(recipe, sequence=count)
+
+
+def _with_batch(recipe: Recipe, count: int) -> Recipe:
+    return dataclasses.replace(recipe, micro_batch=count)
+
+
+def _largest(
+    question: FitQuestion,
+    recipes: list[Recipe],
+    changed: Callable[[Recipe, int], Recipe],
+    step: int,
+    most: int,
+) -> int:
+    """Returns the largest multiple of `step` that surely fits with any recipe; 0 if none."""
+
+    def fit(count: int) -> bool:
+        return any(
+            probability(question, changed(recipe, count * step)) >= SURE for recipe in recipes
+        )
+
+    return step * _last(fit, most // step)
+
+
+def _last(fit: Callable[[int], bool], most: int) -> int:
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low
+
+
+def _remedies(question: FitQuestion) -> Iterator[Option]:
+    """Yields changes of the question that make it fit, cheapest first."""
+    changed: list[tuple[str, str, FitQuestion]] = []
+    if question.micro_batch > 1:
+        changed.append(("batch", "1", dataclasses.replace(question, micro_batch=1)))
+    if question.method == "full" and question.precision != "pure-bf16":
+        changed.append(
+            ("precision", "pure-bf16", dataclasses.replace(question, precision="pure-bf16"))
+        )
+    if question.method == "full":
+        changed.append(("method", "lora", dataclasses.replace(question, method="lora")))
+    if question.method != "qlora":
+        changed.append(("method", "qlora", dataclasses.replace(question, method="qlora")))
+    shorter = question.sequence // 2
+    if shorter >= STEP:
+        changed.append(("seq", str(shorter), dataclasses.replace(question, sequence=shorter)))
+    for count in (2, 4, 8):
+        if count > question.gpus:
+            text = f"{count} x {question.gpu.host_name}"
+            changed.append(("gpus", text, dataclasses.replace(question, gpus=count)))
+    for name, value, other in changed:
+        every = [(probability(other, r), _rate(other, r), r) for _, r in _ladder(other)]
+        fits, rate, recipe = max(every, key=lambda row: (row[0] >= SURE, row[1], row[0]))
+        if fits >= SURE:
+            margin = usable_bytes(other.gpu, other.gpus) - demand(footprint(other.shape, recipe))
+            yield Option(name, value, fits, margin, rate)

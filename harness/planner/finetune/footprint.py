@@ -1,0 +1,176 @@
+"""Counts the bytes that a fine-tuning allocates on its fullest GPU.
+
+Each figure counts tensors of the code that runs: Hugging Face's Llama layers, peft, bitsandbytes,
+FSDP, and the loss. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.finetune.recipe import (
+    STATES,
+    STORED,
+    Recipe,
+    quantised_parameters,
+    trained_parameters,
+)
+
+LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
+"""Bytes per logit at the loss's peak. transformers: bf16 logits, their log-softmax and its gradient
+in fp32, and the gradient in bf16. Before 4.46: bf16 logits, fp32 logits, their shifted copy and the
+log-softmax. Fused: no log-softmax. native: fp32 logits instead of a second bf16 tensor."""
+LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
+"""The same under FSDP1, whose hooks keep the model's outputs until backward: fp32 logits, the
+log-softmax (not if fused), its gradient, the shifted copy's gradient, and the bf16 one if fused."""
+FINAL_NORM_BYTES = 6
+"""Bytes per token and element of the hidden size after the last layer."""
+WORKSPACE_BYTES = 67.1e6
+"""Workspaces of matrix products."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the fullest GPU."""
+
+    loaded: float
+    """Parameters before the first step."""
+    kept: float
+    """Parameters and optimizer state, without gradients."""
+    loss: float
+    """Peak at the loss: all activations and logits."""
+    backward: float
+    """Peak at the end of backward: all gradients."""
+    update: float
+    """Peak in the optimizer's update."""
+
+    @property
+    def peak(self) -> float:
+        return max(self.loss, self.backward, self.update)
+
+
+def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
+    """Returns the bytes of each part of a step."""
+    of = STATES[recipe.precision]
+    shards = recipe.gpus if recipe.sharding == "full" else 1
+    trained = trained_parameters(shape, recipe) / recipe.tensor
+    if recipe.adapter:
+        parameter, gradient, optimizer = 4.0, 4.0, 8.0
+        frozen = _frozen(shape, recipe, shards) / recipe.tensor
+    else:
+        parameter, gradient, optimizer = of.parameter, of.gradient, of.optimizer
+        frozen = 0.0
+    if recipe.offload:
+        parameter = optimizer = 0.0
+    whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
+    gradients = gradient * trained / (1 if whole else shards)
+    if recipe.gpus > 1 and recipe.sharding == "none":
+        # DDP's buckets.
+        gradients *= 2
+    loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
+    kept = loaded + optimizer * trained / shards
+    gathered = _gathered(shape, recipe) / recipe.tensor
+    accumulated = gradients if recipe.accumulation > 1 else 0.0
+    activations = _activations(shape, recipe)
+    casts = 0.0
+    if recipe.precision == "bf16" and not recipe.adapter and shards == 1:
+        # Autocast keeps its bf16 copies of weights until the forward pass ends.
+        casts = 2.0 * trained
+    logits = _logits(shape, recipe)
+    one_layer = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor
+    unsharded = 0.0
+    if shards > 1 and not whole and not recipe.adapter:
+        unsharded = gradient * shape.layer_parameters / recipe.tensor
+    ends = 0.0
+    if shape.tied and not recipe.adapter:
+        # The embedding's gradient and its sum with the head's.
+        ends = 2 * gradient * shape.embedding_parameters / recipe.tensor
+    if recipe.base != "bf16":
+        ends += 2.0 * shape.hidden * shape.feed_forward
+    temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
+    return Footprint(
+        loaded=loaded,
+        kept=kept,
+        loss=kept + accumulated + gathered + casts + activations + logits,
+        backward=kept + gradients + gathered + casts + one_layer + unsharded + ends,
+        update=kept + gradients + temporary,
+    )
+
+
+def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
+    element, scale = STORED[recipe.base]
+    matrices = quantised_parameters(shape)
+    stored = element * matrices + 2.0 * (shape.parameters - matrices)
+    return stored / shards + scale * matrices
+
+
+def _gathered(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns bytes of whole parameters under FSDP: embedding and head, which stay gathered, and a
+    layer; torch's own code wraps them apart and prefetches a layer."""
+    if recipe.sharding != "full" or recipe.gpus == 1:
+        return 0.0
+    element = STORED[recipe.base][0] if recipe.adapter else 2.0
+    if recipe.precision == "fp32" and not recipe.adapter:
+        element = 4.0
+    layer = element * shape.layer_parameters
+    if recipe.library == "native":
+        return 2 * layer + 2.0 * shape.embedding_parameters
+    ends = shape.embedding_parameters * (1 if shape.tied else 2)
+    return layer + max(2.0, element) * ends
+
+
+def _logits(shape: ModelShape, recipe: Recipe) -> float:
+    table = LOGIT_BYTES_WHOLE if recipe.sharding == "full" and recipe.gpus > 1 else LOGIT_BYTES
+    logits = table[recipe.library] * shape.vocabulary / recipe.tensor
+    return recipe.tokens * (logits + FINAL_NORM_BYTES * shape.hidden)
+
+
+def _activations(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns bytes that all layers keep for backward."""
+    per_token = layer_bytes(shape, recipe)
+    if recipe.recompute == "full":
+        per_token = (4.0 if recipe.fp32_stream else _stream(recipe)) * shape.hidden
+    if recipe.recompute == "selective":
+        per_token = _selective(shape)
+    return recipe.tokens * shape.layers * per_token / recipe.tensor
+
+
+def _stream(recipe: Recipe) -> float:
+    return 2.0 if recipe.adapter else STATES[recipe.precision].activation
+
+
+def _selective(shape: ModelShape) -> float:
+    """Returns bytes per token of a layer that keeps its input, attention's output and every second
+    matrix product (torchtitan's selective recomputation by operator)."""
+    feed = shape.feed_forward * shape.experts_per_token
+    products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
+    products += feed * (2 if shape.gated else 1)
+    return 2.0 * shape.hidden + 2.0 * shape.attention_width + 2.0 * products / 2
+
+
+def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns bytes per token that one layer keeps for backward.
+
+    Norms keep an fp32 input, a normalised tensor if their weight is trained, and feed all matrices
+    of a kind. Attention keeps queries, keys, values and output; the gated product four tensors of
+    the feed-forward size.
+    """
+    hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
+    feed = shape.feed_forward * shape.experts_per_token
+    tensors = 4 if shape.gated else 2
+    attention = 4.0 * width + 4.0 * keys + 4.0 * shape.heads
+    if recipe.adapter:
+        targets = recipe.adapter.targets
+        # Autocast casts each target's input anew.
+        inputs = 2.0 * hidden * sum(name in targets for name in ("q", "k", "v", "gate", "up"))
+        inputs += 2.0 * width * ("o" in targets)
+        product = 2.0 * feed * (tensors - 1 + ("down" in targets))
+        norms = 4.0 if recipe.library in ("transformers", "transformers-2024") else 2.0
+        return 2 * norms * hidden + inputs + attention + product
+    if recipe.precision == "fp32":
+        return 24.0 * hidden + 2 * attention + 4.0 * tensors * feed
+    if recipe.precision == "bf16" and recipe.sharding == "none":
+        return 26.0 * hidden + attention + 2.0 * tensors * feed
+    norms = 4.0 if recipe.library in ("native", "fused") else 8.0
+    return 2 * norms * hidden + attention + 2.0 * tensors * feed

@@ -1,0 +1,122 @@
+"""What a fine-tuning trains, in which precision, and which code runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.planner.cluster.model_shape import ModelShape
+
+Precision = Literal["fp32", "bf16", "pure-bf16", "pure-bf16-fp32-reduce"]
+Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
+Sharding = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+Library = Literal["transformers", "transformers-2024", "fused", "native"]
+"""Code of the model and its loss: transformers since 4.46, transformers before, transformers with
+fused cross-entropy and norms, and torch's own fused norm (torchtitan, torchtune)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per trained parameter."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    """Adam's two moments."""
+    activation: float
+    """Bytes of an element of the hidden states between layers."""
+
+
+STATES: dict[Precision, StateBytes] = {
+    "fp32": StateBytes(4, 4, 8, 4),
+    "bf16": StateBytes(4, 4, 8, 4),
+    "pure-bf16": StateBytes(2, 2, 4, 2),
+    "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2),
+}
+"""`bf16` is autocast: fp32 parameters, gradients and moments, bf16 products. FSDP gathers bf16
+copies of its fp32 shards, which needs the same bytes per parameter."""
+
+STORED: dict[Base, tuple[float, float]] = {
+    "bf16": (2.0, 0.0),
+    "int8": (1.0, 0.002),
+    "nf4": (0.5, 4 / 64),
+    "nf4-double": (0.5, 1 / 64 + 4 / (64 * 256)),
+    "gptq4": (0.5, 2.5 / 128),
+}
+"""Bytes of a frozen matrix element, and of its scales. int8 has a scale per row, nf4 one per 64
+elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3). GPTQ (arXiv
+2210.17323) has groups of 128. bitsandbytes shards only the elements."""
+
+ATTENTION = ("q", "k", "v", "o")
+ALL_LINEAR = (*ATTENTION, "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA (arXiv 2106.09685); parameters and moments are fp32, as peft keeps them."""
+
+    rank: int = 16
+    targets: tuple[str, ...] = ALL_LINEAR
+
+    def parameters(self, shape: ModelShape) -> int:
+        """Returns the trained parameters: rank x (inputs + outputs) of each target matrix."""
+        sizes = matrix_sizes(shape)
+        each = sum(sum(sizes[name]) for name in self.targets if name in sizes)
+        return shape.layers * self.rank * each
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to fine-tune on `gpus` data-parallel GPUs."""
+
+    precision: Precision = "pure-bf16"
+    adapter: Adapter | None = None
+    base: Base = "bf16"
+    """Storage of the frozen matrices under an adapter."""
+    gpus: int = 1
+    sharding: Sharding = "none"
+    recompute: Recompute = "none"
+    sequence: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    synchronised: bool = False
+    """Whether every micro-batch reduces gradients, so that only shards of them accumulate."""
+    tensor: int = 1
+    library: Library = "transformers"
+    fused_optimizer: bool = True
+    """Whether the update needs no temporary copy of all parameters (torch's `fused`)."""
+    fp32_stream: bool = False
+    """Whether an adapter's frozen base passes fp32 between layers, as peft's preparation of
+    quantised models makes it."""
+    offload: bool = False
+    """Whether the optimizer's state and fp32 parameters are in host memory."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.sequence
+
+
+def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Returns the inputs and outputs of a dense layer's matrices; experts have no adapters."""
+    hidden, feed = shape.hidden, shape.feed_forward
+    sizes = {
+        "q": (hidden, shape.attention_width),
+        "k": (hidden, shape.kv_width),
+        "v": (hidden, shape.kv_width),
+        "o": (shape.attention_width, hidden),
+    }
+    if shape.experts > 1:
+        return sizes
+    sizes |= {"up": (hidden, feed), "down": (feed, hidden)}
+    return sizes | {"gate": (hidden, feed)} if shape.gated else sizes
+
+
+def quantised_parameters(shape: ModelShape) -> int:
+    """Returns the parameters in matrices of layers, which quantisation applies to."""
+    return shape.layers * (shape.attention_parameters + shape.experts * shape.expert_parameters)
+
+
+def trained_parameters(shape: ModelShape, recipe: Recipe) -> int:
+    return recipe.adapter.parameters(shape) if recipe.adapter else shape.parameters

@@ -1,0 +1,137 @@
+"""Predicts tokens per second of a fine-tuning from a GPU's published rates."""
+
+from __future__ import annotations
+
+from harness.host.gpu_models import TERA, GpuModel
+from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.finetune.recipe import STATES, Recipe, quantised_parameters, trained_parameters
+from harness.spec.errors import UsageError
+
+BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
+"""Shares of the best matrix product's rate that a model's products reach, and of the published peak
+that fused attention reaches: the constants that the cluster planner's calibration found."""
+MEMORY_SHARE = 0.85
+EXPOSED = 0.5
+"""Share of FSDP's communication that compute does not hide."""
+HIDDEN_BYTES, FEED_BYTES = 84.0, 10.0
+"""Bytes that elementwise work of a layer's forward moves per token and element: norms, rotary
+angles and residuals; activation and product of the feed-forward size."""
+ADAPTER_BYTES = 13.0
+"""Bytes per token and element of each target's input and output: casts, scaling and sum."""
+UPDATE_BYTES = 22.0
+LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
+"""The processor's launches for forward and backward: of a layer (the calibration's `launch_layer`);
+of an adapter's target, some 36 kernels; of a quantised matrix, whose library unpacks in Python."""
+DDP_HIDDEN = 0.7
+"""Share of backward that hides an all-reduce."""
+
+
+PCIE_PEER, PCIE_HOST = 24e9, 12e9
+"""Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL's topology search counts 24
+GB/s for a GPU below a host bridge (log in NVIDIA/nccl-tests, issue 307). Without peer-to-peer, as
+drivers of GeForce cards have it, each byte crosses the host's memory, assumed to halve that."""
+NVLINK_SHARE = 0.55
+"""Share of one direction that gathers reach, as on H100 nodes (Ultra-Scale Playbook)."""
+
+
+def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
+    """Returns bus bytes per second of gathers; raises UsageError for an impossible link."""
+    nvlink = gpu.nvlink_bytes_per_second
+    link = link or ("nvlink" if nvlink else "pcie")
+    if link == "nvlink":
+        if not nvlink:
+            raise UsageError(f"GPU {gpu.host_name!r} has no NVLink; give pcie")
+        return NVLINK_SHARE * nvlink / 2
+    if link not in ("pcie", "pcie-p2p"):
+        raise UsageError(f"link {link!r}: give nvlink, pcie or pcie-p2p")
+    return PCIE_PEER if link == "pcie-p2p" else PCIE_HOST
+
+
+def tokens_per_second(
+    shape: ModelShape, recipe: Recipe, gpu: GpuModel, link: float | None
+) -> float:
+    """Returns tokens per second of each GPU; `link`: bus bytes per second of collectives."""
+    tokens = recipe.tokens * recipe.accumulation
+    device = recipe.tokens * _seconds_per_token(shape, recipe, gpu)
+    compute = max(device + _dequantising(shape, recipe, gpu), _launches(shape, recipe))
+    total = recipe.accumulation * compute
+    trained = trained_parameters(shape, recipe)
+    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    shards = recipe.gpus if recipe.sharding == "full" else 1
+    total += UPDATE_BYTES * trained / shards / bandwidth
+    if recipe.gpus > 1 and link:
+        total += _exchange(shape, recipe, trained, link, compute)
+    if recipe.offload:
+        total += 30.0 * trained / shards / 20e9
+    return tokens / total
+
+
+def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
+    peak = gpu.bf16_flops_per_second or gpu.fp16_flops_per_second or 1e13
+    if recipe.precision == "fp32" and not recipe.adapter:
+        peak = gpu.fp32_flops_per_second or peak / 8
+    again = {"none": 0.0, "selective": 0.4, "full": 1.0}[recipe.recompute]
+    reached = best_products().get(gpu.host_name, USUAL_SHARE * peak / TERA) * TERA
+    if recipe.precision == "fp32" and not recipe.adapter:
+        reached = USUAL_SHARE * peak
+    # A frozen matrix needs no gradient of its own.
+    passes = 1.0 + again + (1.0 if recipe.adapter else 2.0)
+    used = shape.layers * (
+        shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
+    )
+    head = 2.0 * shape.embedding_parameters * (2.0 if recipe.adapter else 3.0)
+    products = 2.0 * used * passes + head
+    scores = 2.0 * shape.layers * recipe.sequence * shape.attention_width
+    attention = scores * (3.5 + again)
+    moved = HIDDEN_BYTES * shape.hidden + FEED_BYTES * shape.feed_forward * shape.experts_per_token
+    if recipe.library in ("fused", "native"):
+        moved /= 3
+    if recipe.adapter:
+        moved += (
+            ADAPTER_BYTES
+            * 2
+            * recipe.adapter.parameters(shape)
+            / (2 * recipe.adapter.rank * shape.layers)
+        )
+    elementwise = shape.layers * moved * (3.0 + again)
+    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    elementwise += 40.0 * shape.vocabulary
+    return (
+        products / (BEST_SHARE * reached)
+        + attention / (ATTENTION_SHARE * peak)
+        + elementwise / bandwidth
+    )
+
+
+def _launches(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns seconds that the processor needs for a micro-batch, whatever its size."""
+    seconds = LAYER_SECONDS
+    if recipe.adapter:
+        each = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
+        seconds += each * len(recipe.adapter.targets)
+    again = 4 / 3 if recipe.recompute == "full" else 1.0
+    return shape.layers * seconds * again
+
+
+def _dequantising(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
+    if recipe.base == "bf16" or not recipe.adapter:
+        return 0.0
+    passes = 3 if recipe.recompute == "full" else 2
+    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    return passes * 4.6 * quantised_parameters(shape) / bandwidth
+
+
+def _exchange(
+    shape: ModelShape, recipe: Recipe, trained: float, link: float, compute: float
+) -> float:
+    """Returns exposed seconds of communication in a step."""
+    part = (recipe.gpus - 1) / recipe.gpus
+    gradient = 4.0 if recipe.adapter else STATES[recipe.precision].gradient
+    if recipe.sharding == "none":
+        reduced = 2 * part * gradient * trained / link
+        return max(0.1 * reduced, reduced - DDP_HIDDEN * compute)
+    element = {"bf16": 2.0, "int8": 1.0}.get(recipe.base, 0.5) if recipe.adapter else 2.0
+    gathers = 3 if recipe.recompute == "full" else 2
+    moved = part * (gathers * element * shape.parameters + gradient * trained) / link
+    return recipe.accumulation * max(EXPOSED * moved, moved - 0.9 * compute)

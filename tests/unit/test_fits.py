@@ -1,0 +1,226 @@
+"""Fine-tunings against measurements, and the answers of `bench fits`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from harness.host.gpu_models import gpu_models, gpu_named
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.finetune.footprint import footprint
+from harness.planner.finetune.recipe import ATTENTION, Adapter, Base, Precision, Recipe
+from harness.planner.finetune.speed import tokens_per_second
+from harness.spec.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "results/reference/h200-141gb/finetune.csv"
+STUDY = ROOT / "docs/studies/fine-tuning-fits.md"
+DATA = os.environ.get("BENCH_FINETUNE_DATA", "")
+A100_LINK = 165e9
+A100_BASES: dict[str, Base] = {"none": "bf16", "nf4": "nf4-double", "gptq4": "gptq4"}
+OUR_SHAPES = {"llama-3-8b": "llama-8b"}
+
+
+def a100_rows() -> list[tuple[dict[str, str], Recipe]]:
+    rows = []
+    for row in csv.DictReader(Path(DATA).read_text().splitlines()):
+        gpus = int(row["gpus"])
+        recipe = Recipe(
+            adapter=Adapter(16, ATTENTION) if row["method"] == "lora" else None,
+            base=A100_BASES[row["quantised_base"]],
+            gpus=gpus,
+            sharding="full" if gpus > 1 else "none",
+            recompute="full",
+            sequence=int(row["sequence_length"]),
+            micro_batch=int(row["micro_batch"]),
+            library="fused" if row["fused_kernels"] == "1" else "transformers-2024",
+            fused_optimizer=False,
+            fp32_stream=row["library"] == "baseline-peft-bnb" and gpus == 1,
+        )
+        rows.append((row, recipe))
+    return rows
+
+
+@pytest.mark.skipif(not DATA, reason="BENCH_FINETUNE_DATA names no table of measured fine-tunings")
+def test_measured_fine_tunings_on_a100s() -> None:
+    memory, speed = [], []
+    for row, recipe in a100_rows():
+        shape = parse_shape(row["model"].lower())
+        peak = footprint(shape, recipe).peak
+        if not row["peak_allocated_bytes"]:
+            assert peak > 81e9, row
+            continue
+        memory.append(abs(peak / float(row["peak_allocated_bytes"]) - 1))
+        rate = tokens_per_second(shape, recipe, gpu_models()["a100-80gb"], A100_LINK)
+        speed.append(abs(rate / float(row["tokens_per_second_per_gpu"]) - 1))
+    assert len(memory) == 36
+    assert statistics.median(memory) < 0.01
+    assert max(memory) < 0.08
+    assert statistics.median(speed) < 0.08
+    assert max(speed) < 0.25
+
+
+def test_measured_fine_tunings_on_an_h200() -> None:
+    memory, speed = [], []
+    for row in csv.DictReader(H200.read_text().splitlines()):
+        full = row["method"] == "full"
+        recipe = Recipe(
+            precision="bf16" if "autocast" in row["weights"] else "pure-bf16",
+            adapter=None if full else Adapter(),
+            base="nf4-double" if row["method"] == "qlora" else "bf16",
+            recompute="full" if row["recompute"] == "true" else "none",
+            sequence=int(row["sequence_length"]),
+            micro_batch=int(row["micro_batch"]),
+        )
+        shape = parse_shape(OUR_SHAPES.get(row["model"], row["model"]))
+        assert shape.parameters == int(row["parameters"])
+        needed = footprint(shape, recipe)
+        assert needed.loaded == pytest.approx(float(row["built_bytes"]), rel=0.03)
+        memory.append(abs(needed.peak / float(row["peak_allocated_bytes"]) - 1))
+        rate = tokens_per_second(shape, recipe, gpu_models()["h200-141gb"], None)
+        speed.append(abs(rate / float(row["tokens_per_second"]) - 1))
+    assert len(memory) == 12
+    assert max(memory) < 0.02
+    assert statistics.median(speed) < 0.13
+
+
+@pytest.mark.parametrize(("devices", "gigabytes"), [(160, 82.9), (32, 93.2), (8, 128.5)])
+def test_whole_gradients_of_a_sharded_model(devices: int, gigabytes: float) -> None:
+    """Without synchronisation, accumulation keeps whole fp32 gradients (KempnerForge, 2026)."""
+    recipe = Recipe(
+        "pure-bf16-fp32-reduce",
+        gpus=devices // 4,
+        tensor=4,
+        sharding="full",
+        recompute="full",
+        sequence=4096,
+        micro_batch=2,
+        accumulation=4,
+        library="native",
+    )
+    peak = footprint(parse_shape("llama-70b"), recipe).peak
+    assert peak / 1e9 == pytest.approx(gigabytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulation", "recompute", "measured"),
+    [
+        ("llama-3.2-3b", "pure-bf16", 1, "none", 60.0 * 2**30),
+        ("llama-8b", "pure-bf16", 4, "full", 80.7e9),
+    ],
+)
+def test_published_peaks_of_one_gpu(
+    model: str, precision: Precision, accumulation: int, recompute: str, measured: float
+) -> None:
+    recipe = Recipe(
+        precision,
+        recompute=recompute,  # type: ignore[arg-type]
+        sequence=4096,
+        micro_batch=2,
+        accumulation=accumulation,
+    )
+    assert footprint(parse_shape(model), recipe).peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("4090", "rtx-4090"),
+        ("rtx-4090-24gb", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("h100", "h100-80gb"),
+        ("A100 80GB", "a100-80gb"),
+        ("a100-sxm4-80gb", "a100-80gb"),
+        ("A6000", "rtx-a6000"),
+        ("h200", "h200-141gb"),
+        ("A100 80GB PCIe", "a100-pcie-80gb"),
+        ("l40s", "l40s"),
+    ],
+)
+def test_gpu_names_as_people_type_them(text: str, host: str) -> None:
+    assert gpu_named(text).host_name == host
+
+
+@pytest.mark.parametrize("text", ["a100", "4090-48gb", "mi300x"])
+def test_names_of_no_single_gpu(text: str) -> None:
+    with pytest.raises(UsageError):
+        gpu_named(text)
+
+
+def verdict_of(options: str) -> tuple[str, dict[str, object]]:
+    result = CliRunner().invoke(app, ["fits", *options.split(), "--json"])
+    answer = json.loads(result.stdout)
+    assert result.exit_code == {"yes": 0, "no": 1, "uncertain": 3}[answer["verdict"]]
+    return answer["verdict"], answer
+
+
+def test_public_questions() -> None:
+    rows = re.findall(
+        r"^\| (\S+ --gpus .*?) \| (yes|no) \| .+ \|$", STUDY.read_text(), re.MULTILINE
+    )
+    assert len(rows) == 30
+    answers = [(options, known, verdict_of(options)[0]) for options, known in rows]
+    wrong = [row for row in answers if row[1] != row[2]]
+    assert len(wrong) <= 3, wrong
+    assert not [row for row in wrong if row[2] == "yes"], wrong
+
+
+def test_probabilities_are_never_certain() -> None:
+    _, easy = verdict_of("llama-3.2-1b --gpus h200 --method qlora")
+    _, never = verdict_of("llama-405b --gpus t4 --method full")
+    assert easy["fits"] == 0.98
+    assert never["fits"] == pytest.approx(0.02)
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    _, answer = verdict_of("llama-7b --gpus 4090 --method qlora")
+    longest = int(str(answer["longest_sequence"]))
+    assert verdict_of(f"llama-7b --gpus 4090 --method qlora --seq {longest}")[0] == "yes"
+    assert verdict_of(f"llama-7b --gpus 4090 --method qlora --seq {longest + 256}")[0] != "yes"
+
+
+def test_remedies_make_it_fit() -> None:
+    verdict, answer = verdict_of("llama-8b --gpus 4090 --method full")
+    remedies = answer["remedies"]
+    assert verdict == "no"
+    assert isinstance(remedies, list)
+    assert remedies
+    changed = [remedy["value"] for remedy in remedies]
+    assert changed.index("lora") < changed.index("qlora")
+    assert verdict_of("llama-8b --gpus 4090 --method qlora")[0] == "yes"
+
+
+def test_one_gpu_may_beat_two_without_peer_to_peer() -> None:
+    options = "llama-3.2-1b --gpus 2x4090 --method full --precision pure-bf16 --seq 512"
+    _, slow = verdict_of(f"{options} --link pcie")
+    _, fast = verdict_of(f"{options} --link pcie-p2p")
+    alone = float(str(slow["one_gpu_tokens_per_second"]))
+    assert alone > float(str(slow["tokens_per_second"]))
+    assert float(str(fast["tokens_per_second"])) > float(str(slow["tokens_per_second"]))
+
+
+def test_mistakes_are_refused() -> None:
+    for options in ("llama-8b --gpus 0x4090", "llama-8b --gpus 4090 --method qlorra"):
+        result = CliRunner().invoke(app, ["fits", *options.split()])
+        assert isinstance(result.exception, UsageError)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from bench.cli import app\n"
+        "try: app(['fits', 'llama-7b', '--gpus', '4090'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'scipy', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
