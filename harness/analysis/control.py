@@ -29,7 +29,7 @@ class Adjustment:
     spread_before: float
     """Standard deviation of a cell's log step time between trials."""
     spread_after: float
-    """The same for the ratio of step time to control time."""
+    """Standard deviation of the log ratio of step time to control time."""
 
     @property
     def helps(self) -> bool:

@@ -40,7 +40,7 @@ FORKED_ALLOWANCE = 0.0085
 """Standard deviation of what a strategy does to its control, in logarithms. Forked cells of kept
 runs differ by this much beyond chance, and more trials do not reduce it."""
 FRESH_ALLOWANCE = 0.013
-"""The same with fresh interpreters, next to which the control was 4 % faster. With both, a ratio of
+"""Standard deviation with fresh interpreters, next to which the control was 4 % faster. With both, a ratio of
 a forked cell to another kind's is known to 3 % at best."""
 
 
