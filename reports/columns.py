@@ -125,20 +125,23 @@ def baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
-    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval"
+    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval of"
+    tip += " this pair alone; the verdict's holds for all pairs together"
     return [Column("Over baseline", over_baseline, "95 %", tip)]
 
 
 def over_baseline(cell: CellResult) -> ui.Td:
-    """Returns the gain as the verdict has it: `+8.6 % (+7.2 to +10.0)`."""
+    """Returns the gain as `+8.6 % (+7.2 to +10.0)`."""
     gain = cell.relative
     if gain.baseline == cell.cell_id:
         return numeral("baseline", "over_baseline", gain.over_baseline)
-    value, low, high = (
-        None if ratio is None else ratio - 1
-        for ratio in (gain.over_baseline, gain.over_baseline_low, gain.over_baseline_high)
-    )
-    share = ui.Span(signed(value), field="over_baseline", value=exact(gain.over_baseline))
+    return gained(gain.over_baseline, gain.over_baseline_low, gain.over_baseline_high)
+
+
+def gained(ratio: float | None, lowest: float | None, highest: float | None) -> ui.Td:
+    """Returns a throughput ratio and its interval as gains."""
+    value, low, high = (None if end is None else end - 1 for end in (ratio, lowest, highest))
+    share = ui.Span(signed(value), field="over_baseline", value=exact(ratio))
     if low is None or high is None:
         return ui.Td(share)
     return ui.Td(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from harness.analysis.answer import answer
+from harness.analysis.answer import Answer, answer, nothing_to_choose
+from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import BREAK, data, prose, small
-from reports.columns import interval, over_baseline
+from reports.columns import gained, interval, over_baseline
 from reports.groups import RankedGroup, biggest
 from reports.names import OVERSUBSCRIBED, cell_name
 from reports.run_report import RunReport
@@ -43,12 +44,20 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
     ]
 
 
+def _gain(cell: CellResult, advised: Answer | None) -> ui.Td:
+    """Returns the gain that the advice states; without advice, that of the pair alone."""
+    if advised and (gain := advised.gain):
+        return gained(gain.ratio, gain.low, gain.high)
+    return over_baseline(cell)
+
+
 def _row(group: RankedGroup) -> ui.Row:
     advised, best = answer(group.rows), verdict(group)
     cell = advised.advice[0].cell if advised else best.fastest.row
     use = cell_name(cell, place=False)
     if advised is None:
-        use = ["no advice; fastest: ", *use]
+        why = nothing_to_choose(group.rows)
+        use = ["fastest: ", *use, BREAK, small(f"no advice: {why}")]
     elif others := len(advised.may_be_fastest) - 1:
         use += [BREAK, small(f"{plural(others, 'other')} may be as fast")]
     frugal: ui.Words = DASH
@@ -61,7 +70,7 @@ def _row(group: RankedGroup) -> ui.Row:
         [
             ui.Td(use, "prose"),
             interval(cell, group.throughput, with_unit=True),
-            over_baseline(cell),
+            _gain(cell, advised),
             ui.Td(frugal, "prose"),
         ],
     )

@@ -11,7 +11,6 @@ from reports import blocks as ui
 from reports.blocks import data, phrase, plain_text, prose, strong
 from reports.columns import (
     Column,
-    baseline_columns,
     cell_table,
     mebibytes,
     throughput_column,
@@ -122,7 +121,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
     best, group = verdict(report.leading), report.leading
-    advised = answer(group.rows)
+    advised = answer(group.rows, {profile.cell_id: profile for profile in report.profiles})
     blocks = _lead(best, advised)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))
@@ -159,7 +158,6 @@ def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
     columns = [
         Column("Role", lambda cell: words(text[cell.cell_id])),
         throughput_column(cells),
-        *baseline_columns(cells),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
         word("Parity", "parity_verdict"),
     ]
@@ -215,6 +213,8 @@ def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
         if place == 0 and others > 0:
             item.append(f"; {plural(others, 'other')} may be as fast")
         item.append(".")
+        if place == 0 and advised.reason:
+            item.append(f" Why: {advised.reason}.")
         if place == 0 and advised.caveat:
             item.append(ui.Span(f" Caveat: {advised.caveat}.", "small"))
         items.append(item)

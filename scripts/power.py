@@ -6,9 +6,9 @@ the recorded trials' deviations from their cells' means, after the control. They
 but are shifted by a random number of places, which preserves heavy tails, slow spells and what
 neighbours share.
 
-Prints how often the best cell is picked, what a wrong choice costs and how large the set of the best
-is. It also prints the half width of the best cell's gain, with and without the allowance for the
-control. Each for a clear winner, for many close cells, and for cells that are all equal.
+Prints how often the best cell is picked, what a wrong choice costs and how large the set of the
+best is. It also prints the half width of the best cell's gain, with and without the allowance for
+the control. Each for a clear winner, for many close cells, and for cells that are all equal.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Answer:
     better: tuple[CellResult, ...] = ()
     """Cells that are known to beat the baseline (95 % confidence, all together)."""
     reason: str = ""
-    """Why the advised cell beats the baseline, from both cells' profiles; or empty."""
+    """Why the advised cell may beat the baseline: from both cells' profiles, else from what their
+    ranks send; or empty."""
 
     @property
     def caveat(self) -> str:
@@ -60,7 +61,7 @@ class Answer:
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
-            caveats.append("measured on CPU cores: on GPUs the order is another")
+            caveats.append("measured on CPU cores: on GPUs the order differs")
         if use.cell.devices == 1:
             caveats.append("on one device nothing is communicated")
         if use.disturbance.trials:
@@ -242,11 +243,13 @@ def _chosen(
 def _reason(
     use: CellResult, baseline: CellResult | None, profiles: Mapping[str, ProfileRecord]
 ) -> str:
-    """Names the part of a step that differs most between two profiles."""
-    first = profiles.get(use.cell_id)
-    second = profiles.get(baseline.cell_id) if baseline else None
-    if use is baseline or first is None or second is None or baseline is None:
+    """Names the part of a step that differs most between two profiles; without profiles, what
+    the ranks send."""
+    if baseline is None or use is baseline:
         return ""
+    first, second = profiles.get(use.cell_id), profiles.get(baseline.cell_id)
+    if first is None or second is None:
+        return _sent_less(use, baseline)
     parts = {
         name.removesuffix("_seconds"): (_longest(first, name), _longest(second, name))
         for name in _PARTS
@@ -262,6 +265,19 @@ def _reason(
         f"per step, its {name} takes {own * 1000:.1f} ms, that of {baseline.cell.label}"
         f" {other * 1000:.1f} ms"
     )
+
+
+def _sent_less(use: CellResult, baseline: CellResult) -> str:
+    """Compares what the ranks of two cells on CPUs send over TCP, or returns an empty text."""
+    own, other = use.traffic.sent_bytes_per_step, baseline.traffic.sent_bytes_per_step
+    if use.cell.device != "cpu" or not other:
+        return ""
+    theirs = f"those of {baseline.cell.label} send {other / MIB:.1f} MiB a step over TCP"
+    if own is None:
+        return f"its ranks exchange tensors in memory; {theirs}"
+    if own < (1 - EQUAL) * other:
+        return f"its ranks send {own / MIB:.1f} MiB a step over TCP; {theirs}"
+    return ""
 
 
 _PARTS = (

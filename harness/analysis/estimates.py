@@ -40,8 +40,8 @@ FORKED_ALLOWANCE = 0.0085
 """Standard deviation of what a strategy does to its control, in logarithms. Forked cells of kept
 runs differ by this much beyond chance, and more trials do not reduce it."""
 FRESH_ALLOWANCE = 0.013
-"""Standard deviation with fresh interpreters, next to which the control was 4 % faster. With both, a ratio of
-a forked cell to another kind's is known to 3 % at best."""
+"""Standard deviation with fresh interpreters, next to which the control was 4 % faster. With both,
+a ratio of a forked cell to another kind's is known to 3 % at best."""
 
 
 @dataclass(frozen=True)
