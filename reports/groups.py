@@ -153,7 +153,8 @@ def possibly_fastest(group: RankedGroup) -> set[str]:
     fastest and its ties."""
     if advised := answer(group.rows):
         return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
-    return {cell.cell_id for cell in (group.rows[0], *tied_with_fastest(group.rows))}
+    fair = fairly_timed(group)
+    return {cell.cell_id for cell in (fair[0], *tied_with_fastest(fair))}
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:

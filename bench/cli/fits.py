@@ -6,9 +6,11 @@ import dataclasses
 import json
 import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+import yaml
 
 from bench.cli.options import Json, Seq
 from harness.spec.errors import UsageError
@@ -16,6 +18,8 @@ from harness.spec.errors import UsageError
 if TYPE_CHECKING:
     from harness.planner.finetune.answer import Answer, FitQuestion
 
+USUAL = Path(__file__).parents[1] / "fits.yaml"
+"""The usual strategy by how states are sharded."""
 GIB = 2**30
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 METHODS = ("full", "lora", "qlora")
@@ -182,9 +186,9 @@ def _command(model: str, question: FitQuestion, result: Answer) -> str:
     except UsageError:
         workload = f"hf:PATH{variant}"
     recipe = result.recipe
-    strategy = "single"
-    if question.gpus > 1:
-        strategy = "fsdp2" if recipe.sharding == "full" else "ddp"
+    sharing = recipe.sharding if question.gpus > 1 else "one"
+    usual: dict[str, str] = yaml.safe_load(USUAL.read_text(encoding="utf-8"))
+    strategy = usual.get(sharing, usual["none"])
     axes = {
         "devices": question.gpus,
         "workload": workload,

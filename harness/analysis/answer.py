@@ -116,11 +116,13 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
         return "nothing is ranked"
     if all(cell.placement.oversubscribed for cell in ranked):
         return "more ranks than cores: these times tell nothing about a real machine"
-    if not any(cell.parity.same_training for cell in trustworthy(cells)):
+    fair = trustworthy(cells)
+    if not any(cell.parity.same_training for cell in fair):
         return "nothing here is known to train what one process trains"
-    if len(candidates(cells)) > 1:
+    one_device = ranked[0].cell.devices == 1
+    if len(candidates(cells)) > 1 or (len(fair) > 1 and not one_device):
         return ""
-    if ranked[0].cell.devices == 1:
+    if one_device:
         return "one device: nothing is distributed, so there is nothing to choose"
     return "only one variant here trains what one process trains"
 
@@ -327,6 +329,8 @@ def _use(
     if not exact:
         what = f"match single-process training within {cell.cell.precision} rounding"
     among = f"{len(advisable)} that {what}"
+    if len(advisable) == 1:
+        return f"the only one here known to {what}"
     if cell is baseline:
         return f"the usual choice; none of {among} is known to be faster"
     if baseline is None or gain is None:

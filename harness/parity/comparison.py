@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Reference, digest
 from harness.strategy.job import TrainState
-from harness.strategy.whole_state import full_moments, full_parameters, trained_buffers
+from harness.strategy.whole_state import MOMENTS, full_moments, full_parameters, trained_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +38,12 @@ def deviations_from(
             for name, tensor in full_parameters(train_state)
         }
         buffers = comparison.buffers(train_state, replicas)
-        moments = {
-            f"{name} {kind}": comparison.moment(name, kind, tensor)
-            for name, kind, tensor in full_moments(train_state, comparison.shape_of)
-        }
+        moments = {}
+        if comparison.has_moments:
+            moments = {
+                f"{name} {kind}": comparison.moment(name, kind, tensor)
+                for name, kind, tensor in full_moments(train_state, comparison.shape_of)
+            }
     updates, elements, decays = (
         {name: of_tensor[place] for name, of_tensor in found.items()} for place in range(3)
     )
@@ -56,6 +58,7 @@ class _Comparison:
         self.buffer_norms: dict[str, float] = facts["buffer_norms"]
         self.tied = workload.split.tied if workload.split else {}
         self.names = set(final.keys())
+        self.has_moments = any(name.partition("/")[0] in MOMENTS for name in self.names)
 
     def known(self, name: str) -> str:
         return name if name in self.norms else self.tied.get(name, name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.parity.deviations import Deviations
 from harness.strategy.job import TrainState
-from harness.strategy.whole_state import full_moments, full_parameters
+from harness.strategy.whole_state import MOMENTS_UP_TO, full_moments, full_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,8 +94,9 @@ class Reference:
             f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved
         }
         shapes = {name: tuple(tensor.shape) for name, tensor in final.items()}
-        for name, kind, tensor in full_moments(train_state, shapes.get):
-            tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+        if sum(tensor.nbytes for tensor in final.values()) <= MOMENTS_UP_TO:
+            for name, kind, tensor in full_moments(train_state, shapes.get):
+                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
         save_file(tensors, Path(self.folder) / f"final.{mine}")
         norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():

@@ -19,6 +19,7 @@ from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import NO_EXCHANGE, batches_normalised, make_strategy
+from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.workloads import DataSource, make_workload, prepare_data
 from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
@@ -182,7 +183,8 @@ def mark_used(reference: Reference) -> None:
 def kept_bytes(cell: Cell) -> int:
     """Returns the disk bytes of a cell's reference: its trained tensors and optimizer states."""
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
-    return (1 + cell.moments) * facts.trained_bytes
+    moments = cell.moments if facts.trained_bytes <= MOMENTS_UP_TO else 0
+    return (1 + moments) * facts.trained_bytes
 
 
 def memory_bytes(reference: Cell) -> int:

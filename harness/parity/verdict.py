@@ -15,6 +15,7 @@ from harness.spec.training import EXACT, REASONS, Layout, Tolerance
 from harness.strategy.base import Strategy
 from harness.strategy.optimizers import TOLERANCES
 from harness.strategy.registry import batches_normalised
+from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
@@ -229,7 +230,10 @@ def _moments_skipped_reason(
     if not without:
         return None
     how_many = "all" if len(without) == len(all_names) else f"{len(without)} of {len(all_names)}"
-    return f"states of {how_many} parameters cannot be gathered by name and in their shape"
+    return (
+        f"states of {how_many} parameters are not compared: they cannot be gathered by name and in"
+        f" their shape, or the model is larger than {MOMENTS_UP_TO / 2**20:.0f} MiB"
+    )
 
 
 def _rounding_reason(noise: Noise | None) -> str:

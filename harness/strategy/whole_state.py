@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the compared states of torch's optimizers."""
+MOMENTS_UP_TO = 2**29
+"""Bytes of trained parameters up to which optimizer states are compared: references would take
+three times the disk, and are kept for many cells."""
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 

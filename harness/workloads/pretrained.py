@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind, Split
-from harness.workloads.planned_split import PlannedSplit
 from harness.workloads.structure import Structure, read_structure
 from harness.workloads.workload import Workload, has_weights
 
@@ -105,6 +104,8 @@ def _split(
         return family.split.tied_as(structure.tied), ""
     if structure.no_stages:
         return None, structure.no_stages
+    from harness.workloads.planned_split import PlannedSplit
+
     return PlannedSplit(structure, hidden_size), ""
 
 

@@ -60,8 +60,9 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
 @pytest.mark.parametrize("verdict", ["exact", "within tolerance"])
 def test_a_fastest_cell_that_trains_another_way_says_so(tmp_path: Path, verdict: str) -> None:
     """Unless none beside it trains exactly the same, as in bf16."""
-    rows = trial_rows(Cell(strategy="a"), [2.0, 2.1], parity_verdict="within tolerance")
-    rows += trial_rows(Cell(strategy="b"), [1.0, 1.1], parity_verdict=verdict)
+    other, same = (Cell(strategy=name, devices=2) for name in "ab")
+    rows = trial_rows(other, [2.0, 2.1], parity_verdict="within tolerance")
+    rows += trial_rows(same, [1.0, 1.1], parity_verdict=verdict)
     results = stored(tmp_path, rows)
     assert figures_of(results)[0] == (("b", "Use") if verdict == "exact" else FASTEST)
     assert set(bars_of(results)) == {"a*", "b" if verdict == "exact" else "b*"}
@@ -121,5 +122,5 @@ def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
         threads, [99.0, 98.0], stand_in="threads for GPUs"
     )
     results = stored(tmp_path, rows)
-    assert figures_of(results) == [("ddp", "Use, Least memory")]
+    assert figures_of(results) == [("ddp", "Fastest, Least memory")]
     assert bars_of(results) == {"data_parallel†": False, "ddp": True}

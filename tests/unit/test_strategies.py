@@ -55,7 +55,7 @@ def _lines_of_training(source: str) -> int:
 def test_strategy_files_are_small() -> None:
     lengths = {p.stem: _lines_of_training(p.read_text()) for p in FILES}
     assert min(lengths.values()) <= 45
-    assert max(lengths.values()) <= 125, lengths
+    assert max(lengths.values()) <= 130, lengths
     whole = {p.name: len(p.read_text().splitlines()) for p in FILES[0].parent.glob("*.py")}
     assert max(whole.values()) <= 370, whole
 
@@ -253,7 +253,9 @@ def test_register_takes_what_a_train_state_has() -> None:
     options = {
         name: kind.__forward_arg__ for name, kind in TrainStateOptions.__annotations__.items()
     }
-    assert {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **options} == fields
+    by_harness = {"schedules": "Sequence[LambdaLR]"}
+    given = {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **options}
+    assert given | by_harness == fields
     assert TrainStateOptions.__optional_keys__ == set(options)
 
 
