@@ -125,9 +125,9 @@ class _Joint:
         from scipy.special import stdtrit
 
         shares = (np.arange(_NODES) + 0.5) / _NODES
-        own = stdtrit(cell.degrees, shares) * cell.whole_error
+        own = stdtrit(cell.whole_degrees, shares) * cell.whole_error
         errors = np.array([max(other.whole_error, 1e-12) for other in others])
-        self.degrees = np.array([other.degrees for other in others])
+        self.degrees = np.array([other.whole_degrees for other in others])
         self.slopes = np.hypot(errors, cell.whole_error) / errors
         self.offsets = own[:, None] / errors[None, :]
         self.two_sided = two_sided

@@ -68,6 +68,10 @@ class Estimate:
         )
 
 
+MOST_DEGREES = 1000.0
+"""Degrees of freedom above which Student's t is as good as normal."""
+
+
 @dataclass(frozen=True)
 class LogEstimate:
     """Mean log over trials with standard error and degrees of freedom."""
@@ -85,6 +89,14 @@ class LogEstimate:
     def whole_error(self) -> float:
         """Standard error next to another cell."""
         return math.hypot(self.error, self.allowance)
+
+    @property
+    def whole_degrees(self) -> float:
+        """Degrees of freedom of `whole_error`, of which the allowance is known (Satterthwaite,
+        Biometrics Bulletin 2, 1946)."""
+        if self.error <= 0:
+            return MOST_DEGREES if self.allowance else self.degrees
+        return min(MOST_DEGREES, self.degrees * (1 + (self.allowance / self.error) ** 2) ** 2)
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
         """Returns the value with Student's t interval, if there is a degree of freedom."""
@@ -107,7 +119,7 @@ def ratio(
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
     error = math.hypot(first.whole_error, second.whole_error)
-    half = _students_t((1 + confidence) / 2, min(first.degrees, second.degrees)) * error
+    half = _students_t((1 + confidence) / 2, min(first.whole_degrees, second.whole_degrees)) * error
     return comparison(mean, half, count)
 
 
