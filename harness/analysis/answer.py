@@ -115,7 +115,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
     if not ranked:
         return "nothing is ranked"
     if all(cell.placement.oversubscribed for cell in ranked):
-        return "more ranks than cores: these times tell nothing about a real machine"
+        return "more ranks than cores: these times tell you nothing about a real machine"
     fair = trustworthy(cells)
     if not any(cell.parity.same_training for cell in fair):
         return "nothing here is known to train what one process trains"
