@@ -87,10 +87,12 @@ class _Comparison:
         if expected is None or known not in self.norms:
             return math.inf, math.inf, math.inf
         gap, moved = self.gap(known, tensor, expected), self.norms[known]
-        most = float(gap.abs().max()) if gap.numel() else 0.0
+        most = float(gap.norm(math.inf)) if gap.numel() else 0.0
         weights = self.workload.without_zero_gradient(known, expected)
         scale = float(weights.norm()) * moved
-        along = abs(float((gap * weights).sum())) / scale if scale > NO_DIRECTION else 0.0
+        # Without another tensor of this size: memory may be limited.
+        product = abs(float(gap.flatten().dot(weights.flatten())))
+        along = product / scale if scale > NO_DIRECTION else 0.0
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         return _ratio(float(gap.norm()), moved), element, along
 

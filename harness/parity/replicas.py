@@ -14,6 +14,9 @@ TIMES_UPDATE = 10.0
 """Multiple of the update limit by which ranks may differ: far below the 0.3 and more that ten steps
 without exchange make. Ranks of correct strategies are equal, or rounding apart."""
 
+AT_ONCE = 2**18
+"""Elements that are summed at once: memory may be limited."""
+
 
 def sketches(train_state: TrainState) -> dict[str, float]:
     """Returns each parameter's sum with fixed random signs; call on all ranks.
@@ -25,8 +28,10 @@ def sketches(train_state: TrainState) -> dict[str, float]:
     found = {}
     for name, tensor in full_parameters(train_state):
         generator = torch.Generator(tensor.device).manual_seed(0)
-        signs = torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.5
-        found[name] = float(torch.where(signs, tensor, -tensor).sum(dtype=torch.float64))
+        found[name] = 0.0
+        for part in tensor.detach().flatten().split(AT_ONCE):
+            draws = torch.rand(part.shape, generator=generator, device=part.device)
+            found[name] += float(part.double().dot(draws.sub_(0.5).sign().double()))
     return found
 
 

@@ -66,7 +66,10 @@ class Collectives(Strategy):
         parameters = list(model.parameters())
         broadcast(parameters)
         optimizer = job.optimizer(parameters)
-        job.register(model, optimizer)
+        if self.average == "gradients":
+            job.register(model, optimizer)
+        else:  # each rank's optimizer has states of its own
+            job.register(model, optimizer, moments=tuple)
         if self.average == "gradients":
             gradients = functools.partial(average_gradients, parameters)
             return standard_step(job, model, optimizer, before_update=gradients)

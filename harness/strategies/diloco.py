@@ -107,6 +107,7 @@ class DiLoCo(Strategy):
             library=lambda: [("library", f"began.{name}", t) for name, t in began.items()],
             waits=[(manager, name, "communication") for name in ("start_quorum", "should_commit")],
             counters=counters,
+            moments=tuple,  # each replica's own
             save=files.save,
             load=files.load,
         )

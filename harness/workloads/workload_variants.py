@@ -18,7 +18,7 @@ different hosts can be compared:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -198,8 +198,8 @@ class Variant(Workload):
         """Differs from the model's seed, so that the adapter draws other numbers."""
         return seed + 2**31
 
-    def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
-        logits = super().logits(model, inputs)
+    def logits_of(self, output: Tensor | HasLogits) -> Tensor:
+        logits = super().logits_of(output)
         # Virtual tokens come first and have nothing to predict.
         return logits[:, VIRTUAL_TOKENS:] if self.adapter in PROMPTS else logits
 

@@ -112,7 +112,7 @@ def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 def test_first_screen_answers(opened: Open, width: int, height: int) -> None:
-    """What to use, its gain with its interval, and the main caveat, without scrolling."""
+    """What to use, its gain with its interval, why, and the main caveat, without scrolling."""
     page = opened(width=width, height=height).page
     sentences = page.locator(".answer li")
     roles = [text.split()[0] for text in sentences.all_inner_texts()]
@@ -124,7 +124,7 @@ def test_first_screen_answers(opened: Open, width: int, height: int) -> None:
         assert box["y"] + box["height"] <= height
     text = first.inner_text()
     assert text.startswith("Use")
-    assert "the fastest of" in text
+    assert "Why: " in text
     assert "95 % interval" in text
     assert "Caveat: measured on CPU cores" in text
 
