@@ -197,6 +197,6 @@ def _command(model: str, question: FitQuestion, result: Answer) -> str:
         "recompute": recipe.recompute,
         "precision": "fp32" if variant == "+bf16" else "bf16",
     }
-    return f"python -m bench run --only {strategy} " + " ".join(
+    return f"python -m bench run --matrix quick --only {strategy} " + " ".join(
         f"--set {name}={value}" for name, value in axes.items()
     )
