@@ -179,8 +179,8 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     parity = Parity.of(cells)
     ties = (
-        "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with the"
-        f" best, Hsu 1981, 95 % together). Pairs: {comparison}"
+        "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
+        f" the best, Hsu 1981, 95 % together). Pairs: {comparison}"
     )
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),

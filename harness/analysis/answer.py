@@ -212,17 +212,17 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
     """Returns throughput over the baseline's by cell id; empty without a spread."""
-    own = baseline.speed.log_throughput if baseline else None
+    usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
     speeds = [cell.speed.log_throughput for cell in others if cell.speed.log_throughput]
     if baseline and any(cell.speed.turns for cell in advisable):
-        found = {cell.cell_id: compare(cell, baseline) for cell in others}
-        return {cell_id: ratio for cell_id, ratio in found.items() if ratio}
-    if own is None or len(speeds) < len(others):
+        ratios = {cell.cell_id: compare(cell, baseline) for cell in others}
+        return {cell_id: ratio for cell_id, ratio in ratios.items() if ratio}
+    if usual is None or len(speeds) < len(others):
         return {}
-    if any(speed.degrees <= 0 for speed in (own, *speeds)):
+    if any(speed.degrees <= 0 for speed in (usual, *speeds)):
         return {}
-    return dict(zip((cell.cell_id for cell in others), gains(own, speeds), strict=True))
+    return dict(zip((cell.cell_id for cell in others), gains(usual, speeds), strict=True))
 
 
 def _chosen(
@@ -256,15 +256,15 @@ def _reason(
         name.removesuffix("_seconds"): (_longest(first, name), _longest(second, name))
         for name in _PARTS
     }
-    known = {name: (a, b) for name, (a, b) in parts.items() if a is not None and b is not None}
-    if not known:
+    profiled = {name: (a, b) for name, (a, b) in parts.items() if a is not None and b is not None}
+    if not profiled:
         return ""
-    name = max(known, key=lambda part: known[part][1] - known[part][0])
-    own, other = known[name]
-    if own >= other:
+    name = max(profiled, key=lambda part: profiled[part][1] - profiled[part][0])
+    advised, other = profiled[name]
+    if advised >= other:
         return ""
     return (
-        f"per step, its {name} takes {own * 1000:.1f} ms, that of {baseline.cell.label}"
+        f"per step, its {name} takes {advised * 1000:.1f} ms, that of {baseline.cell.label}"
         f" {other * 1000:.1f} ms"
     )
 

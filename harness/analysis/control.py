@@ -53,10 +53,10 @@ def adjustment(cells: Mapping[str, Sequence[Window]]) -> Adjustment:
     for trials in cells.values():
         if len(trials) < 2:
             continue
-        own = len(trials) - 1
-        before += own * statistics.variance(trial.step for trial in trials)
-        after += own * statistics.variance(trial.step - trial.control for trial in trials)
-        degrees += own
+        repeats = len(trials) - 1
+        before += repeats * statistics.variance(trial.step for trial in trials)
+        after += repeats * statistics.variance(trial.step - trial.control for trial in trials)
+        degrees += repeats
     if not degrees:
         return NONE
     return Adjustment(math.sqrt(before / degrees), math.sqrt(after / degrees))

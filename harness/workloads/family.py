@@ -57,21 +57,6 @@ class Split(ABC):
         return type(self)(tied)
 
     @abstractmethod
-    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """(samples, tokens) ids -> (samples, tokens, hidden)."""
-
-    def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
-        """Runs one block: (samples, tokens, hidden) -> the same shape.
-
-        `tokens`: length of the whole sequence, of which `hidden` may be a part.
-        """
-        output: Tensor = block(hidden)
-        return output
-
-    @abstractmethod
-    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes)."""
-
     def stage(
         self,
         model: nn.Module,
@@ -84,11 +69,6 @@ class Split(ABC):
     ) -> Tensor:
         """Runs these blocks on hidden states, or on ids if `first`; returns hidden states, or
         logits if `last`."""
-        if first:
-            hidden = self.embed(model, hidden)
-        for block in blocks:
-            hidden = self.block(model, block, hidden, tokens)
-        return self.output(model, hidden) if last else hidden
 
     def absent(self, module: nn.Module) -> nn.Module:
         """Returns what replaces a module in a stage that does not have it."""
@@ -161,6 +141,42 @@ class Split(ABC):
         Returns, by parameter name, the function that restores a whole tensor's original layout.
         """
         return {}
+
+
+class SplitByParts(Split):
+    """Split of a model whose embedding, blocks and head run one after the other."""
+
+    @abstractmethod
+    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """(samples, tokens) ids -> (samples, tokens, hidden)."""
+
+    def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
+        """Runs one block: (samples, tokens, hidden) -> the same shape.
+
+        `tokens`: length of the whole sequence, of which `hidden` may be a part.
+        """
+        output: Tensor = block(hidden)
+        return output
+
+    @abstractmethod
+    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes)."""
+
+    def stage(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        hidden: Tensor,
+        tokens: int,
+        *,
+        first: bool,
+        last: bool,
+    ) -> Tensor:
+        if first:
+            hidden = self.embed(model, hidden)
+        for block in blocks:
+            hidden = self.block(model, block, hidden, tokens)
+        return self.output(model, hidden) if last else hidden
 
 
 @dataclass(frozen=True)

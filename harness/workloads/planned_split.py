@@ -36,12 +36,6 @@ class PlannedSplit(Split):
         self.by_column, self.by_row = structure.tensor.column, structure.tensor.row
         self.one_reduction_each = not (structure.tensor.gathered or structure.tensor.heads)
 
-    def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        raise NotImplementedError("the model's own forward embeds, see `stage`")
-
-    def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        raise NotImplementedError("the model's own forward has the head, see `stage`")
-
     def stage(
         self,
         model: nn.Module,

@@ -147,7 +147,7 @@ def test_dropout_without_a_batchs_keys_fails_loudly() -> None:
 
 
 def test_recomputed_blocks_drop_the_same_even_after_other_batches() -> None:
-    """As in a pipeline, whose stages compute other micro-batches before a backward pass."""
+    """A pipeline's stages compute other micro-batches before a backward pass."""
     workload, gradients = make_workload("gpt2-nano"), []
     inputs = torch.arange(16).reshape(2, 8)
     for recompute in (False, True):

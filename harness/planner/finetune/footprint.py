@@ -22,7 +22,7 @@ LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native
 in fp32, and the gradient in bf16. Before 4.46: bf16 logits, fp32 logits, their shifted copy and the
 log-softmax. Fused: no log-softmax. native: fp32 logits instead of a second bf16 tensor."""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
-"""The same under FSDP1, whose hooks keep the model's outputs until backward: fp32 logits, the
+"""Bytes per logit under FSDP1. Its hooks keep the model's outputs until backward: fp32 logits, the
 log-softmax (not if fused), its gradient, the shifted copy's gradient, and the bf16 one if fused."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and element of the hidden size after the last layer."""

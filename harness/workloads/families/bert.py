@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.workloads.family import Family, ModelConfig, Split
+from harness.workloads.family import Family, ModelConfig, SplitByParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class BertSplit(Split):
+class BertSplit(SplitByParts):
     blocks = "bert.encoder.layer"
     embedding = ("bert.embeddings",)
     head = ("bert.pooler", "classifier")

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.workloads.family import Family, ModelConfig, Split
+from harness.workloads.family import Family, ModelConfig, SplitByParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Gpt2Split(Split):
+class Gpt2Split(SplitByParts):
     blocks = "transformer.h"
     embedding = ("transformer.wte", "transformer.wpe")
     head = ("transformer.ln_f", "lm_head")

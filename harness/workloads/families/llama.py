@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.spec.errors import UsageError
-from harness.workloads.family import Family, ModelConfig, Split
+from harness.workloads.family import Family, ModelConfig, SplitByParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-class LlamaSplit(Split):
+class LlamaSplit(SplitByParts):
     blocks = "model.layers"
     embedding = ("model.embed_tokens",)
     head = ("model.norm", "lm_head")
