@@ -280,7 +280,8 @@ def _train(
             loop.verify()
     loop.stop_counting()
     loop.note_peak()
-    found = sketches(job.train_state) if spec.reference and job.train_state else None
+    with meter.unlimited():
+        found = sketches(job.train_state) if spec.reference and job.train_state else None
     progress.heartbeat.beat("end")
     if control:
         control.close()
