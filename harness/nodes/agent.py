@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from harness.host.gc_tuning import collect_seldom
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
-from harness.nodes.node import listen_for_measurement, measure_latency, node_facts
+from harness.nodes.node import link_speed, listen_for_measurement, measure_latency, node_facts
 from harness.nodes.protocol import Message, NodeConnection, reach_coordinator
 from harness.nodes.rendezvous import addresses_of, interface_of
 from harness.spec.errors import UsageError
@@ -147,12 +147,14 @@ def main() -> None:
     given = parser.parse_args()
     collect_seldom()
     try:
+        # Both take seconds, and a coordinator waits ten for the facts of an agent that connected.
+        importlib.import_module("torch.distributed")
+        facts = node_facts(given.node, given.name)
         line = reach_coordinator(given.rendezvous, given.timeout)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
-        # Its import takes seconds; after the hello, the agent must answer at once.
-        importlib.import_module("torch.distributed")
-        line.send("hello", node_facts(given.node, given.name, interface, address))
+        link = {"interface": interface, "link_bits_per_second": link_speed(interface)}
+        line.send("hello", {**facts, "address": address, **link})
         Agent(line, address, interface).serve()
     except UsageError as mistake:
         print(f"agent: {mistake}", file=sys.stderr)

@@ -33,15 +33,13 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
     return megabits * 10**6 if megabits > 0 else None
 
 
-def node_facts(number: int, name: str, interface: str | None, address: str) -> dict[str, object]:
+def node_facts(number: int, name: str) -> dict[str, object]:
+    """Returns the facts that do not depend on a connection; with GPUs that may take seconds."""
     return {
         "number": number,
         "name": name,
         "host": platform.node(),
         "machine": machine_id(),
-        "address": address,
-        "interface": interface,
-        "link_bits_per_second": link_speed(interface),
         "switches": os.environ.get("SLURM_TOPOLOGY_ADDR"),
         "cpu_model": cpu_model(),
         "cores": allowed_cores(),

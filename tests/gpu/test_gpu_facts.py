@@ -193,7 +193,7 @@ def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
         ["NUMA node", "NUMA node", "self", "system"],
         ["system", "system", "system", "self"],
     ]
-    assert node_facts(0, "n0", None, "127.0.0.1")["gpu_topology"] == gpu_topology()
+    assert node_facts(0, "n0")["gpu_topology"] == gpu_topology()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     assert gpu_topology() == [["self", "system"], ["system", "self"]]
 
