@@ -1,1 +1,24 @@
-"""What to run: the command line and its matrices."""
+"""What to run: the command line, its matrices, and their Python interface.
+
+Names are imported when they are used, so `import bench` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.api import RecordedRuns, fits, load, plan, run
+    from harness.spec.cell import Cell
+    from harness.spec.errors import UsageError
+
+__all__ = ["Cell", "RecordedRuns", "UsageError", "fits", "load", "plan", "run"]
+
+_ELSEWHERE = {"Cell": "harness.spec.cell", "UsageError": "harness.spec.errors"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ELSEWHERE.get(name, "bench.api")), name)

@@ -1,4 +1,4 @@
-"""python -m bench. Tiny, as multiprocessing imports it again in every rank."""
+"""python -m bench."""
 
 
 def main() -> None:

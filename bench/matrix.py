@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -165,24 +165,28 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
             f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a"
             " YAML file"
         )
-    content = parse_yaml(path.read_bytes(), f"matrix {path}")
+    return matrix_of(parse_yaml(path.read_bytes(), f"matrix {path}"), kind, str(path))
+
+
+def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
+    """Checks a matrix; raises UsageError with its name and the key."""
     if not isinstance(content, dict):
-        raise UsageError(f"matrix {path}: must be a mapping with a key 'cells'")
-    _known_keys(content, kind.model_fields, f"matrix {path}")
+        raise UsageError(f"matrix {name}: must be a mapping with a key 'cells'")
+    _known_keys(content, kind.model_fields, f"matrix {name}")
     try:
         matrix = kind(**content)
     except ValidationError as error:
-        raise UsageError(f"matrix {path}, {first_error(error)}") from None
+        raise UsageError(f"matrix {name}, {first_error(error)}") from None
     places: list[tuple[str, Sizes | None]] = [("", matrix)]
     for index, rule in enumerate(matrix.hosts):
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
     for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
-        _known_keys(axes, AXES, f"matrix {path}, {where}")
+        _known_keys(axes, AXES, f"matrix {name}, {where}")
     lists = [("", matrix.cells)]
     lists += [(f"hosts[{index}].", rule.cells) for index, rule in enumerate(matrix.hosts)]
     for place, entries in lists:
         for index, entry in enumerate(entries):
-            _known_keys(entry, AXES, f"matrix {path}, {place}cells[{index}]")
+            _known_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
     return matrix
 
 
@@ -193,6 +197,21 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
             raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def known_axes(axes: Mapping[str, object]) -> Axes:
+    """Raises UsageError for an unknown axis."""
+    _known_keys(axes, AXES, "settings")
+    return dict(axes)
+
+
+def axes_of(cell: Cell) -> Axes:
+    """Returns the axes that a matrix would name for a cell."""
+    axes = cell.model_dump(include={*cell.model_fields_set, "device", "parity_steps"})
+    axes.pop("defaults", None)
+    batch = axes.pop("global_batch", cell.global_batch)
+    axes["batch"] = batch // cell.devices if cell.regime == "weak" else batch
+    return axes
 
 
 def parse_changes(settings: Sequence[str]) -> Axes:

@@ -1,7 +1,4 @@
-"""python -m harness.agent: a node of a multi-node run.
-
-Kept tiny: multiprocessing imports it again in every rank.
-"""
+"""python -m harness.agent: a node of a multi-node run."""
 
 if __name__ == "__main__":
     from harness.host.packages import REQUIREMENTS, TRAINING, require

@@ -1,4 +1,4 @@
-"""Turns records into one self-contained HTML page."""
+"""Turns records into self-contained pages, text and data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ __all__ = ["write_report", "write_whole"]
 def write_report(
     results: Results, path: Path, instead: str = "", baseline: Choice | None = None
 ) -> Path:
-    """Writes one run's report atomically and returns its path.
+    """Writes the report of one run, or a comparison of several, and returns its path.
 
-    `instead`: see `write_whole`. `baseline`: the cell that others of its setting are compared with;
-    by default DDP, else the single process. Raises UsageError if the file cannot be written,
-    ValueError if `results` is not one run.
+    The file's suffix chooses the format, by default html. `instead`: see `write_whole`.
+    `baseline`: the cell that others of its setting are compared with; by default DDP, else the
+    single process. Raises UsageError if the file cannot be written, ValueError without runs.
     """
-    from reports.run_sections import render
+    from reports.formats import format_of, report_text
 
-    return write_whole(render(results, baseline), Path(path), instead)
+    path = Path(path)
+    return write_whole(report_text(results, format_of(path), (), baseline).text, path, instead)
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:

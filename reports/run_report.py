@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.analysis.answer import Answer, answer
 from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
@@ -70,6 +71,13 @@ class RunReport:
         """Group of the verdict; None for a search."""
         once = plan_of(self.run).get("once", ())
         return None if self.largest else headline(self.groups, once)
+
+    @functools.cached_property
+    def advised(self) -> Answer | None:
+        """Advice for the leading group; None if there is nothing to choose."""
+        if self.leading is None:
+            return None
+        return answer(self.leading.rows, {profile.cell_id: profile for profile in self.profiles})
 
     @functools.cached_property
     def profiled(self) -> list[StepProfile]:

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from harness.analysis.baseline import Choice
 from reports import blocks as ui
 from reports import closed_lines as lines
 from reports import run_facts
@@ -24,7 +23,7 @@ from reports.parity_sections import (
     method_blocks,
     parity_blocks,
 )
-from reports.run_report import RunReport, ran
+from reports.run_report import RunReport
 from reports.sections import Section, Written, written_page, written_text
 from reports.settings_section import settings_blocks
 from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, scaling_blocks
@@ -33,7 +32,7 @@ from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks,
 from reports.verdict_sections import verdict_blocks
 
 if TYPE_CHECKING:
-    from harness.record.store import Results
+    pass
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,11 +157,6 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
                 gc.enable()
 
     return run
-
-
-def render(results: Results, baseline: Choice | None = None) -> str:
-    """Raises ValueError if `results` is not one run."""
-    return run_page(ran(results, baseline)).text
 
 
 @without_collection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.analysis.answer import Answer, answer
+from harness.analysis.answer import Answer
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import data, phrase, plain_text, prose, strong
@@ -120,8 +120,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     if report.leading is None:
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
-    best, group = verdict(report.leading), report.leading
-    advised = answer(group.rows, {profile.cell_id: profile for profile in report.profiles})
+    best, group, advised = verdict(report.leading), report.leading, report.advised
     blocks = _lead(best, advised)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))

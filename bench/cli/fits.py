@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -22,7 +21,6 @@ USUAL = Path(__file__).parents[1] / "fits.yaml"
 """The usual strategy by how states are sharded."""
 GIB = 2**30
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
-METHODS = ("full", "lora", "qlora")
 
 Model: TypeAlias = Annotated[
     str,
@@ -73,9 +71,10 @@ def fits(
 
     Example: [bold]python -m bench fits llama-8b --gpus '2 x 4090' --method qlora[/bold]
     """
+    from bench.api import fit_question
     from harness.planner.finetune.answer import answer
 
-    question = _question(model, gpus, method, seq, batch, precision, rank, link)
+    question = fit_question(model, gpus, method, seq, batch, precision, rank, link)
     result = answer(question)
     command = _command(model, question, result)
     if json_output:
@@ -89,52 +88,6 @@ def fits(
         for line in _lines(question, result, command):
             print(line)
     raise typer.Exit(EXIT_CODES[result.verdict])
-
-
-def _question(
-    model: str,
-    gpus: str,
-    method: str,
-    seq: int,
-    batch: int,
-    precision: str,
-    rank: int,
-    link: str | None,
-) -> FitQuestion:
-    from harness.host.gpu_models import gpu_named
-    from harness.planner.cluster.model_names import parse_shape
-    from harness.planner.finetune.answer import FitQuestion
-    from harness.planner.finetune.recipe import STATES
-    from harness.planner.finetune.speed import link_bytes_per_second
-
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
-    if match is None or match[1] == "0":
-        raise UsageError(f"--gpus {gpus!r}: write it like '2 x rtx-4090'")
-    if method not in METHODS:
-        raise UsageError(f"--method {method!r}: give {', '.join(METHODS)}")
-    if precision not in STATES:
-        raise UsageError(f"--precision {precision!r}: give one of {', '.join(STATES)}")
-    for name, value in (("--seq", seq), ("--batch", batch), ("--rank", rank)):
-        if not 1 <= value <= 10**6:
-            raise UsageError(f"{name} {value}: give 1 to 1000000")
-    count, gpu = int(match[1] or 1), gpu_named(match[2])
-    if count > 8:
-        raise UsageError(
-            f"--gpus {gpus!r}: up to 8 GPUs of one node; python -m bench plan answers for more"
-        )
-    bandwidth = link_bytes_per_second(gpu, link)
-    shape = parse_shape(model)
-    return FitQuestion(
-        shape,
-        gpu,
-        count,
-        method,  # type: ignore[arg-type]
-        seq,
-        batch,
-        precision,
-        rank,
-        bandwidth,
-    )
 
 
 def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:

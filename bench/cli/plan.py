@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 MAX_EXPORTED = 1000
 """Best layouts that are searched for one with an export."""
-MAX_PRICE = 1e9
-"""Highest price of a device-hour, in any currency."""
 TRIED_MATRIX = "full"
 """Source of each strategy's options to try."""
 
@@ -87,20 +85,24 @@ def plan(
 
     Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
-    from harness.planner.cluster.calibration import load
+    from bench import api
+    from harness.planner.cluster.calibration import calibration_file, load
     from harness.planner.cluster.cluster_plan import explanation
-    from harness.planner.cluster.cluster_plan import plan as predicted
-    from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.model_names import parse_shape
-    from harness.planner.cluster.question import ClusterQuestion
-    from harness.spec.errors import UsageError
 
-    if price is not None and not 0 < price <= MAX_PRICE:
-        raise UsageError(f"--price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
-    cluster = cluster_of(device, per_node, link)
-    question = ClusterQuestion(parse_shape(model), cluster, seq, batch, devices)
+    answer = api.plan(
+        model,
+        devices=devices,
+        device=device,
+        per_node=per_node,
+        link=link,
+        sequence_length=seq,
+        batch=batch,
+        goal=goal,
+        price=price,
+        top=top,
+        calibration=calibration,
+    )
     constants = load(calibration_file(calibration))
-    answer = predicted(question, constants, goal, top, price)
     sentences = explanation(answer)
     written = _written(answer, sentences, constants, Files(matrix, export, html), model)
     if json_output:
@@ -112,13 +114,6 @@ def plan(
         print(json.dumps(document))
         return
     _show(answer, sentences, constants.source, written)
-
-
-def calibration_file(given: Path | None) -> Path:
-    """Returns the constants' file; None and `default` mean the suite's own."""
-    from harness.planner.cluster.calibration import DEFAULT
-
-    return DEFAULT if given is None or str(given) == "default" else given
 
 
 def _written(

@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from bench.cli.options import AllRuns, BaselineCell, Json, OutFile, Results, Runs
+from reports.formats import Format, format_of
 
 if TYPE_CHECKING:
     from harness.record.store import Store
 
-Format = Literal["html", "md", "csv", "json", "pdf-ready"]
 PAGES = Path("reports") / "html"
 SECTIONED = ("html", "md", "pdf-ready")
 _USAGE = "python -m bench report --out FILE"
@@ -80,7 +80,11 @@ def report(
 
     store = Store(results)
     options = ReportOptions(
-        format_name or _by_suffix(out), tuple(section or ()), baseline_cell, out, json_output
+        format_name or (format_of(out) if out else "html"),
+        tuple(section or ()),
+        baseline_cell,
+        out,
+        json_output,
     )
     _check(options, open_browser and not index)
     if index:
@@ -144,11 +148,6 @@ def _reports(
     return [path for path in written if path is not None], run_ids
 
 
-def _by_suffix(out: Path | None) -> Format:
-    suffix = out.suffix.lstrip(".") if out else ""
-    return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
-
-
 def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None:
     from harness.spec.errors import UsageError
     from reports import write_whole
@@ -170,32 +169,11 @@ def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None
 def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
-    from reports import export_records, runs
-    from reports.run_report import each, ran
-    from reports.run_sections import run_page, run_text
+    from reports.formats import report_text
 
-    chosen, sections = options.format_name, options.sections
     results = store.load(wanted, steps=False)
-    several = len(wanted) > 1
     baseline = baseline_choice(options.baseline, kept_plan(store, wanted[0]).cells)
-    if chosen == "csv":
-        return export_records.as_csv(each(results, baseline))
-    if chosen == "json":
-        compared = runs.as_json(runs.compare_all(results)) if several else {}
-        return export_records.as_json(each(results, baseline), **compared)
-    printed = chosen == "pdf-ready"
-    if several:
-        compared_runs = runs.compare_all(results)
-        written = (
-            runs.runs_text(compared_runs, sections)
-            if chosen == "md"
-            else runs.runs_page(compared_runs, sections, printed)
-        )
-    else:
-        report = ran(results, baseline)
-        written = (
-            run_text(report, sections) if chosen == "md" else run_page(report, sections, printed)
-        )
+    written = report_text(results, options.format_name, options.sections, baseline)
     if written.absent:
         typer.echo(f"without data, so left out: {', '.join(written.absent)}", err=True)
     return written.text

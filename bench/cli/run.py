@@ -131,25 +131,28 @@ def run(
 
     Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]
     """
-    from bench.cli.run_matrix import AgentOptions, EndOptions, RunOptions, run_matrix
-    from bench.cli.run_plan import PlanOptions
+    from bench.cli.run_matrix import EndOptions, run_matrix
+    from bench.cli.run_plan import parse_precision, parse_share, parse_time
+    from bench.execution import AgentOptions, RunOptions
+    from bench.matrix import parse_changes
+    from bench.planning import PlanOptions
 
     agents = AgentOptions(nodes or 1, rendezvous, interface, timeout)
     options = RunOptions(
-        results, resume, share, dry_run, baseline_cell, profile, with_parent, agents
+        results, resume, parse_share(share), dry_run, baseline_cell, profile, with_parent, agents
     )
     plan_options = PlanOptions(
-        matrix,
-        tuple(only or ()),
-        tuple(skip or ()),
-        tuple(settings or ()),
-        trials,
-        precision,
-        time_budget,
-        interleave,
-        timed_seconds,
-        run_id,
-        host,
-        agents.nodes,
+        matrix=matrix,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        changes=parse_changes(settings or ()),
+        trials=trials,
+        precision=parse_precision(precision) if precision else None,
+        time_budget_seconds=parse_time(time_budget) if time_budget else None,
+        interleave=interleave,
+        timed_seconds=timed_seconds,
+        run_id=run_id,
+        host=host,
+        nodes=agents.nodes,
     )
     raise typer.Exit(run_matrix(plan_options, options, EndOptions(report, json_output)))

@@ -2,158 +2,68 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from bench.cli import terminal
-from bench.cli.run_plan import (
-    PlanOptions,
-    headline_as_json,
-    kept_or_new_plan,
-    parse_share,
-    show_headline,
-    show_inputs,
-    show_plan,
-)
+from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, show_plan
 from bench.cli.run_progress import RunProgress
-from bench.host import Host, host_of
-from bench.select import baseline_choice
-from harness.analysis.answer import Answer, answer, nothing_to_choose, what_more_would_buy
+from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, execute, prepare
+from bench.planning import PlanOptions
+from harness.analysis.answer import nothing_to_choose, what_more_would_buy
 from harness.analysis.baseline import Choice
-from harness.analysis.precision import Precision, precision, too_wide
+from harness.analysis.precision import too_wide
 from harness.analysis.setting import timed
-from harness.analysis.summary import cell_results
-from harness.links.emulated import over_links
-from harness.record.plan import Plan, kept_plan
-from harness.record.profile_record import ProfileRecord
-from harness.record.run_lock import sole_writer
-from harness.record.run_record import ConclusionRecord, RunRecord
-from harness.record.schema import VERSION
+from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
-from harness.run.expected import References
-from harness.run.runner import Runner
-from harness.spec.errors import UsageError
 from reports import write_report
-from reports.groups import find_groups, headline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from harness.analysis.cell_result import CellResult
-    from harness.launch.launcher import LauncherProtocol
     from harness.record.store import Results
 
-REQUEUED_SECONDS = 180.0
-"""How long a requeued job waits for its earlier processes, which may be on a lost node."""
-
 
 @dataclass(frozen=True)
-class AgentOptions:
-    nodes: int
-    rendezvous_file: Path | None
-    """File in which the agents find the run; None: this host alone."""
-    interface: str
-    timeout_seconds: float
-    """Seconds to wait for the agents; the run then starts without the rest."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    results: Path
-    resume: bool
-    share: str
-    dry_run: bool
-    baseline_cell: str
-    profile: bool
-    """Whether to profile each cell afterwards."""
-    with_parent: bool
-    """Whether to end with the parent process, as another job continues the run."""
-    agents: AgentOptions
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run before its first trial."""
-
-    store: Store
-    plan: Plan
-    begun: bool
-    host: Host
-    """Host that the plan is for."""
-    gpus_unused: str | None
-    part: tuple[int, int]
-    baseline: Choice | None
-    seconds: dict[str, float]
-    """Expected seconds per trial, by cell id."""
-    references: References
+class EndOptions:
+    report: bool
+    json_output: bool
 
 
 def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) -> int:
-    began_at = time.monotonic()
     if options.with_parent:
         from harness.host.process import die_with_parent
 
         die_with_parent()
     console = terminal.console(quiet=end.json_output)
-    prepared = _prepare(console, plan_options, options)
+    prepared = prepare(plan_options, options)
+    gpus_unused = None if plan_options.host else terminal.say_unused_gpus(console)
+    show_plan(console, prepared)
     if options.dry_run:
-        _show_dry_run(console, prepared, end.json_output)
+        _show_dry_run(console, prepared, gpus_unused, end.json_output)
         return 0
-    plan = _begin(console, prepared)
-    store, part = prepared.store, prepared.part
-    waiting = Runner(store, plan, share=part)
-    with (
-        sole_writer(
-            store.folder, plan.run_id, part, REQUEUED_SECONDS if options.with_parent else 0.0
-        ),
-        terminal.stop_signals(),
-        _launchers(options.agents, console.print) as own,
-        over_links(waiting.cells, own) as launcher,
-        RunProgress(console, plan, prepared.seconds, len(waiting.open_trials())) as progress,
-    ):
-        runner = Runner(store, plan, launcher, share=part)
-        finished = runner.run(progress) and (not options.profile or runner.explain(progress))
-    wall_seconds = time.monotonic() - began_at
-    ended = Ended(finished, wall_seconds, not options.share or runner.all_recorded)
-    return conclude(store, plan, ended, prepared.baseline, end)
-
-
-def _prepare(console: Console, plan_options: PlanOptions, options: RunOptions) -> Prepared:
-    """Prints the plan; raises UsageError for mistaken options."""
-    host_name, nodes = plan_options.host, options.agents.nodes
-    store = Store(options.results)
-    store.require_writable()
-    if nodes > 1 and not options.agents.rendezvous_file:
-        raise UsageError(
-            "--nodes needs --rendezvous FILE, where the agents of the nodes find this run; python"
-            " -m bench slurm submit sets both"
+    with terminal.stop_signals():
+        ended = execute(
+            prepared,
+            options,
+            lambda plan, trials: RunProgress(console, plan, prepared.seconds, trials),
+            console.print,
         )
-    if host_name and not (options.dry_run and plan_options.matrix):
-        raise UsageError(
-            "--host plans for another host, which cannot run here: it needs --matrix and --dry-run"
-        )
-    gpus_unused = None if host_name else terminal.say_unused_gpus(console)
-    plan, begun = kept_or_new_plan(store, plan_options, options.resume)
-    host, part = host_of(host_name, nodes), parse_share(options.share)
-    todo = Runner(store, plan, share=part).open_trials()
-    baseline = baseline_choice(options.baseline_cell, plan.cells)
-    seconds, references = show_plan(console, store, plan, todo, host)
-    return Prepared(store, plan, begun, host, gpus_unused, part, baseline, seconds, references)
+    return show_end(prepared.store, ended, prepared.baseline, end)
 
 
-def _show_dry_run(console: Console, prepared: Prepared, json_output: bool) -> None:
+def _show_dry_run(
+    console: Console, prepared: Prepared, gpus_unused: str | None, json_output: bool
+) -> None:
     plan, host = prepared.plan, prepared.host
     planned = planned_headline(plan, host.cores)
     if planned:
@@ -164,110 +74,51 @@ def _show_dry_run(console: Console, prepared: Prepared, json_output: bool) -> No
             "expected_seconds": prepared.seconds,
             "references": dataclasses.asdict(prepared.references),
             "headline": planned and headline_as_json(planned),
-            "gpus_unused": prepared.gpus_unused,
+            "gpus_unused": gpus_unused,
         }
         print(json.dumps(json.loads(plan.to_json()) | expected))
 
 
-def _begin(console: Console, prepared: Prepared) -> Plan:
-    """Records the start of a new run; returns the plan to run."""
-    plan = prepared.plan
-    runner = Runner(prepared.store, plan, share=prepared.part)
-    runner.make_room()
-    if plan.needs_gpu and not prepared.begun:
-        console.print("measuring this GPU's peak rates, in about 10 s")
-    if prepared.begun or runner.begin():
-        return plan
-    # Another task of the array came first.
-    return kept_plan(prepared.store, plan.run_id)
-
-
-@contextlib.contextmanager
-def _launchers(
-    options: AgentOptions, say: Callable[[str], None]
-) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the factory of a run's launchers, over the agents if any, which connect as the run
-    begins."""
-    from harness.launch.launcher import Launcher
-    from harness.nodes.coordinator import Nodes, NodesLauncher
-
-    if options.rendezvous_file is None:
-        yield Launcher
-        return
-    nodes = Nodes(options.nodes, options.rendezvous_file, options.interface or None)
-    try:
-        present = nodes.ready(options.nodes, options.timeout_seconds)
-        nodes.check()
-        nodes.measure()
-        names = ", ".join(node.name for node in present)
-        lacking = "" if len(present) == options.nodes else f"; {nodes.shortfall(options.nodes)}"
-        say(f"nodes: {names}{lacking}")
-        yield functools.partial(NodesLauncher, nodes)
-    finally:
-        nodes.close()
-
-
-@dataclass(frozen=True)
-class Ended:
-    finished: bool
-    """False if it was interrupted."""
-    wall_seconds: float
-    all_recorded: bool
-    """Whether every share is complete."""
-
-
-@dataclass(frozen=True)
-class EndOptions:
-    report: bool
-    json_output: bool
-
-
-def conclude(
-    store: Store, plan: Plan, ended: Ended, baseline: Choice | None, options: EndOptions
-) -> int:
+def show_end(store: Store, ended: Ended, baseline: Choice | None, options: EndOptions) -> int:
     """Prints ranking, answer and paths; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
-    store.gather(plan.run_id)
-    loaded = store.load([plan.run_id], steps=False)
-    if loaded.trials.empty:
+    plan, concluded = ended.plan, conclude(store, ended, baseline)
+    if concluded is None:
         console.print("nothing was recorded")
         return 0 if ended.finished else 130
-    results = cell_results(loaded.trials, baseline)
+    report, results = concluded.report, concluded.report.cells
     terminal.ranking(console, results)
     if ended.finished:
-        _say_what_is_too_wide(console, plan, loaded, results)
-    measured = timed(results, plan.once)
-    leading = headline(find_groups(results), plan.once) if plan.search is None else None
-    profiles = {profile.cell_id: profile for profile in ProfileRecord.from_frame(loaded.explained)}
-    advised = answer(leading.rows, profiles) if leading else None
-    if leading and advised:
-        terminal.advice(console, advised, leading.full_title)
-    elif leading:
-        console.print(f"no advice: {nothing_to_choose(leading.rows)}", highlight=False)
-    if plan.until_answered and (more := what_more_would_buy(measured)):
-        console.print(f"{more} (--time-budget)", highlight=False)
-    known = precision(measured)
-    if known:
-        console.print(known.sentence, highlight=False)
-    if ended.all_recorded:
-        store.write_conclusion(_conclusion(plan, ended, len(loaded.trials), known, advised))
+        _say_what_is_too_wide(console, plan, report.results, results)
+    _say_answer(console, plan, concluded)
     page = None
     if options.report and ended.all_recorded:
         path = Path("reports") / "html" / f"{plan.run_id}.html"
-        page = write_report(loaded, path, "python -m bench report --out FILE", baseline)
+        page = write_report(report.results, path, "python -m bench report --out FILE", baseline)
     terminal.paths(console, store, plan, page, ended.finished)
     if options.json_output:
-        recorded = RunRecord.from_frame(loaded.runs)
-        whole = {"gpus_unused": recorded[0].gpus_unused if recorded else None}
-        print(json.dumps(_as_json(store, plan, page, results, known, advised) | whole))
+        print(json.dumps(_as_json(store, page, concluded)))
     if not ended.finished:
         return 130
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
     return 0 if fine else 1
 
 
+def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
+    report = concluded.report
+    if report.leading and report.advised:
+        terminal.advice(console, report.advised, report.leading.full_title)
+    elif report.leading:
+        console.print(f"no advice: {nothing_to_choose(report.leading.rows)}", highlight=False)
+    more = what_more_would_buy(timed(report.cells, plan.once)) if plan.until_answered else ""
+    if more:
+        console.print(f"{more} (--time-budget)", highlight=False)
+    if concluded.precision:
+        console.print(concluded.precision.sentence, highlight=False)
+
+
 def _say_what_is_too_wide(
-    console: Console, plan: Plan, loaded: Results, results: list[CellResult]
+    console: Console, plan: Plan, loaded: Results, results: Sequence[CellResult]
 ) -> None:
     if plan.precision is None:
         return
@@ -282,32 +133,7 @@ def _say_what_is_too_wide(
         )
 
 
-def _conclusion(
-    plan: Plan, ended: Ended, trials: int, known: Precision | None, advised: Answer | None
-) -> ConclusionRecord:
-    use = advised.advice[0] if advised else None
-    return ConclusionRecord(
-        schema_version=VERSION,
-        run_id=plan.run_id,
-        concluded_at=datetime.now(timezone.utc),
-        wall_seconds=ended.wall_seconds,
-        trials=trials,
-        compared_cells=known.cells if known else 0,
-        half_width_median=known.median if known else None,
-        half_width_nine_in_ten=known.nine_in_ten if known else None,
-        advised_cell_id=use.cell.cell_id if use else None,
-        advice=use.sentence if use else None,
-    )
-
-
-def _as_json(
-    store: Store,
-    plan: Plan,
-    page: Path | None,
-    results: list[CellResult],
-    known: Precision | None,
-    advised: Answer | None,
-) -> dict[str, object]:
+def _as_json(store: Store, page: Path | None, concluded: Concluded) -> dict[str, object]:
     columns = (
         "cell_id",
         "cell_name",
@@ -317,14 +143,16 @@ def _as_json(
         "peak_memory_bytes",
         "parity_verdict",
     )
+    report, known = concluded.report, concluded.precision
     return {
-        "run_id": plan.run_id,
+        "run_id": report.run_id,
         "results": str(store.folder),
         "report": page and str(page),
         "precision": known and dataclasses.asdict(known),
         "answer": [
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
-            for a in (advised.advice if advised else ())
+            for a in (report.advised.advice if report.advised else ())
         ],
-        "cells": [{name: cell.column(name) for name in columns} for cell in results],
+        "cells": [{name: cell.column(name) for name in columns} for cell in report.cells],
+        "gpus_unused": report.run.gpus_unused,
     }

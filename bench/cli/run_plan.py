@@ -1,129 +1,21 @@
-"""The plan of bench run, resumed or new, and what it prints."""
+"""Prints the plan of bench run, and parses its options."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from bench.cli.terminal import duration, table
-from bench.expand import expand
-from bench.host import host_of
-from bench.matrix import parse_changes, read_matrix
-from harness.record.plan import Plan, kept_plan, resumable
-from harness.record.store import Store, require_plain_name
-from harness.run.allocation import launches_per_round, not_compared
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from bench.host import Host
-    from harness.record.store import TrialKey
+    from bench.execution import Prepared
+    from harness.record.plan import Plan
     from harness.run.allocation import PlannedHeadline
-    from harness.run.expected import References
-    from harness.spec.cell import Cell
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    matrix: str
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    trials: int | None = None
-    precision: str = ""
-    time_budget: str = ""
-    interleave: bool = False
-    timed_seconds: float | None = None
-    """Length of timed steps; None: the matrix's."""
-    run_id: str = ""
-    """Name of the run; empty: its time."""
-    host: str = ""
-    """Host to plan for; empty: this one."""
-    nodes: int = 1
-
-    @property
-    def changes_a_plan(self) -> bool:
-        """Returns whether an option cannot apply to a run that has begun."""
-        return bool(
-            self.only
-            or self.skip
-            or self.settings
-            or self.trials
-            or self.precision
-            or self.interleave
-            or self.timed_seconds is not None
-        )
-
-
-def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
-    """Returns the plan, and whether its run has begun; raises UsageError."""
-    if options.run_id:
-        require_plain_name(options.run_id)
-    if options.run_id and options.run_id in store.run_ids():
-        return kept_plan(store, options.run_id), True
-    if resume:
-        if options.changes_a_plan:
-            raise UsageError(
-                "--resume continues a run as it was planned: leave out --only, --skip, --set,"
-                " --trials, --timed-seconds, --precision and --interleave"
-            )
-        return resumable(store, options.matrix or None), True
-    if not options.matrix:
-        raise UsageError(
-            "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
-        )
-    return _new_plan(options), False
-
-
-def _new_plan(options: PlanOptions) -> Plan:
-    matrix, host = read_matrix(options.matrix), host_of(options.host, options.nodes)
-    expanded = expand(
-        matrix,
-        host,
-        name=options.matrix,
-        only=options.only,
-        skip=options.skip,
-        changes=parse_changes(options.settings),
-    )
-    plan = Plan.new(
-        options.matrix,
-        expanded.cells,
-        options.trials or matrix.trials_on(host),
-        expanded.left_out,
-        options.run_id,
-        expanded.once,
-    )
-    if options.precision:
-        plan = dataclasses.replace(
-            plan,
-            precision=parse_precision(options.precision),
-            time_budget_seconds=parse_time(options.time_budget or "1h"),
-        )
-    elif not options.trials and not options.interleave:
-        budget = parse_time(options.time_budget) if options.time_budget else None
-        if budget is None and matrix.time_budget_minutes:
-            budget = matrix.time_budget_minutes * 60
-        plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
-    if not options.interleave:
-        seconds = options.timed_seconds
-        seconds = matrix.timed_seconds if seconds is None else seconds
-        plan = dataclasses.replace(plan, timed_seconds=seconds)
-        if seconds and plan.until_answered:
-            timed = [cell for cell in plan.cells if cell.id not in plan.once]
-            plan = dataclasses.replace(
-                plan,
-                not_compared=not_compared(timed, host.cores),
-                launches_per_round=launches_per_round(timed, host.cores),
-            )
-    else:
-        require_few(plan)
-        plan = dataclasses.replace(plan, interleaved=True)
-    return plan
 
 
 def parse_share(text: str) -> tuple[int, int]:
@@ -155,50 +47,11 @@ def parse_time(text: str) -> float:
     return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
-def require_few(plan: Plan) -> None:
-    """Raises UsageError for cells that cannot be interleaved."""
-    from harness.host.environment import gpus
-    from harness.launch.interleaved import MOST_CELLS
-    from harness.run.expected import too_large_together
-
-    if not 2 <= len(plan.cells) <= MOST_CELLS:
-        raise UsageError(
-            f"--interleave is for 2 to {MOST_CELLS} cells, which are all in memory, not"
-            f" {len(plan.cells)}; choose them with --only"
-        )
-    for cell in plan.cells:
-        if cell.nodes > 1:
-            raise UsageError(
-                f"--interleave is for cells of one node: leave {cell.name!r} out with --skip or"
-                " --only"
-            )
-        if cell.checkpoint != "none":
-            raise UsageError(
-                f"--interleave is for trials launched once: leave {cell.name!r} out with --skip or"
-                " --only"
-            )
-    on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
-    if not on_gpus or not (devices := gpus()):
-        return
-    if reason := too_large_together(on_gpus, min(size for _, size in devices)):
-        raise UsageError(f"--interleave: {reason} (--skip CELL, --set batch=N)")
-
-
-def show_plan(
-    out: Console,
-    store: Store,
-    planned: Plan,
-    todo: Sequence[tuple[int, Cell, TrialKey]],
-    host: Host,
-) -> tuple[dict[str, float], References]:
-    """Prints the plan for `host`; returns expected seconds by cell id, and the references."""
+def show_plan(out: Console, prepared: Prepared) -> None:
     from harness.host.cores import oversubscribed
-    from harness.run.expected import expected_seconds, references_of
     from harness.spec.link import over
 
-    seconds = expected_seconds(
-        store, planned.cells, host.cores, host.name, planned.timed_seconds_of
-    )
+    planned, host, seconds = prepared.plan, prepared.host, prepared.seconds
     columns = ("strategy", "workload", "devices", "precision", "batch", "expected")
     rows = table(_title(planned), *columns, left=("workload", "precision"))
     for cell in planned.cells:
@@ -217,16 +70,14 @@ def show_plan(
             f"[yellow]left out[/yellow] {escape(absent.cell.name)}: {absent.status}:"
             f" {escape(absent.reason)}"
         )
-    references = references_of([cell for _, cell, _ in todo], host.cores, host.name)
-    total = sum(seconds[cell.id] for _, cell, _ in todo) + 4
+    references = prepared.references
     disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
-    out.print(f"{len(todo)} trials to run, about {duration(total)}")
+    out.print(f"{prepared.trials_to_run} trials to run, about {duration(prepared.total_seconds)}")
     out.print(
         f"{references.number} reference runs, if none are cached: {duration(references.seconds)},"
         f" {disk}"
     )
-    out.print(f"in all about {duration(total + references.seconds)}")
-    return seconds, references
+    out.print(f"in all about {duration(prepared.total_seconds + references.seconds)}")
 
 
 def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli.options import Calibration, ClusterLink, Device, Json, LocalResults, PerNode, Seq
-from bench.cli.plan import calibration_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +110,7 @@ def _validate_cluster(
     """Raises UsageError if no runs can be predicted from others."""
     from bench.cli import terminal
     from harness.planner.cluster import calibrate as scores
-    from harness.planner.cluster.calibration import load
+    from harness.planner.cluster.calibration import calibration_file, load
     from harness.spec.errors import UsageError
 
     by_model, by_nodes = scores.parts_by_model(runs), scores.parts_by_nodes(runs)

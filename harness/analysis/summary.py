@@ -53,11 +53,11 @@ STATE_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_
 Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Parity)
 
 
-def cells(trials: pd.DataFrame) -> pd.DataFrame:
+def cells(trials: pd.DataFrame, baseline: Choice | None = None) -> pd.DataFrame:
     """Returns a frame for notebooks, with `CellResult.columns`, ordered like `cell_results`."""
     import pandas as pd
 
-    return pd.DataFrame([result.columns() for result in cell_results(trials)])
+    return pd.DataFrame([result.columns() for result in cell_results(trials, baseline)])
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:

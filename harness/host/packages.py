@@ -48,19 +48,24 @@ TRAINING = {
 
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2 if required packages are missing or too old.
-
-    Prints one line to stderr with the command that installs them.
-    """
-    if lacking := unmet(requirements):
-        found = (f"{need} (here: {version})" if version else need for need, version in lacking)
-        command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
-        print(
-            f"bench: Python packages are missing or too old: {', '.join(found)}; install them with:"
-            f" {shlex.join(command)}",
-            file=sys.stderr,
-        )
+    """Exits with code 2, and one line on stderr, if required packages are missing or too old."""
+    if sentence := missing(requirements):
+        print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
+
+
+def missing(requirements: Mapping[str, str]) -> str:
+    """Names required packages that are missing or too old, and the command that installs them;
+    empty if there are none."""
+    lacking = unmet(requirements)
+    if not lacking:
+        return ""
+    found = (f"{need} (here: {version})" if version else need for need, version in lacking)
+    command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
+    return (
+        f"Python packages are missing or too old: {', '.join(found)}; install them with:"
+        f" {shlex.join(command)}"
+    )
 
 
 def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:

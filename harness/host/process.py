@@ -17,6 +17,8 @@ import signal
 import socket
 import struct
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
@@ -32,6 +34,18 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Makes orphaned descendants children of this process, so it can find them."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+@contextlib.contextmanager
+def caller_not_imported() -> Iterator[None]:
+    """Keeps multiprocessing from running the caller's script again in each new process, as it
+    would without `if __name__ == "__main__"`."""
+    caller = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = caller
 
 
 # linux/sched.h

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.folders import scratch_folder
-from harness.host.process import die_with_parent
+from harness.host.process import caller_not_imported, die_with_parent
 from harness.launch.launcher import Launcher, LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
@@ -136,7 +136,8 @@ class _LauncherProcess:
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
         """Seconds that the trial waited for turns, and the current wait's start (0: none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
-        self._pid = self.pool.submit(_warm)
+        with caller_not_imported():
+            self._pid = self.pool.submit(_warm)
 
     def ready(self) -> int:
         """Waits until warm; returns its process id."""

@@ -25,7 +25,7 @@ import psutil
 from harness.host.cores import pin, threads_of
 from harness.host.folders import keep_multiprocessing_files, remove_abandoned, scratch_folder
 from harness.host.memory_limits import oom_kills
-from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
+from harness.host.process import LAUNCHER, adopt_orphans, caller_not_imported, die_with_parent
 from harness.host.tcp_store import LOOPBACK, open_store
 from harness.launch.elastic import run_elastic
 from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
@@ -215,6 +215,7 @@ class Launcher:
                     scratch, spec.ranks, limit, kill, waited, cell.nodes > 1, cell.device == "cuda"
                 ) as watch,
                 ended_by(stop, kill),
+                caller_not_imported(),
             ):
                 own = command(folder)
                 spec = dataclasses.replace(

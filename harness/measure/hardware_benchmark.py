@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.stats import slowest
 from harness.host.folders import scratch_folder
+from harness.host.process import caller_not_imported
 from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
 
     with scratch_folder() as scratch:
         try:
-            spawn(_rank, args=(backend, tuple(sizes), str(scratch)), nprocs=RANKS)
+            with caller_not_imported():
+                spawn(_rank, args=(backend, tuple(sizes), str(scratch)), nprocs=RANKS)
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
         by_rank = [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(RANKS)]

@@ -15,9 +15,9 @@ from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from tests.benchmarks.conftest import Ratio
-from tests.ranks.conftest import Silent, cell
+from tests.ranks.conftest import cell
 from tests.unit.stored_trials import step, trial_row
 
 ROOT, PLAIN = Path(__file__).parents[2], Path(__file__).with_name("plain.py")
@@ -67,7 +67,7 @@ def test_turnaround(
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
         began = time.perf_counter()
-        assert runner.run(Silent())
+        assert runner.run(SilentListener())
         whole = time.perf_counter() - began
         taken = store.load([plan.run_id])
         assert set(taken.trials["status"]) == {"ok"}

@@ -10,9 +10,8 @@ from pathlib import Path
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
-from tests.ranks.conftest import Silent
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Place:
         plan = Plan.new("campaign", [tried], 1, [])
         runner = Runner(self.store, plan, launcher=lambda packages: self.launcher)
         runner.begin()
-        assert runner.run(Silent())
+        assert runner.run(SilentListener())
         trial = self.store.load([plan.run_id], steps=False).trials.iloc[0]
         return str(trial["status"]), str(trial["reason"])
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli.run_plan import PlanOptions, kept_or_new_plan
 from bench.expand import Expanded, expand
 from bench.host import Host, host_of
 from bench.matrix import read_matrix
+from bench.planning import PlanOptions, kept_or_new_plan
 from harness.host import cores
 from harness.host.cores import oversubscribed
 from harness.parity.reference_runs import (

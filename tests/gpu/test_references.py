@@ -26,7 +26,7 @@ from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.run.prepared import PreparedTrial
 from harness.run.references import ReferenceRuns, verified
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.spec.training import EXACT
@@ -73,10 +73,6 @@ class Launches:
     def ignore_pid(self, pid: int) -> None: ...
 
 
-class Silent:
-    def preparing(self, what: str) -> None: ...
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path))
@@ -89,7 +85,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str, Reference]:
     runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
-    return runner._references.of(launches, cells, Silent().preparing)  # type: ignore[arg-type]
+    quiet = SilentListener().preparing
+    return runner._references.of(launches, cells, quiet)  # type: ignore[arg-type]
 
 
 def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(

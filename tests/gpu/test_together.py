@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run_plan import require_few
+from bench.planning import require_few
 from harness.record.plan import Plan
 from harness.run.expected import device_bytes
 from harness.spec.cell import Cell

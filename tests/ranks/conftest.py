@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,11 @@ import pytest
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.record.trial import TrialRecord
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.registry import strategies
 
 RunCells = Callable[..., Results]
-
-
-class Silent:
-    """A watcher that says nothing."""
-
-    def preparing(self, what: str) -> None: ...
-    def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
-    def time_is_spent(self, left_out: int) -> None: ...
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
-    def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +41,7 @@ def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
         plan = dataclasses.replace(plan, timed_seconds=timed_seconds)
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
-        assert runner.run(Silent())
+        assert runner.run(SilentListener())
         return store.load([plan.run_id])
 
     return run

@@ -18,11 +18,11 @@ from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
-from tests.ranks.conftest import Silent, cell
+from tests.ranks.conftest import cell
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_run_by_turns_is_recorded_and_compared(
     )
     runner = Runner(store, plan)
     runner.begin()
-    assert runner.run(Silent())
+    assert runner.run(SilentListener())
     results = store.load()
     assert list(results.trials["status"]) == ["ok"] * 4
     assert set(results.trials["parity_verdict"]) == {"exact"}

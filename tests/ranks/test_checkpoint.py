@@ -17,10 +17,10 @@ from harness.launch.outcome import Outcome
 from harness.record.checkpoint import NAME, Manifest
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.worker.spec import Checkpointing
-from tests.ranks.conftest import RunCells, Silent, cell
+from tests.ranks.conftest import RunCells, cell
 
 STEP = 4
 """Half of the parity segment."""
@@ -146,7 +146,7 @@ def damaged(launcher: Launcher, results: Path, damage: Callable[[Path, Path], No
     tampering = Tampering(launcher, damage)
     runner = Runner(store, plan, launcher=lambda packages: tampering)  # type: ignore[arg-type]
     runner.begin()
-    assert runner.run(Silent())
+    assert runner.run(SilentListener())
     (trial,) = store.load([plan.run_id]).trials.to_dict("records")
     return trial
 

@@ -23,12 +23,12 @@ from harness.launch.launcher import Launcher
 from harness.links.emulated import EmulatedNodes, LinksLauncher, unsupported_reason
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.spec.link import Link
 from tests.conftest import runs
 from tests.listening import is_loopback, watched
-from tests.ranks.conftest import Silent, cell
+from tests.ranks.conftest import cell
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 
@@ -54,8 +54,8 @@ def run_cells(
             launcher=lambda packages: LinksLauncher(emulated, lambda _: launcher, packages),
         )
         runner.begin()
-        assert runner.run(Silent())
-        assert not explain or runner.explain(Silent())
+        assert runner.run(SilentListener())
+        assert not explain or runner.explain(SilentListener())
         return store.load([plan.run_id])
 
     return run

@@ -19,8 +19,8 @@ from harness.record.plan import Plan
 from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.store import Store
 from harness.run.profile import profile_cell
-from harness.run.runner import Runner
-from tests.ranks.conftest import Silent, cell
+from harness.run.runner import Runner, SilentListener
+from tests.ranks.conftest import cell
 
 
 def explained(launcher: Launcher, strategy: str, devices: int = 2, **axes: Any) -> ProfileRecord:
@@ -191,9 +191,9 @@ def test_a_run_explains_its_cells_once_and_writes_no_trial(
     store = Store(tmp_path)
     runner = Runner(store, Plan.new("test", cells, 1, []), launcher=lambda packages: launcher)
     runner.begin()
-    assert runner.run(Silent())
+    assert runner.run(SilentListener())
     for _ in range(2):
-        assert runner.explain(Silent())
+        assert runner.explain(SilentListener())
     loaded = store.load([runner.plan.run_id])
     assert loaded.explained[["cell_id", "status", "attempt"]].to_numpy().tolist() == [
         [cells[0].id, "ok", 1]

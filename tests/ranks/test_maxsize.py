@@ -11,9 +11,9 @@ from harness.analysis.maxsize import maxsize_results
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from harness.run.maxsize import Search, plan_of
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
-from tests.ranks.conftest import RunCells, Silent, cell
+from tests.ranks.conftest import RunCells, cell
 from tests.unit.test_cli import here
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def table(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[
     plan = plan_of([searched("ddp"), searched("fsdp2")], [], BUDGET, [["ddp", "fsdp2"]])
     runner = Runner(store, plan, launcher=lambda packages: launcher)
     runner.begin()
-    assert Search(runner, Silent()).run()
+    assert Search(runner, SilentListener()).run()
     return {row.label: row for row in maxsize_results(store.load())}
 
 

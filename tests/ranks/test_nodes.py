@@ -27,12 +27,12 @@ from harness.nodes.protocol import secure
 from harness.nodes.rendezvous import Rendezvous
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
-from tests.ranks.conftest import Silent, cell
+from tests.ranks.conftest import cell
 
 
 class Cluster:
@@ -126,7 +126,7 @@ def run_cells(cluster: Cluster, tmp_path: Path) -> Callable[..., Results]:
             store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher
         )
         runner.begin()
-        assert runner.run(Silent())
+        assert runner.run(SilentListener())
         return store.load([runner.plan.run_id])
 
     return run

@@ -18,11 +18,11 @@ from harness.parity.verdict import CAPPED_ABOVE
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.references import declared
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
-from tests.ranks.conftest import RunCells, Silent, cell
+from tests.ranks.conftest import RunCells, cell
 
 SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
 
@@ -191,7 +191,7 @@ def recorded(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Re
     plan = Plan.new("test", [cell("ddp"), cell("fsdp2"), cell("amp", **half)], 1, [])
     runner = Runner(store, plan, launcher=lambda packages: launcher)
     runner.begin()
-    assert runner.run(Silent())
+    assert runner.run(SilentListener())
     return store.load([plan.run_id])
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from bench.cli import COMMANDS, app, main
 from harness.record.run_record import ConclusionRecord
-from harness.store import load
+from harness.record.store import load
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "results" / "reference")

@@ -201,7 +201,7 @@ def test_files_that_are_named_exist() -> None:
 
 
 def test_names_of_the_code_in_documents_exist() -> None:
-    """`harness.store.load` and the like."""
+    """`harness.record.store.load` and the like."""
     for document in DOCUMENTS:
         for name in re.findall(r"`((?:bench|harness|reports)(?:\.\w+)+)`", document.read_text()):
             pkgutil.resolve_name(name)

@@ -21,7 +21,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.export_records import FIGURES, IDENTITY, LISTS, as_csv, as_json
 from reports.run_report import RunReport, ran
-from reports.run_sections import SECTIONS, render, run_page, run_text
+from reports.run_sections import SECTIONS, run_page, run_text
 from tests import commands
 from tests.unit.html_page import HOSTILE, Page, content_policy
 from tests.unit.made_results import (
@@ -53,7 +53,7 @@ def one(results: Results) -> RunReport:
 
 @pytest.fixture(scope="module")
 def html(results: Results) -> str:
-    return render(results)
+    return run_page(ran(results)).text
 
 
 def same(value: Any, expected: Any) -> bool:

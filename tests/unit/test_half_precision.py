@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run_matrix import Ended, EndOptions, conclude
-from bench.cli.run_plan import PlanOptions, kept_or_new_plan
+from bench.cli.run_matrix import EndOptions, show_end
+from bench.execution import Ended
+from bench.planning import PlanOptions, kept_or_new_plan
 from harness.analysis.answer import answer, undecided
 from harness.analysis.cell_result import CellResult
 from harness.analysis.precision import precision
@@ -235,9 +236,9 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
     leading = report.leading
     assert leading is not None
     assert (leading.rows[0].cell.precision, leading.devices) == ("bf16", devices)
-    ended = Ended(finished=True, wall_seconds=1.0, all_recorded=True)
+    ended = Ended(plan, finished=True, wall_seconds=1.0, all_recorded=True)
     store = Store(tmp_path / "results")
-    assert conclude(store, plan, ended, None, EndOptions(report=True, json_output=True)) == 0
+    assert show_end(store, ended, None, EndOptions(report=True, json_output=True)) == 0
     said = json.loads(capsys.readouterr().out)
     if devices == 1:
         assert said["answer"] == [], "on one device there is nothing to choose"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from harness.run.maxsize import (
     token_step,
     wide_size,
 )
-from harness.run.runner import Runner
+from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
 from harness.worker.spec import log_file
@@ -231,15 +230,6 @@ class Dry(Search):
         return self.runner.run_trial(launcher, cell, key, self.position, None, self.listener.step)
 
 
-class Silent:
-    def preparing(self, what: str) -> None: ...
-    def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
-    def time_is_spent(self, left_out: int) -> None: ...
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
-    def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
-
-
 def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool, Runs, Store]:
     store = Store(tmp_path / "results")
     runner = Runs(store, plan or plan_of([base()], [], BUDGET, [["single", "ddp"]]))
@@ -247,7 +237,7 @@ def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool
         setattr(runner, name, value)
     if plan is None:
         runner.begin()
-    return Dry(runner, Silent()).run(), runner, store
+    return Dry(runner, SilentListener()).run(), runner, store
 
 
 def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
@@ -279,7 +269,7 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     store = Store(tmp_path / "results")
     runner = Runs(store, plan_of([one], [], BUDGET, [], tokens=8))
     runner.begin()
-    assert Dry(runner, Silent()).run()
+    assert Dry(runner, SilentListener()).run()
     [row] = maxsize_results(store.load())
     assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-128x2")
     assert (row.parameters, row.next_parameters, row.step) == (160, 168, 8)
@@ -342,7 +332,7 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
     runner = Broken(store, plan_of([base()], [], BUDGET, []))
     runner.oddly = dict.fromkeys(range(1, 400), "failed")
     runner.begin()
-    assert Dry(runner, Silent()).run()
+    assert Dry(runner, SilentListener()).run()
     [row] = maxsize_results(store.load())
     assert (row.status, row.parameters) == ("stopped", None)
     assert "failed: said failed" in row.reason

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run_plan import PlanOptions, kept_or_new_plan
+from bench.planning import PlanOptions, kept_or_new_plan
 from harness.analysis.precision import too_wide
 from harness.analysis.race import contenders, top_two
 from harness.analysis.stats import LogEstimate
@@ -398,6 +398,6 @@ def test_how_long_rounds_are_added(tmp_path: Path) -> None:
         return kept_or_new_plan(Store(tmp_path), PlanOptions(str(matrix), **options), False)[0]
 
     assert planned().time_budget_seconds == 180
-    assert planned(time_budget="1min").time_budget_seconds == 60
+    assert planned(time_budget_seconds=60).time_budget_seconds == 60
     assert planned().until_answered
     assert not planned(trials=3).until_answered

@@ -275,6 +275,11 @@ class ClusterCalibration:
         file.write_text(text, encoding="utf-8")
 
 
+def calibration_file(given: str | Path | None) -> Path:
+    """Returns the constants' file; None and `default` mean the suite's own."""
+    return DEFAULT if given is None or str(given) == "default" else Path(given)
+
+
 def load(file: Path = DEFAULT) -> ClusterCalibration:
     """Reads a calibration file; raises UsageError if unreadable or a constant is out of bounds."""
     try:

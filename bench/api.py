@@ -1,0 +1,249 @@
+"""The Python interface: what the commands do, with values and exceptions instead of text."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.record.store import Results, Store
+from harness.spec.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from harness.analysis.answer import Answer
+    from harness.analysis.baseline import Choice
+    from harness.planner.cluster.cluster_plan import ClusterPlan
+    from harness.planner.finetune.answer import Answer as FitAnswer
+    from harness.planner.finetune.answer import FitQuestion
+    from harness.run.runner import ProgressListener
+    from harness.spec.cell import Cell
+
+__all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
+
+METHODS = ("full", "lora", "qlora")
+MAX_PRICE = 1e9
+"""Highest price of a device-hour, in any currency."""
+
+
+@dataclass(frozen=True)
+class RecordedRuns(Results):
+    """Tables of one run or several, and what follows from them."""
+
+    baseline: Choice | None = None
+    """Cell that others of its setting are compared with; None: DDP, else the single process."""
+
+    @functools.cached_property
+    def cells(self) -> pd.DataFrame:
+        """One row per run and cell: ranked first, then fastest first."""
+        from harness.analysis.summary import cells
+
+        return cells(self.trials, self.baseline)
+
+    @functools.cached_property
+    def answer(self) -> Answer | None:
+        """Advice of the newest run; None if it has nothing to choose."""
+        from reports.run_report import only, ran
+
+        return ran(only(self, [self.runs["run_id"].max()]), self.baseline).advised
+
+    def report(self, path: str | Path) -> Path:
+        """Writes the report of a run, or a comparison of several; returns its path.
+
+        The suffix chooses the format: html, md, csv or json. Raises UsageError if the file cannot
+        be written.
+        """
+        from reports import write_report
+
+        return write_report(self, Path(path), baseline=self.baseline)
+
+
+def load(
+    folder: str | Path = "results", runs: Sequence[str] | None = None, *, baseline: str = ""
+) -> RecordedRuns:
+    """Returns recorded runs of a results folder, by default all.
+
+    `runs`: ids, their first letters, `latest` or `latest~1`. `baseline`: strategy, id or pattern
+    of the cell that others are compared with. Raises UsageError for an unknown one.
+    """
+    from bench.select import baseline_choice, find_run
+    from harness.spec.cell import Cell
+
+    store = Store(folder)
+    tables = store.load(None if runs is None else sorted({find_run(store, run) for run in runs}))
+    recorded = [Cell.model_validate_json(text) for text in tables.trials["cell"].unique()]
+    return RecordedRuns(**vars(tables), baseline=baseline_choice(baseline, recorded))
+
+
+def run(
+    cells: Sequence[Cell | Mapping[str, object]] = (),
+    *,
+    matrix: str = "",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+    trials: int | None = None,
+    precision: float | None = None,
+    time_budget_seconds: float | None = None,
+    timed_seconds: float | None = None,
+    results: str | Path = "results",
+    run_id: str = "",
+    baseline: str = "",
+    profile: bool = False,
+    listener: ProgressListener | None = None,
+) -> RecordedRuns:
+    """Trains, verifies and records cells, or a matrix; returns what was recorded.
+
+    `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
+    set in all cells. `precision`: relative half width, such as 0.02, that every throughput's
+    interval must reach. `run_id`: name of the run, which is continued if it exists. `listener`:
+    hears about progress. The other parameters are options of `bench run`.
+
+    Raises UsageError for a mistake. KeyboardInterrupt ends the run; `run_id` continues it.
+    """
+    _check(bool(cells), bool(matrix), trials, precision)
+    from bench.execution import RunOptions, conclude, execute, prepare
+    from bench.matrix import known_axes
+    from bench.planning import PlanOptions
+    from harness.run.runner import SilentListener
+
+    plan_options = PlanOptions(
+        matrix=matrix,
+        cells=tuple(cells),
+        only=tuple(only),
+        skip=tuple(skip),
+        changes=known_axes(settings or {}),
+        trials=trials,
+        precision=precision,
+        time_budget_seconds=time_budget_seconds,
+        timed_seconds=timed_seconds,
+        run_id=run_id,
+    )
+    options = RunOptions(Path(results), baseline_cell=baseline, profile=profile)
+    prepared = prepare(plan_options, options)
+    chosen: ProgressListener = listener or SilentListener()
+    ended = execute(
+        prepared, options, lambda plan, trials: contextlib.nullcontext(chosen), chosen.preparing
+    )
+    conclude(prepared.store, ended, prepared.baseline)
+    if not ended.finished:
+        raise KeyboardInterrupt
+    tables = prepared.store.load([ended.plan.run_id])
+    return RecordedRuns(**vars(tables), baseline=prepared.baseline)
+
+
+def _check(cells: bool, matrix: bool, trials: int | None, precision: float | None) -> None:
+    """Raises UsageError if `bench.run` cannot run here, or not what it was asked for."""
+    from harness.host.packages import TRAINING, missing
+
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("bench.run must be called in the main thread, with which its ranks end")
+    if sentence := missing(TRAINING):
+        raise UsageError(sentence)
+    if cells == matrix:
+        raise UsageError("bench.run needs either cells or a matrix")
+    if trials is not None and (not isinstance(trials, int) or trials < 1):
+        raise UsageError(f"trials {trials!r}: give a whole number from 1 on")
+    if precision is not None and not 0 < precision < 1:
+        raise UsageError(f"precision {precision!r}: give a share between 0 and 1, such as 0.02")
+
+
+def plan(
+    model: str,
+    *,
+    devices: int = 8,
+    device: str = "h100-80gb",
+    per_node: int = 8,
+    link: str = "nvlink,400gbit",
+    sequence_length: int = 4096,
+    batch: int = 256,
+    goal: str = "throughput",
+    price: float | None = None,
+    top: int = 10,
+    calibration: str | Path | None = None,
+) -> ClusterPlan:
+    """Predicts the best layouts of a training on GPUs; see `bench plan`. Raises UsageError."""
+    from harness.planner.cluster.calibration import calibration_file
+    from harness.planner.cluster.calibration import load as load_constants
+    from harness.planner.cluster.cluster_plan import plan as predicted
+    from harness.planner.cluster.hardware import cluster_of
+    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.cluster.question import ClusterQuestion
+
+    if price is not None and not 0 < price <= MAX_PRICE:
+        raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
+    cluster = cluster_of(device, per_node, link)
+    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices)
+    constants = load_constants(calibration_file(calibration))
+    return predicted(question, constants, goal, top, price)
+
+
+def fits(
+    model: str,
+    gpus: str,
+    *,
+    method: str = "lora",
+    sequence_length: int = 2048,
+    batch: int = 1,
+    precision: str = "bf16",
+    rank: int = 16,
+    link: str | None = None,
+) -> FitAnswer:
+    """Says whether a fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
+    `bench fits`. Raises UsageError."""
+    from harness.planner.finetune.answer import answer
+
+    return answer(fit_question(model, gpus, method, sequence_length, batch, precision, rank, link))
+
+
+def fit_question(
+    model: str,
+    gpus: str,
+    method: str,
+    sequence_length: int,
+    batch: int,
+    precision: str,
+    rank: int,
+    link: str | None,
+) -> FitQuestion:
+    """Raises UsageError for a mistaken value."""
+    from harness.host.gpu_models import gpu_named
+    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.finetune.answer import FitQuestion
+    from harness.planner.finetune.recipe import STATES
+    from harness.planner.finetune.speed import link_bytes_per_second
+
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
+    if match is None or match[1] == "0":
+        raise UsageError(f"gpus {gpus!r}: write it like '2 x rtx-4090'")
+    if method not in METHODS:
+        raise UsageError(f"method {method!r}: give {', '.join(METHODS)}")
+    if precision not in STATES:
+        raise UsageError(f"precision {precision!r}: give one of {', '.join(STATES)}")
+    for name, value in (("sequence_length", sequence_length), ("batch", batch), ("rank", rank)):
+        if not 1 <= value <= 10**6:
+            raise UsageError(f"{name} {value}: give 1 to 1000000")
+    count, gpu = int(match[1] or 1), gpu_named(match[2])
+    if count > 8:
+        raise UsageError(
+            f"gpus {gpus!r}: up to 8 GPUs of one node; python -m bench plan answers for more"
+        )
+    bandwidth = link_bytes_per_second(gpu, link)
+    shape = parse_shape(model)
+    return FitQuestion(
+        shape,
+        gpu,
+        count,
+        method,  # type: ignore[arg-type]
+        sequence_length,
+        batch,
+        precision,
+        rank,
+        bandwidth,
+    )

@@ -1,0 +1,224 @@
+"""Runs a plan from its first trial to its answer; prints nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from bench.host import Host, host_of
+from bench.planning import PlanOptions, kept_or_new_plan
+from bench.select import baseline_choice
+from harness.analysis.baseline import Choice
+from harness.analysis.precision import Precision, precision
+from harness.analysis.setting import timed
+from harness.links.emulated import over_links
+from harness.record.plan import Plan, kept_plan
+from harness.record.run_lock import sole_writer
+from harness.record.run_record import ConclusionRecord
+from harness.record.schema import VERSION
+from harness.record.store import Store
+from harness.run.expected import References, expected_seconds, references_of
+from harness.run.runner import ProgressListener, Runner
+from harness.spec.errors import UsageError
+from reports.run_report import RunReport, ran
+
+if TYPE_CHECKING:
+    from harness.launch.launcher import LauncherProtocol
+
+REQUEUED_SECONDS = 180.0
+"""How long a requeued job waits for its earlier processes, which may be on a lost node."""
+
+StartListener: TypeAlias = Callable[
+    [Plan, int], contextlib.AbstractContextManager[ProgressListener]
+]
+"""Returns the listener of a plan with this many open trials, entered as the run begins."""
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    nodes: int = 1
+    rendezvous_file: Path | None = None
+    """File in which the agents find the run; None: this host alone."""
+    interface: str = ""
+    timeout_seconds: float = 120.0
+    """Seconds to wait for the agents; the run then starts without the rest."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    results: Path
+    resume: bool = False
+    share: tuple[int, int] = (0, 1)
+    dry_run: bool = False
+    baseline_cell: str = ""
+    profile: bool = False
+    """Whether to profile each cell afterwards."""
+    with_parent: bool = False
+    """Whether to end with the parent process, as another job continues the run."""
+    agents: AgentOptions = AgentOptions()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its first trial."""
+
+    store: Store
+    plan: Plan
+    begun: bool
+    host: Host
+    """Host that the plan is for."""
+    part: tuple[int, int]
+    baseline: Choice | None
+    trials_to_run: int
+    seconds: dict[str, float]
+    """Expected seconds per trial, by cell id."""
+    total_seconds: float
+    """Expected seconds of the trials to run."""
+    references: References
+
+
+@dataclass(frozen=True)
+class Ended:
+    plan: Plan
+    finished: bool
+    """False if it was interrupted."""
+    wall_seconds: float
+    all_recorded: bool
+    """Whether every share is complete."""
+
+
+@dataclass(frozen=True)
+class Concluded:
+    report: RunReport
+    precision: Precision | None
+
+
+def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
+    """Plans a run, or finds the one to continue; raises UsageError for mistaken options."""
+    host_name, nodes = plan_options.host, options.agents.nodes
+    store = Store(options.results)
+    store.require_writable()
+    if nodes > 1 and not options.agents.rendezvous_file:
+        raise UsageError(
+            "--nodes needs --rendezvous FILE, where the agents of the nodes find this run; python"
+            " -m bench slurm submit sets both"
+        )
+    if host_name and not (options.dry_run and plan_options.matrix):
+        raise UsageError(
+            "--host plans for another host, which cannot run here: it needs --matrix and --dry-run"
+        )
+    plan, begun = kept_or_new_plan(store, plan_options, options.resume)
+    host = host_of(host_name, nodes)
+    todo = Runner(store, plan, share=options.share).open_trials()
+    seconds = expected_seconds(store, plan.cells, host.cores, host.name, plan.timed_seconds_of)
+    return Prepared(
+        store,
+        plan,
+        begun,
+        host,
+        options.share,
+        baseline_choice(options.baseline_cell, plan.cells),
+        len(todo),
+        seconds,
+        sum(seconds[trial.cell.id] for trial in todo) + 4,
+        references_of([trial.cell for trial in todo], host.cores, host.name),
+    )
+
+
+def execute(
+    prepared: Prepared,
+    options: RunOptions,
+    listener: StartListener,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Ended:
+    """Runs all open trials. `say`: takes what happens before the first one."""
+    began_at = time.monotonic()
+    plan = _begin(prepared, say)
+    store, part = prepared.store, prepared.part
+    waiting = Runner(store, plan, share=part)
+    patience = REQUEUED_SECONDS if options.with_parent else 0.0
+    with (
+        sole_writer(store.folder, plan.run_id, part, patience),
+        _launchers(options.agents, say) as own,
+        over_links(waiting.cells, own) as launcher,
+        listener(plan, len(waiting.open_trials())) as progress,
+    ):
+        runner = Runner(store, plan, launcher, share=part)
+        finished = runner.run(progress) and (not options.profile or runner.explain(progress))
+    seconds = time.monotonic() - began_at
+    return Ended(plan, finished, seconds, part == (0, 1) or runner.all_recorded)
+
+
+def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
+    """Records the start of a new run; returns the plan to run."""
+    plan = prepared.plan
+    runner = Runner(prepared.store, plan, share=prepared.part)
+    runner.make_room()
+    if plan.needs_gpu and not prepared.begun:
+        say("measuring this GPU's peak rates, in about 10 s")
+    if prepared.begun or runner.begin():
+        return plan
+    # Another task of the array came first.
+    return kept_plan(prepared.store, plan.run_id)
+
+
+@contextlib.contextmanager
+def _launchers(
+    options: AgentOptions, say: Callable[[str], None]
+) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
+    """Yields the factory of a run's launchers, over the agents if any, which connect as the run
+    begins."""
+    from harness.launch.launcher import Launcher
+    from harness.nodes.coordinator import Nodes, NodesLauncher
+
+    if options.rendezvous_file is None:
+        yield Launcher
+        return
+    nodes = Nodes(options.nodes, options.rendezvous_file, options.interface or None)
+    try:
+        present = nodes.ready(options.nodes, options.timeout_seconds)
+        nodes.check()
+        nodes.measure()
+        names = ", ".join(node.name for node in present)
+        lacking = "" if len(present) == options.nodes else f"; {nodes.shortfall(options.nodes)}"
+        say(f"nodes: {names}{lacking}")
+        yield functools.partial(NodesLauncher, nodes)
+    finally:
+        nodes.close()
+
+
+def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded | None:
+    """Summarises a run and records its conclusion; returns None if nothing was recorded."""
+    plan = ended.plan
+    store.gather(plan.run_id)
+    loaded = store.load([plan.run_id], steps=False)
+    if loaded.trials.empty:
+        return None
+    report = ran(loaded, baseline)
+    concluded = Concluded(report, precision(timed(report.cells, plan.once)))
+    if ended.all_recorded:
+        store.write_conclusion(_conclusion(concluded, ended))
+    return concluded
+
+
+def _conclusion(concluded: Concluded, ended: Ended) -> ConclusionRecord:
+    known, advised = concluded.precision, concluded.report.advised
+    use = advised.advice[0] if advised else None
+    return ConclusionRecord(
+        schema_version=VERSION,
+        run_id=concluded.report.run_id,
+        concluded_at=datetime.now(timezone.utc),
+        wall_seconds=ended.wall_seconds,
+        trials=len(concluded.report.results.trials),
+        compared_cells=known.cells if known else 0,
+        half_width_median=known.median if known else None,
+        half_width_nine_in_ten=known.nine_in_ten if known else None,
+        advised_cell_id=use.cell.cell_id if use else None,
+        advice=use.sentence if use else None,
+    )

@@ -1,0 +1,161 @@
+"""What a run does: its plan, new or continued."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.expand import expand
+from bench.host import host_of
+from bench.matrix import Axes, Matrix, axes_of, matrix_of, read_matrix
+from harness.record.plan import Plan, kept_plan, resumable
+from harness.record.store import Store, require_plain_name
+from harness.run.allocation import launches_per_round, not_compared
+from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
+
+HOUR = 3600.0
+FROM_PYTHON = "bench.run"
+"""Matrix name of a run whose cells a program gave."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    matrix: str = ""
+    cells: tuple[Cell | Mapping[str, object], ...] = ()
+    """Cells, or axes of a matrix's cells, to run instead of a matrix."""
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    changes: Axes = field(default_factory=dict)
+    """Axes set in all cells."""
+    trials: int | None = None
+    precision: float | None = None
+    """Relative half width of every throughput's interval; None: no such target."""
+    time_budget_seconds: float | None = None
+    interleave: bool = False
+    timed_seconds: float | None = None
+    """Length of timed steps; None: the matrix's."""
+    run_id: str = ""
+    """Name of the run; empty: its time."""
+    host: str = ""
+    """Host to plan for; empty: this one."""
+    nodes: int = 1
+
+    @property
+    def changes_a_plan(self) -> bool:
+        """Returns whether an option cannot apply to a run that has begun."""
+        return bool(
+            self.only
+            or self.skip
+            or self.cells
+            or self.changes
+            or self.trials
+            or self.precision
+            or self.interleave
+            or self.timed_seconds is not None
+        )
+
+
+def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
+    """Returns the plan, and whether its run has begun; raises UsageError."""
+    if options.run_id:
+        require_plain_name(options.run_id)
+    if options.run_id and options.run_id in store.run_ids():
+        return kept_plan(store, options.run_id), True
+    if resume:
+        if options.changes_a_plan:
+            raise UsageError(
+                "--resume continues a run as it was planned: leave out --only, --skip, --set,"
+                " --trials, --timed-seconds, --precision and --interleave"
+            )
+        return resumable(store, options.matrix or None), True
+    if not options.matrix and not options.cells:
+        raise UsageError(
+            "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
+        )
+    return _new_plan(options), False
+
+
+def _matrix(options: PlanOptions) -> Matrix:
+    """Raises UsageError for a mistaken matrix or cell."""
+    if not options.cells:
+        return read_matrix(options.matrix)
+    axes = [axes_of(cell) if isinstance(cell, Cell) else cell for cell in options.cells]
+    return matrix_of({"cells": axes}, Matrix, FROM_PYTHON)
+
+
+def _new_plan(options: PlanOptions) -> Plan:
+    matrix, host = _matrix(options), host_of(options.host, options.nodes)
+    name = options.matrix or FROM_PYTHON
+    expanded = expand(
+        matrix,
+        host,
+        name=name,
+        only=options.only,
+        skip=options.skip,
+        changes=options.changes,
+    )
+    plan = Plan.new(
+        name,
+        expanded.cells,
+        options.trials or matrix.trials_on(host),
+        expanded.left_out,
+        options.run_id,
+        expanded.once,
+    )
+    if options.precision:
+        plan = dataclasses.replace(
+            plan,
+            precision=options.precision,
+            time_budget_seconds=options.time_budget_seconds or HOUR,
+        )
+    elif not options.trials and not options.interleave:
+        budget = options.time_budget_seconds
+        if budget is None and matrix.time_budget_minutes:
+            budget = matrix.time_budget_minutes * 60
+        plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
+    if not options.interleave:
+        seconds = options.timed_seconds
+        seconds = matrix.timed_seconds if seconds is None else seconds
+        plan = dataclasses.replace(plan, timed_seconds=seconds)
+        if seconds and plan.until_answered:
+            timed = [cell for cell in plan.cells if cell.id not in plan.once]
+            plan = dataclasses.replace(
+                plan,
+                not_compared=not_compared(timed, host.cores),
+                launches_per_round=launches_per_round(timed, host.cores),
+            )
+    else:
+        require_few(plan)
+        plan = dataclasses.replace(plan, interleaved=True)
+    return plan
+
+
+def require_few(plan: Plan) -> None:
+    """Raises UsageError for cells that cannot be interleaved."""
+    from harness.host.environment import gpus
+    from harness.launch.interleaved import MOST_CELLS
+    from harness.run.expected import too_large_together
+
+    if not 2 <= len(plan.cells) <= MOST_CELLS:
+        raise UsageError(
+            f"--interleave is for 2 to {MOST_CELLS} cells, which are all in memory, not"
+            f" {len(plan.cells)}; choose them with --only"
+        )
+    for cell in plan.cells:
+        if cell.nodes > 1:
+            raise UsageError(
+                f"--interleave is for cells of one node: leave {cell.name!r} out with --skip or"
+                " --only"
+            )
+        if cell.checkpoint != "none":
+            raise UsageError(
+                f"--interleave is for trials launched once: leave {cell.name!r} out with --skip or"
+                " --only"
+            )
+    on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
+    if not on_gpus or not (devices := gpus()):
+        return
+    if reason := too_large_together(on_gpus, min(size for _, size in devices)):
+        raise UsageError(f"--interleave: {reason} (--skip CELL, --set batch=N)")
