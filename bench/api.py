@@ -163,6 +163,7 @@ def plan(
     link: str = "nvlink,400gbit",
     sequence_length: int = 4096,
     batch: int = 256,
+    precision: str = "bf16",
     goal: str = "throughput",
     price: float | None = None,
     top: int = 10,
@@ -175,11 +176,13 @@ def plan(
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.model_names import parse_shape
     from harness.planner.cluster.question import ClusterQuestion
+    from harness.planner.cluster.recipe import precision_named
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
     cluster = cluster_of(device, per_node, link)
-    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices)
+    recipe = precision_named(precision)
+    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices, recipe)
     constants = load_constants(calibration_file(calibration))
     return predicted(question, constants, goal, top, price)
 
@@ -215,8 +218,8 @@ def fit_question(
     """Raises UsageError for a mistaken value."""
     from harness.host.gpu_models import gpu_named
     from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.cluster.recipe import precision_named
     from harness.planner.finetune.answer import FitQuestion
-    from harness.planner.finetune.recipe import STATES
     from harness.planner.finetune.speed import link_bytes_per_second
 
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
@@ -224,8 +227,6 @@ def fit_question(
         raise UsageError(f"gpus {gpus!r}: write it like '2 x rtx-4090'")
     if method not in METHODS:
         raise UsageError(f"method {method!r}: give {', '.join(METHODS)}")
-    if precision not in STATES:
-        raise UsageError(f"precision {precision!r}: give one of {', '.join(STATES)}")
     for name, value in (("sequence_length", sequence_length), ("batch", batch), ("rank", rank)):
         if not 1 <= value <= 10**6:
             raise UsageError(f"{name} {value}: give 1 to 1000000")
@@ -243,7 +244,7 @@ def fit_question(
         method,  # type: ignore[arg-type]
         sequence_length,
         batch,
-        precision,
+        precision_named(precision),
         rank,
         bandwidth,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 import yaml
 
-from bench.cli.options import Json, Seq
+from bench.cli.options import Json, Seq, StatesPrecision
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,14 +35,6 @@ MethodOption: TypeAlias = Annotated[str, typer.Option("--method", help="full, lo
 MicroBatch: TypeAlias = Annotated[
     int, typer.Option("--batch", help="Sequences that a GPU trains on at once.")
 ]
-PrecisionOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="For full: bf16 keeps fp32 parameters and moments; pure-bf16, fp32,"
-        " pure-bf16-fp32-reduce.",
-    ),
-]
 Rank: TypeAlias = Annotated[int, typer.Option("--rank", help="Rank of LoRA on all matrices.")]
 FitLink: TypeAlias = Annotated[
     str | None,
@@ -60,7 +52,7 @@ def fits(
     method: MethodOption = "lora",
     seq: Seq = 2048,
     batch: MicroBatch = 1,
-    precision: PrecisionOption = "bf16",
+    precision: StatesPrecision = "bf16",
     rank: Rank = 16,
     link: FitLink = None,
     json_output: Json = False,
@@ -126,13 +118,17 @@ def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
 
 def _command(model: str, question: FitQuestion, result: Answer) -> str:
     """Returns the command that measures the recipe with the suite; empty if nothing fits."""
+    from harness.planner.cluster.recipe import SUITE_CELLS
     from harness.workloads import make_workload
 
     if result.verdict == "no":
         return ""
     variant = {"full": "", "lora": "+lora", "qlora": "+nf4+lora"}[question.method]
-    if question.method == "full" and question.precision.startswith("pure"):
-        variant = "+bf16"
+    precision = "bf16"
+    if question.method == "full":
+        if question.precision not in SUITE_CELLS:
+            return ""
+        variant, precision = SUITE_CELLS[question.precision]
     workload = f"{model}{variant}"
     try:
         make_workload(workload)
@@ -148,7 +144,7 @@ def _command(model: str, question: FitQuestion, result: Answer) -> str:
         "sequence_length": recipe.sequence,
         "batch": recipe.micro_batch * question.gpus,
         "recompute": recipe.recompute,
-        "precision": "fp32" if variant == "+bf16" else "bf16",
+        "precision": precision,
     }
     return f"python -m bench run --matrix quick --only {strategy} " + " ".join(
         f"--set {name}={value}" for name, value in axes.items()

@@ -126,6 +126,14 @@ Precision: TypeAlias = Annotated[
     Literal["fp32", "bf16", "fp16"],
     typer.Option("--precision", help="Precision of the arithmetic."),
 ]
+StatesPrecision: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="Precision of states: bf16 keeps fp32 parameters and moments; fp32, pure-bf16,"
+        " pure-bf16-fp32-reduce, pure-bf16-fused (updates in backward).",
+    ),
+]
 Goal: TypeAlias = Annotated[
     str,
     typer.Option(

@@ -22,6 +22,7 @@ from bench.cli.options import (
     Json,
     PerNode,
     Seq,
+    StatesPrecision,
     Top,
     WrittenMatrix,
 )
@@ -70,6 +71,7 @@ def plan(
     link: ClusterLink = "nvlink,400gbit",
     seq: Seq = 4096,
     batch: Batch = 256,
+    precision: StatesPrecision = "bf16",
     goal: Goal = "throughput",
     price: Price = None,
     top: Top = 10,
@@ -97,6 +99,7 @@ def plan(
         link=link,
         sequence_length=seq,
         batch=batch,
+        precision=precision,
         goal=goal,
         price=price,
         top=top,
@@ -208,7 +211,8 @@ def _table(answer: ClusterPlan) -> Table:
     question = answer.question
     title = (
         f"{question.shape.name} on {question.devices} x {question.cluster.device},"
-        f" {question.global_batch} sequences of {question.sequence_length} tokens a step;"
+        f" {question.global_batch} sequences of {question.sequence_length} tokens a step,"
+        f" {question.precision};"
         " predictions with their 80 % intervals"
     )
     table = terminal.table(title, "layout", "step (s)", "tokens/s", "memory (GB)", "fits")

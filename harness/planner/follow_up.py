@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from harness.export import TARGETS, export_files, plan_of, write_files
-from harness.planner.cluster.question import RECOMPUTE, ClusterQuestion, PlannedLayout
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
+from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Strategy
@@ -114,10 +115,16 @@ def cells_of_layout(
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
+    if question.precision not in SUITE_CELLS or RECOMPUTE[layout.recompute] == "selective-op":
+        return []
     fitting = [
         (cell, strategy)
         for cell, strategy in _matching(question, workload_of(model), layout, tried)
-        if layout.data == 1 or strategy.costs.zero_stage == layout.zero
+        if layout.data == 1
+        or (
+            strategy.costs.zero_stage == layout.zero
+            and (layout.accumulation == 1 or _whole_gradients(strategy) == layout.whole_gradients)
+        )
     ]
     fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
     plain = [pair for pair in fitting if len(pair[1].requires) == fewest]
@@ -125,6 +132,11 @@ def cells_of_layout(
     chosen = exported or plain
     least = min((len(cell.options) for cell, _ in chosen), default=0)
     return [cell for cell, _ in chosen if len(cell.options) == least]
+
+
+def _whole_gradients(strategy: Strategy) -> bool:
+    costs = strategy.costs
+    return costs.zero_stage >= 2 and costs.accumulates_whole_gradients
 
 
 def cells_of_layouts(
@@ -140,7 +152,7 @@ def cells_of_layouts(
     """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:
-        key = (layout.data, layout.pipeline, layout.tensor, layout.zero)
+        key = (layout.data, layout.pipeline, layout.tensor, layout.zero, layout.whole_gradients)
         if key in without:
             continue
         cells = cells_of_layout(question, model, layout, tried)
@@ -162,14 +174,18 @@ def _matching(
 ) -> Iterator[tuple[Cell, Strategy]]:
     """Yields the cells that can run and divide the devices as the layout does."""
     axes = (layout.data, layout.pipeline, layout.tensor)
+    variant, precision = SUITE_CELLS[question.precision]
+    workload += variant
+    reduced = layout.zero >= 2 and layout.accumulation > 1 and not layout.whole_gradients
     for choice in _choices(tried):
         fields = strategies()[choice.strategy].model_fields
         sizes = {axis: size for axis, size in vars(layout).items() if axis in fields}
+        further = {"no_sync": False} if reduced and "no_sync" in fields else {}
         try:
             cell = with_defaults(
                 Cell(
                     strategy=choice.strategy,
-                    options=choice.options | sizes,
+                    options=choice.options | sizes | further,
                     workload=workload,
                     device="cuda",
                     devices=question.devices,
@@ -178,7 +194,7 @@ def _matching(
                     global_batch=question.global_batch,
                     micro_batches=layout.accumulation,
                     recompute=RECOMPUTE[layout.recompute],  # type: ignore[arg-type]
-                    precision="bf16",
+                    precision=precision,  # type: ignore[arg-type]
                     learning_rate=1e-4,
                 )
             )

@@ -104,6 +104,10 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
 
     shards_parameters = True
 
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.no_sync
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=layout.data)
         if self.strategy.cpu_offload:

@@ -93,6 +93,7 @@ class Fsdp1(Strategy):
 
 class Fsdp1Costs(CostModel[Fsdp1]):
     backend_library = "fsdp2"
+    accumulates_whole_gradients = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices

@@ -111,14 +111,22 @@ class Fsdp2Costs(CostModel[Fsdp2]):
     shards_parameters = True
 
     @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.no_sync
+
+    @property
     def zero_stage(self) -> int:
         return 3 if self.strategy.reshard_after_forward else 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=self._shards(cell))
-        if self.strategy.reshard_after_forward:
-            return shard
-        return dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        transient = shard.transient
+        whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
+        if whole:
+            transient = float(facts.trained_bytes)
+        if not self.strategy.reshard_after_forward:
+            transient = 4.0 * facts.parameters + (transient if whole else 0.0)
+        return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters.

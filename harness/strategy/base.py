@@ -182,6 +182,11 @@ class CostModel(Generic[StrategyT_co]):
         return 3 if self.shards_parameters else 0
 
     @property
+    def accumulates_whole_gradients(self) -> bool:
+        """Whether a rank holds whole gradients until the last micro-batch reduces them."""
+        return False
+
+    @property
     def recomputes_whole_blocks(self) -> bool:
         """Whether recomputation runs whole blocks; torch's stops at the last tensor that backward
         needs."""

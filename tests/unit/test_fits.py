@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from harness.host.gpu_models import gpu_models, gpu_named
+from harness.planner.cluster.footprint import footprint
 from harness.planner.cluster.model_names import parse_shape
-from harness.planner.finetune.footprint import footprint
-from harness.planner.finetune.recipe import ATTENTION, Adapter, Base, Precision, Recipe
+from harness.planner.cluster.recipe import ATTENTION, Adapter, Base, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
 from harness.spec.errors import UsageError
 

@@ -21,7 +21,7 @@ from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import energy, predict
 from harness.planner.cluster.question import PlannedLayout, PlannedLayouts, enumerate_layouts
 from harness.planner.cluster.step_time import one_forward_one_backward
-from tests.unit.test_planner import CALIBRATION, often, question
+from tests.unit.test_planner import CALIBRATION, MIXED, often, question
 
 DATA_AXES = st.sampled_from([2, 4, 8, 16])
 layouts = st.builds(
@@ -90,7 +90,9 @@ def test_slower_links_never_speed_up(
 @often
 @given(st.floats(1e6, 1e13), st.integers(1, 4096))
 def test_each_stage_of_zero_keeps_no_more(parameters: float, ranks: int) -> None:
-    states = [float(model_states(parameters, ranks, stage)) for stage in range(4)]
+    states = [
+        float(sum(model_states(parameters, parameters / ranks, stage, MIXED))) for stage in range(4)
+    ]
     assert states == sorted(states, reverse=True)
 
 
@@ -101,8 +103,8 @@ def test_experts_are_sharded_among_the_ranks_that_hold_them() -> None:
     )
     states = predict(asked, both, CALIBRATION).memory.states
     parameters = asked.shape.parameters
-    # ZeRO's gradients are accumulated in fp32: 2 + 4 + 12 bytes.
-    assert states.tolist() == pytest.approx([18 * parameters / 16] * 2, rel=1e-6)
+    # FSDP shards fp32 parameters, gradients and moments: 4 + 4 + 8 bytes.
+    assert states.tolist() == pytest.approx([16 * parameters / 16] * 2, rel=1e-6)
 
 
 @often

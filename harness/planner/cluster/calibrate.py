@@ -160,6 +160,7 @@ def read_runs(
         recompute=0 * one,
         offload=0 * one,
         chunks=one,
+        whole_gradients=0 * one,
     )
     tokens = table.GBS.to_numpy(float) * sequence_length
     return MeasuredRuns(

@@ -188,9 +188,13 @@ class MemoryLimit:
     spread: float
     """Standard deviation of its logarithm."""
 
-    def passed(self, demand: Floats, memory_bytes: float) -> Floats:
-        """Returns the probability that a demand in bytes stays below the limit."""
-        result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / self.spread)
+    def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
+        """Returns the probability that a demand in bytes stays below the limit.
+
+        `deviation`: further standard deviation of the demand's logarithm.
+        """
+        spread = np.hypot(self.spread, deviation)
+        result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
         return result
 
 

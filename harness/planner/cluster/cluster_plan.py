@@ -29,6 +29,7 @@ from harness.planner.cluster.question import (
     PlannedLayouts,
     enumerate_layouts,
 )
+from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import one_forward_one_backward, stage_seconds
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
@@ -458,7 +459,7 @@ def _why_not_whole(plan: ClusterPlan) -> str:
     question = plan.question
     shape, limit = question.shape, question.cluster.memory_bytes
     whole, layer = (
-        float(model_states(float(count), 1, 0))
+        float(sum(model_states(float(count), float(count), 0, STATES[question.precision])))
         for count in (shape.parameters, shape.layer_parameters)
     )
     if layer > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from harness.host.gpu_models import GpuModel, gpu_named
+from harness.host.gpu_models import GpuModel, gpu_models, gpu_named
 from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
+from harness.planner.cluster.recipe import Precision
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
@@ -78,6 +80,15 @@ class Cluster:
     """Host memory per node."""
     disk_bytes: float = 30e12
     """Disk space per node."""
+
+    def computing_in(self, precision: Precision) -> Cluster:
+        """Returns the cluster with the rates of matrix products in this precision."""
+        if precision != "fp32":
+            return self
+        peak = gpu_models()[self.device].fp32_flops_per_second or self.flops_per_second / 8
+        return dataclasses.replace(
+            self, flops_per_second=peak, reached_flops_per_second=USUAL_SHARE * peak
+        )
 
 
 @dataclass(frozen=True)

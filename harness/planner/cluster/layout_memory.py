@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.planner.cluster.calibration import MemoryConstants
+from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, spread
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
-from harness.planner.cluster.question import PlannedLayouts
+from harness.planner.cluster.question import PlannedLayout, PlannedLayouts
+from harness.planner.cluster.recipe import RECOMPUTE, STATES, Precision, Recipe, StateBytes
 from harness.planner.fitting import Bools, Floats, Ints
 
-PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2.0, 2.0, 12.0
-"""Bytes per parameter in mixed precision: bf16 parameter and gradient; fp32 copy and Adam's two
-moments (ZeRO, arXiv 1910.02054, section 3.1, K = 12)."""
-ACCUMULATED_BYTES = 4.0
-"""Bytes per gradient accumulated in fp32."""
 UNGATED = 0.5
 """Feed-forward tensors kept by an ungated layer, as a share of a gated one's: the activation's
 input and output, against four."""
@@ -45,20 +43,22 @@ class LayoutMemory:
 
 
 def model_states(
-    parameters: Floats | float,
-    data: Floats | float,
-    zero: int,
-    gradient_bytes: float = GRADIENT_BYTES,
-) -> Floats | float:
-    """Returns bytes of parameters, gradients and optimizer state on one of `data` ranks.
+    held: Floats | float,
+    owned: Floats | float,
+    zero: Ints | int,
+    of: StateBytes,
+    whole_gradients: Ints | int = 0,
+) -> tuple[Floats, Floats, Floats]:
+    """Returns bytes of parameters, gradients and optimizer state on a rank.
 
-    Formulas: arXiv 1910.02054, section 5, table 1.
+    A rank holds `held` parameters before ZeRO shards them and updates `owned` (arXiv 1910.02054,
+    section 5).
     """
-    return parameters * (
-        PARAMETER_BYTES / (data if zero >= 3 else 1)
-        + gradient_bytes / (data if zero >= 2 else 1)
-        + OPTIMIZER_BYTES / (data if zero >= 1 else 1)
-    )
+    parameters = of.element * np.where(np.asarray(zero) >= 3, owned, held)
+    sharded = (np.asarray(zero) >= 2) & (np.asarray(whole_gradients) == 0)
+    gradients = of.gradient * np.where(sharded, owned, held)
+    optimizer = of.updated * np.where(np.asarray(zero) >= 1, owned, held)
+    return parameters, gradients, optimizer
 
 
 def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
@@ -87,27 +87,26 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
     return np.asarray(stage.layers * layer + ends * shape.embedding_parameters)
 
 
-def _states(held: Floats, owned: Floats, layouts: PlannedLayouts) -> Floats:
+def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
     """Returns the bytes of model states on the device, without offloaded ones.
 
-    Gradients accumulate in fp32; those of offloaded parameters leave layer by layer (ZeRO-Infinity,
+    Gradients accumulate on it; those of offloaded parameters leave layer by layer (ZeRO-Infinity,
     arXiv 2104.07857).
     """
-    parameters = PARAMETER_BYTES * np.where(layouts.zero >= 3, owned, held)
-    gradients = ACCUMULATED_BYTES * np.where(layouts.zero >= 2, owned, held)
+    parameters, gradients, optimizer = model_states(
+        held, owned, layouts.zero, of, layouts.whole_gradients
+    )
     on_device = np.where(layouts.offload >= 2, 0.0, parameters + gradients)
-    result: Floats = on_device + np.where(layouts.offload >= 1, 0.0, OPTIMIZER_BYTES * owned)
+    result: Floats = on_device + np.where(layouts.offload >= 1, 0.0, optimizer)
     return result
 
 
-def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats) -> Bools:
+def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
     """Returns whether a node can hold what its devices offload.
 
     `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
     """
-    each = owned * np.where(
-        layouts.offload >= 2, OPTIMIZER_BYTES + PARAMETER_BYTES + ACCUMULATED_BYTES, OPTIMIZER_BYTES
-    )
+    each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
     node = each * np.minimum(layouts.devices, cluster.per_node)
     room = np.where(layouts.offload == 3, cluster.disk_bytes, cluster.host_memory_bytes)
     result: Bools = (layouts.offload == 0) | (node <= room)
@@ -127,7 +126,12 @@ def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
 
 
 def _layer_activations(
-    shape: ModelShape, sequence: int, layouts: PlannedLayouts, c: MemoryConstants, ahead: Floats
+    shape: ModelShape,
+    sequence: int,
+    layouts: PlannedLayouts,
+    c: MemoryConstants,
+    ahead: Floats,
+    element: float,
 ) -> tuple[Floats, Floats, Floats]:
     """Returns a layer's bytes per micro-batch (each of shape [layouts]): kept, needed during
     recomputation, and pending among the kept.
@@ -137,16 +141,17 @@ def _layer_activations(
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
-    pending = tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
+    scale = element / 2
+    pending = scale * tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
     # Half of the tensors have the hidden size, a quarter the width of all heads, a quarter that of
     # keys and values.
     width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
     hidden = width * c.layer_hidden
-    whole = tokens * (hidden + feed * c.layer_feed) / tensor + pending
-    kept = tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
-    inputs = tokens * 2.0 * shape.hidden / tensor
-    layer = np.where(layouts.recompute == 2, inputs, np.where(layouts.recompute == 1, kept, whole))
+    whole = scale * tokens * (hidden + feed * c.layer_feed) / tensor + pending
+    kept = scale * tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
+    inputs = tokens * element * shape.hidden / tensor
+    layer = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, kept], whole)
     again = np.where(layouts.recompute > 0, whole - layer, 0.0)
     return layer, again, np.where(layouts.recompute == 2, 0.0, pending)
 
@@ -159,15 +164,19 @@ def memory(
     c: MemoryConstants,
     ahead: Floats,
     first_stage_only: bool = False,
+    precision: Precision = "bf16",
 ) -> LayoutMemory:
-    """Returns the bytes of each layout's fullest stage.
+    """Returns the bytes of each layout's fullest stage, as measured software keeps them.
+
+    `native_memory` counts layouts of torch's own code.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
     part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1): how far launches run
     ahead of the device. Tensor-parallel buffers are reused only after the device is done, so a
     waiting device needs fewer. `first_stage_only`: for comparisons with rank 0.
     """
-    layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead)
+    of = STATES[precision]
+    layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead, of.element)
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     ranks = layouts.data * layouts.context
@@ -179,17 +188,17 @@ def memory(
             if first_stage_only and stage.first:
                 continue
             parameters = stage_parameters(shape, part, stage)
-            states = _states(parameters, owned_parameters(shape, part, stage), part)
+            states = _states(parameters, owned_parameters(shape, part, stage), part, of)
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
-            inputs = stage.embedding * tokens[rows] * 2.0 * shape.hidden / tensor[rows]
+            inputs = stage.embedding * tokens[rows] * of.element * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)
             # One layer is recomputed at a time; by then backward has freed the logits.
             redone = again[rows] * min(stage.layers, 1)
             kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
-            bucket = np.where(ranks[rows] > 1, c.bucket * parameters, 0.0)
+            bucket = np.where(ranks[rows] > 1, c.bucket * of.element / 2 * parameters, 0.0)
             # Two layers are gathered at once: the one in use and the next.
             largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)
-            gathered = 2 * PARAMETER_BYTES * largest / tensor[rows] / part.expert
+            gathered = 2 * of.element * largest / tensor[rows] / part.expert
             unsharded = (part.zero >= 3) & (ranks[rows] > 1) | (part.offload >= 2)
             sharded = part.zero >= 2
             bucket = np.where(sharded, np.minimum(bucket, gathered), bucket)
@@ -202,6 +211,75 @@ def memory(
     states, kept, late, work, demand = fullest
     reserved = capped(demand, cluster.memory_bytes, c.knee)
     return LayoutMemory(states, kept, late, work, demand, reserved)
+
+
+def recipe_of(layout: PlannedLayout, sequence: int, precision: Precision) -> Recipe:
+    """Returns how torch's own code trains with a layout."""
+    shards = layout.data * layout.context
+    return Recipe(
+        precision=precision,
+        gpus=shards,
+        sharding="full" if shards > 1 else "none",
+        recompute=RECOMPUTE[layout.recompute],
+        sequence=-(-sequence // layout.context),
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        synchronised=not layout.whole_gradients,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        resharded=layout.zero != 2,
+        library="native",
+    )
+
+
+@dataclass(frozen=True)
+class NativeMemory:
+    """Memory of layouts that torch's own code trains (shape [rows])."""
+
+    rows: Ints
+    memory: LayoutMemory
+    spread: Floats
+    """Standard deviation of the peak's logarithm."""
+
+
+def native_memory(
+    shape: ModelShape,
+    sequence: int,
+    cluster: Cluster,
+    layouts: PlannedLayouts,
+    precision: Precision,
+) -> NativeMemory:
+    """Returns the bytes that `footprint` counts for layouts of torch's own code."""
+    rows = np.flatnonzero(layouts.native)
+    part = layouts.take(rows)
+    # All else that `recipe_of` reads, with the accumulation that matters.
+    part = dataclasses.replace(part, accumulation=np.minimum(part.accumulation, 2))
+    counted: dict[tuple[int, ...], tuple[float, ...]] = {}
+    columns = [getattr(part, field.name).tolist() for field in dataclasses.fields(part)]
+    figures = []
+    for key in zip(*columns, strict=True):
+        if key not in counted:
+            recipe = recipe_of(PlannedLayout(*key), sequence, precision)
+            found = footprint(shape, recipe)
+            states = found.kept - WORKSPACE_BYTES + found.gradients
+            work = WORKSPACE_BYTES + found.gathered
+            work = min(work, found.peak - states)
+            activations = found.peak - states - work
+            counted[key] = (states, activations, work, found.demand, spread(shape, recipe))
+        figures.append(counted[key])
+    totals = np.array(figures, float).reshape(-1, 5).T
+    reserved = np.minimum(totals[3], cluster.memory_bytes)
+    none = np.zeros(len(rows))
+    memory = LayoutMemory(totals[0], totals[1], none, totals[2], totals[3], reserved)
+    return NativeMemory(rows, memory, totals[4])
+
+
+def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
+    columns = {}
+    for field in dataclasses.fields(needed):
+        columns[field.name] = getattr(needed, field.name).copy()
+        columns[field.name][native.rows] = getattr(native.memory, field.name)
+    return LayoutMemory(**columns)
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:

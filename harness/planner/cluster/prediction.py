@@ -11,10 +11,19 @@ import yaml
 from pydantic import TypeAdapter
 from scipy.special import ndtr, ndtri
 
+from harness.host.gpu_models import gpu_models
 from harness.planner.cluster.calibration import ClusterCalibration
-from harness.planner.cluster.layout_memory import LayoutMemory, memory, offload_fits
+from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
+from harness.planner.cluster.layout_memory import (
+    LayoutMemory,
+    memory,
+    native_memory,
+    offload_fits,
+    with_native,
+)
 from harness.planner.cluster.model_shape import empty_stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
+from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import LayoutStepTime, step_time
 from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
@@ -30,6 +39,20 @@ PENDING_DONE = 0.5
 REFUSED_BELOW = 1 / 3
 """Probability to run below which layouts are refused. Not even odds: false alarms are worse, and no
 value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
+UNMEASURED = {
+    "cluster": 0.08,
+    "precision": 0.08,
+    "shape": 0.08,
+    "sharding": 0.08,
+    "recompute": 0.08,
+    "offload": 0.2,
+    "axes": 0.1,
+}
+"""Half-widths for what the calibration never saw: errors in time of published tables that have it
+(docs/studies/planner-accuracy.md). Offload and axes are assumed: no table has them."""
+NATIVE_SPREAD = 0.06
+"""Standard deviation of log peak memory because the code of layers and norms is unknown: counts for
+two libraries differ by it."""
 TIE = 0.01
 """Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
@@ -123,29 +146,49 @@ def predict(
     """Predicts every layout; `first_stage_only`: the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     time = step_time(question, layouts, calibration.time_on(cluster.links))
-    needed = memory(
-        shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead
-    )
-    reported = needed
-    if first_stage_only:
-        reported = memory(
-            shape, question.sequence_length, cluster, layouts, calibration.memory, time.ahead, True
+    native = native_memory(shape, question.sequence_length, cluster, layouts, question.precision)
+
+    def needs(first_stage: bool) -> LayoutMemory:
+        counted = memory(
+            shape,
+            question.sequence_length,
+            cluster,
+            layouts,
+            calibration.memory,
+            time.ahead,
+            first_stage,
+            question.precision,
         )
+        return with_native(counted, native)
+
+    needed = needs(False)
+    reported = needs(True) if first_stage_only else needed
     least = needed.allocated - PENDING_DONE * needed.pending
-    runs = spread.end.passed(least, cluster.memory_bytes)
-    fits = spread.room.passed(needed.demand, cluster.memory_bytes)
-    runs = np.maximum(runs, fits)
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
     # The measured software's 1F1B needs as many micro-batches as stages follow the first (nanotron,
     # `OneForwardOneBackwardPipelineEngine`). Megatron-LM runs with fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
     fed |= cluster.links != calibration.links
-    stored = offload_fits(cluster, layouts, time.owned)
+    stored = offload_fits(cluster, layouts, time.owned, STATES[question.precision])
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
+    unmeasured = _unmeasured(question, layouts, calibration)
     wider = spread.outside * beyond
     half_width = spread.time + spread.time_per_doubling * np.log2(nodes) + wider
+    half_width = np.hypot(half_width, unmeasured)
+    memory_half_width = np.hypot(spread.memory + wider, unmeasured)
+    deviation = unmeasured / ndtri(0.9)
+    native_deviation = np.hypot(native.spread, NATIVE_SPREAD)
+    memory_half_width[native.rows] = ndtri(0.9) * native_deviation
+    runs = spread.end.passed(least, cluster.memory_bytes, deviation)
+    fits = spread.room.passed(needed.demand, cluster.memory_bytes, deviation)
+    room = usable_bytes(gpu_models()[cluster.device], question.devices)
+    for limited, demand in ((runs, least), (fits, needed.demand)):
+        limited[native.rows] = ndtr(np.log(room / demand[native.rows]) / native_deviation)
+    runs = np.maximum(runs, fits)
+    certain = np.where((unmeasured > 0) | (beyond > 0), MOST_CERTAIN, 1.0)
+    fits, runs = certain * fits, certain * runs
     slow = 1 - fits / np.maximum(runs, 1e-12)
     return Predictions(
         layouts=layouts,
@@ -154,7 +197,7 @@ def predict(
         seconds=time.total,
         half_width=half_width,
         upper=spread.upper(half_width, slow),
-        memory_half_width=spread.memory + wider,
+        memory_half_width=memory_half_width,
         least=least,
         fits=np.where(filled & fed & stored, fits, 0.0),
         runs=np.where(filled & fed & stored, runs, 0.0),
@@ -163,6 +206,26 @@ def predict(
         stored=stored,
         beyond=beyond,
     )
+
+
+def _unmeasured(
+    question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
+) -> Floats:
+    """Returns the half-width that is due to what the calibration never saw (shape [layouts])."""
+    cluster, shape = question.cluster, question.shape
+    seen = cluster.links == calibration.links
+    kinds = {
+        "cluster": np.full(len(layouts), not seen),
+        "precision": np.full(len(layouts), question.precision != "bf16"),
+        "shape": np.full(len(layouts), shape.experts > 1 or not shape.gated),
+        "sharding": layouts.zero >= 2,
+        "recompute": layouts.recompute > 0,
+        "offload": layouts.offload > 0,
+        "axes": (layouts.context > 1) | (layouts.expert > 1) | (layouts.chunks > 1),
+    }
+    squares = [UNMEASURED[name] ** 2 * present for name, present in kinds.items()]
+    result: Floats = np.sqrt(np.sum(squares, axis=0))
+    return result
 
 
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:

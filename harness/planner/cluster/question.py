@@ -11,11 +11,10 @@ import numpy as np
 
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
+from harness.planner.cluster.recipe import RECOMPUTE, Precision
 from harness.planner.fitting import Bools, Ints
 from harness.spec.errors import UsageError
 
-RECOMPUTE = ("none", "selective", "full")
-"""What backward recomputes: nothing, attention scores, or whole layers."""
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
 """What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
@@ -49,6 +48,9 @@ class PlannedLayout:
     """Index into OFFLOAD."""
     chunks: int = 1
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
+    whole_gradients: int = 0
+    """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch reduces them, as
+    FSDP2 without synchronisation does; 0 if every micro-batch reduces them."""
 
     @property
     def devices(self) -> int:
@@ -61,6 +63,8 @@ class PlannedLayout:
         words = [" x ".join(axes) or "one device"]
         if self.zero:
             words.append(f"ZeRO-{self.zero}")
+        if self.zero >= 2 and self.accumulation > 1:
+            words.append(f"{'whole' if self.whole_gradients else 'sharded'} gradients")
         words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
         if self.recompute:
             words.append(f"{RECOMPUTE[self.recompute]} recomputation")
@@ -91,6 +95,7 @@ class PlannedLayouts:
     recompute: Ints
     offload: Ints
     chunks: Ints
+    whole_gradients: Ints
 
     @classmethod
     def of(cls, layouts: Sequence[PlannedLayout]) -> PlannedLayouts:
@@ -119,6 +124,13 @@ class PlannedLayouts:
         return self.data * self.pipeline * self.tensor * self.context
 
     @property
+    def native(self) -> Bools:
+        """Layouts that torch's own FSDP2, or a single device, trains."""
+        result: Bools = (self.zero >= 2) | (self.devices == 1)
+        result &= (self.offload == 0) & (self.pipeline == 1)
+        return result
+
+    @property
     def global_batch(self) -> Ints:
         return self.data * self.micro_batch * self.accumulation
 
@@ -141,6 +153,7 @@ class ClusterQuestion:
     global_batch: int
     """Sequences in one step."""
     devices: int
+    precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -219,8 +232,9 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
     """Returns every layout whose sizes divide (see `_axes`).
 
-    Combines power-of-two micro-batches with all applicable recomputation, ZeRO stages, offload and
-    interleaved chunks. Raises UsageError with the nearest batch that divides if there is none.
+    Combines power-of-two micro-batches with all applicable recomputation, ZeRO stages, offload,
+    interleaved chunks and ways to keep gradients. Raises UsageError with the nearest batch that
+    divides if there is none.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
@@ -236,16 +250,27 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
         chunks = [1]
         if pipeline > 1:
             chunks += [c for c in (2, 4) if shape.layers % (pipeline * c) == 0]
-        for expert, (zero, off), size, again, chunk in itertools.product(
-            experts, _sharding(data, pipeline, context, offload), sizes, (0, 1, 2), chunks
+        for expert, (zero, off), size, again, chunk, whole in itertools.product(
+            experts,
+            _sharding(data, pipeline, context, offload),
+            sizes,
+            range(len(RECOMPUTE)),
+            chunks,
+            (0, 1),
         ):
             steps = per_rank // size
+            native = (zero >= 2 or data * pipeline * tensor * context == 1) and not off
+            if (RECOMPUTE[again] == "selective-op" or whole) and not native:
+                continue
+            if whole and (zero < 2 or steps == 1):
+                continue
+            if question.precision == "pure-bf16-fused" and steps > 1:
+                continue
             # Sequences are cut only if a micro-batch of one sequence is too large.
             if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
                 continue
-            columns.append(
-                (data, pipeline, tensor, context, expert, zero, size, steps, again, off, chunk)
-            )
+            numbers = (data, pipeline, tensor, context, expert, zero, size, steps)
+            columns.append((*numbers, again, off, chunk, whole))
     if not columns:
         raise UsageError(_nothing(question, min(data for data, *_ in axes)))
     return PlannedLayouts(*np.array(columns, np.int64).T)

@@ -8,19 +8,12 @@ import numpy as np
 
 from harness.planner.cluster.calibration import TimeConstants
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.layout_memory import (
-    ACCUMULATED_BYTES,
-    OPTIMIZER_BYTES,
-    PARAMETER_BYTES,
-    owned_parameters,
-    stage_parameters,
-)
+from harness.planner.cluster.layout_memory import owned_parameters, stage_parameters
 from harness.planner.cluster.model_shape import LayerStage, numbered_stages, padded_head, stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
+from harness.planner.cluster.recipe import STATES
 from harness.planner.fitting import Floats, Ints
 
-ELEMENT_BYTES = 2.0
-"""Bytes of an activation in bf16."""
 BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
@@ -92,7 +85,8 @@ class AxisBandwidths:
         section 2.2), split over the tensor axis (section 4.1).
         """
         tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
-        size = tokens * question.shape.hidden * ELEMENT_BYTES / layouts.tensor
+        size = tokens * question.shape.hidden / layouts.tensor
+        size = size * STATES[question.precision].element
         result: Floats = 2.0 * layouts.chunks * size / self.stage
         return result
 
@@ -111,14 +105,15 @@ class AxisBandwidths:
         """
         shape = question.shape
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
-        hidden = tokens * shape.hidden * ELEMENT_BYTES
+        element = STATES[question.precision].element
+        hidden = tokens * shape.hidden * element
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
         # The whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take nearly equal
         # times.
         seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
         # Keys and values pass around the ring once forward and, with their gradients, twice back,
         # hidden behind attention to the previous part.
-        passed = 6.0 * (context - 1) * tokens * shape.kv_width * ELEMENT_BYTES / tensor
+        passed = 6.0 * (context - 1) * tokens * shape.kv_width * element / tensor
         seconds = seconds + np.maximum(0.0, passed / self.gather - 3.5 * attention)
         # Two all-to-alls forward and two back.
         expert = layouts.expert.astype(float)
@@ -138,38 +133,48 @@ class AxisBandwidths:
         """Returns the exposed seconds of gradients and sharded parameters, and those of offload.
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
-        for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce fp32 gradients once
-        a step; stage 1 then gathers bf16 parameters. Stages 2 and 3 scatter gradients with every
-        micro-batch; stage 3 gathers parameters in every forward and backward.
+        for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once a
+        step; stage 1 then gathers parameters. Stages 2 and 3 scatter gradients with every
+        micro-batch, or once if ranks hold them whole; stage 3 gathers parameters in every forward
+        and backward.
         """
         cluster = question.cluster
+        of = STATES[question.precision]
         ranks = (layouts.data * layouts.context).astype(float)
         part = (ranks - 1) / ranks
         zero, steps = layouts.zero, layouts.accumulation
-        reduce = 2 * part * ACCUMULATED_BYTES * parameters / self.reduce
-        buckets = parameters * PARAMETER_BYTES / BUCKET_BYTES
+        reduce = 2 * part * of.reduced * parameters / self.reduce
+        buckets = parameters * of.element / BUCKET_BYTES
         between = (self.data_nodes > 1) & (ranks > 1)
         reduce = reduce + np.where(between, buckets * c.bucket_latency, 0.0)
-        scatter = part * ACCUMULATED_BYTES * parameters / self.gather
-        gather = part * PARAMETER_BYTES * parameters / self.gather
+        scatter = part * of.reduced * parameters / self.gather
+        gather = part * of.element * parameters / self.gather
         backward = 2 / 3 * micro_batch_seconds
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
         once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
         # Neighbouring layers hide all but the first gather and the last scatter.
-        each = np.where(zero >= 2, scatter, 0.0) + np.where(zero >= 3, 2 * gather, 0.0)
-        ends = each / question.shape.layers
         hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
-        each = ends + np.maximum(0.0, each - ends - hides)
+        scattered = np.where(zero >= 2, scatter, 0.0)
+        gathered = np.where(zero >= 3, 2 * gather, 0.0)
+
+        def exposed(seconds: Floats) -> Floats:
+            ends = seconds / question.shape.layers
+            result: Floats = ends + np.maximum(0.0, seconds - ends - hides)
+            return result
+
+        last = exposed(scattered + gathered)
+        others = np.where(layouts.whole_gradients == 1, exposed(gathered), last)
+        each = last + (steps - 1) * others
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients out, parameters back. The host's memory is assumed to be as fast as its bus.
-        moved = owned * (ACCUMULATED_BYTES + PARAMETER_BYTES + 2 * OPTIMIZER_BYTES) / host
+        moved = owned * (of.reduced + of.element + 2 * of.updated) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
-        fetched = 2 * steps * PARAMETER_BYTES * np.where(zero >= 3, owned, parameters) / host
+        fetched = 2 * steps * of.element * np.where(zero >= 3, owned, parameters) / host
         offload = offload + np.where(layouts.offload >= 2, fetched, 0.0)
         on_node = np.minimum(layouts.devices, cluster.per_node)
-        swapped = owned * 2 * OPTIMIZER_BYTES * on_node / disk
-        return once + steps * each, offload + np.where(layouts.offload >= 3, swapped, 0.0)
+        swapped = owned * 2 * of.updated * on_node / disk
+        return once + each, offload + np.where(layouts.offload >= 3, swapped, 0.0)
 
 
 @dataclass(frozen=True)
@@ -266,7 +271,8 @@ def _layer(
     Products and elementwise passes follow the roofline (Williams and others, CACM 2009), attention
     a share of the peak (FlashAttention-2, arXiv 2307.08691); launches are fitted.
     """
-    shape, cluster = question.shape, question.cluster
+    shape, cluster = question.shape, question.cluster.computing_in(question.precision)
+    element = STATES[question.precision].element
     peak, memory_rate = cluster.flops_per_second, cluster.memory_bytes_per_second
     h, f, v = float(shape.hidden), float(shape.feed_forward), float(shape.vocabulary)
     tensor = layouts.tensor.astype(float)
@@ -292,9 +298,11 @@ def _layer(
     attention = 2.0 * tokens * question.sequence_length * heads_width / tensor
     attention = attention / (peak * c.attention_efficiency)
     width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
-    passes = 2.0 * tokens * width / tensor / memory_rate
+    passes = element * tokens * width / tensor / memory_rate
+    cheap = c.elementwise_passes * passes / 3
+    # Every second product is computed again, but not attention.
     again = np.choose(
-        layouts.recompute, [0.0 * forward, c.elementwise_passes * passes / 3, forward + attention]
+        layouts.recompute, [0.0 * forward, cheap, forward + attention, cheap + forward / 2]
     )
     # Backward has twice the products; attention's backward costs 2.5 forwards (FlashAttention-2,
     # arXiv 2307.08691, section 3).

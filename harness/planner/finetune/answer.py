@@ -9,27 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.host.gpu_models import GpuModel
+from harness.planner.cluster.footprint import MOST_CERTAIN, footprint, spread, usable_bytes
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.finetune.footprint import Footprint, footprint
-from harness.planner.finetune.recipe import Adapter, Precision, Recipe
+from harness.planner.cluster.recipe import Adapter, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
 
 Verdict = Literal["yes", "no", "uncertain"]
 Method = Literal["full", "lora", "qlora"]
 
-CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
-"""Memory that torch's allocator does not get: CUDA's context, a desktop on consumer cards, and
-buffers of collectives on several GPUs."""
-FRAGMENTED = 0.05
-"""Share of a step's temporary bytes that stays unusable once the allocator has freed its cache."""
 SURE, HARDLY = 0.9, 0.1
-MOST_CERTAIN = 0.98
-"""Highest probability ever given: nobody measured the exact question."""
-SPREAD = 0.04
-"""Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
-SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
-"""Additional spread of what was not compared with measurements: mixtures of experts, more than two
-GPUs, other recomputation, other bases, ungated layers."""
 MOST_SEQUENCE, STEP = 2**20, 256
 MOST_BATCH = 1024
 
@@ -95,27 +83,11 @@ class FitQuestion:
         return dataclasses.replace(plain, **fields)  # type: ignore[arg-type]
 
 
-def usable_bytes(gpu: GpuModel, gpus: int) -> float:
-    taken = CONTEXT_BYTES + (DISPLAY_BYTES if "GeForce" in gpu.product_name else 0.0)
-    return gpu.memory_bytes - taken - (COLLECTIVE_BYTES if gpus > 1 else 0.0)
-
-
-def demand(needed: Footprint) -> float:
-    """Returns the bytes that the allocator cannot do without."""
-    return needed.peak + FRAGMENTED * (needed.peak - needed.kept)
-
-
 def probability(question: FitQuestion, recipe: Recipe) -> float:
     """Returns the probability to fit, wider for what was never measured."""
-    shape = question.shape
-    spread = SPREAD**2
-    spread += SPREADS["experts"] ** 2 * (shape.experts > 1)
-    spread += (SPREADS["gpus"] * math.log2(max(1.0, recipe.gpus / 2))) ** 2
-    spread += SPREADS["selective"] ** 2 * (recipe.recompute == "selective")
-    spread += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
-    spread += SPREADS["ungated"] ** 2 * (not shape.gated)
-    room = usable_bytes(question.gpu, recipe.gpus) / demand(footprint(shape, recipe))
-    certain = 0.5 * (1 + math.erf(math.log(room) / math.sqrt(2 * spread)))
+    room = usable_bytes(question.gpu, recipe.gpus) / footprint(question.shape, recipe).demand
+    deviations = math.log(room) / spread(question.shape, recipe)
+    certain = 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
     return min(MOST_CERTAIN, max(1 - MOST_CERTAIN, certain))
 
 
@@ -149,7 +121,7 @@ def answer(question: FitQuestion) -> Answer:
         return _rate(question, tried[index][1])
 
     def bytes_of(index: int) -> float:
-        return demand(footprint(question.shape, tried[index][1]))
+        return footprint(question.shape, tried[index][1]).demand
 
     chosen = max(sure, key=rate) if sure else min(range(len(tried)), key=bytes_of)
     words, recipe = tried[chosen]
@@ -165,7 +137,7 @@ def answer(question: FitQuestion) -> Answer:
         verdict,
         fits,
         recipe,
-        demand(footprint(question.shape, recipe)),
+        footprint(question.shape, recipe).demand,
         usable_bytes(question.gpu, question.gpus),
         rate(chosen),
         _largest(question, ladder, _with_sequence, STEP, MOST_SEQUENCE),
@@ -238,5 +210,5 @@ def _remedies(question: FitQuestion) -> Iterator[Option]:
         every = [(probability(other, r), _rate(other, r), r) for _, r in _ladder(other)]
         fits, rate, recipe = max(every, key=lambda row: (row[0] >= SURE, row[1], row[0]))
         if fits >= SURE:
-            margin = usable_bytes(other.gpu, other.gpus) - demand(footprint(other.shape, recipe))
+            margin = usable_bytes(other.gpu, other.gpus) - footprint(other.shape, recipe).demand
             yield Option(name, value, fits, margin, rate)

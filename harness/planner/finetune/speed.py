@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.host.gpu_models import TERA, GpuModel
 from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.finetune.recipe import STATES, Recipe, quantised_parameters, trained_parameters
+from harness.planner.cluster.recipe import STATES, Recipe, quantised_parameters, trained_parameters
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
@@ -71,7 +71,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     peak = gpu.bf16_flops_per_second or gpu.fp16_flops_per_second or 1e13
     if recipe.precision == "fp32" and not recipe.adapter:
         peak = gpu.fp32_flops_per_second or peak / 8
-    again = {"none": 0.0, "selective": 0.4, "full": 1.0}[recipe.recompute]
+    again = {"none": 0.0, "selective": 0.1, "selective-op": 0.4, "full": 1.0}[recipe.recompute]
     reached = best_products().get(gpu.host_name, USUAL_SHARE * peak / TERA) * TERA
     if recipe.precision == "fp32" and not recipe.adapter:
         reached = USUAL_SHARE * peak

@@ -1,16 +1,20 @@
-"""What a fine-tuning trains, in which precision, and which code runs it."""
+"""What a training keeps in which precision, and which code runs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from harness.planner.cluster.model_shape import ModelShape
+from harness.spec.errors import UsageError
 
-Precision = Literal["fp32", "bf16", "pure-bf16", "pure-bf16-fp32-reduce"]
+Precision = Literal["fp32", "bf16", "pure-bf16", "pure-bf16-fp32-reduce", "pure-bf16-fused"]
 Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
 Sharding = Literal["none", "full"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "selective-op"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
+every second matrix product (torchtitan's selective recomputation by operator)."""
 Library = Literal["transformers", "transformers-2024", "fused", "native"]
 """Code of the model and its loss: transformers since 4.46, transformers before, transformers with
 fused cross-entropy and norms, and torch's own fused norm (torchtitan, torchtune)."""
@@ -26,16 +30,37 @@ class StateBytes:
     """Adam's two moments."""
     activation: float
     """Bytes of an element of the hidden states between layers."""
+    element: float
+    """Bytes of a parameter and of an activation in matrix products."""
+
+    @property
+    def updated(self) -> float:
+        """Bytes that only the update needs: moments, and parameters that products do not use."""
+        return self.optimizer + (self.parameter if self.parameter != self.element else 0.0)
+
+    @property
+    def reduced(self) -> float:
+        """Bytes of a gradient in collectives."""
+        return self.gradient or self.element
 
 
 STATES: dict[Precision, StateBytes] = {
-    "fp32": StateBytes(4, 4, 8, 4),
-    "bf16": StateBytes(4, 4, 8, 4),
-    "pure-bf16": StateBytes(2, 2, 4, 2),
-    "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2),
+    "fp32": StateBytes(4, 4, 8, 4, 4),
+    "bf16": StateBytes(4, 4, 8, 4, 2),
+    "pure-bf16": StateBytes(2, 2, 4, 2, 2),
+    "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2, 2),
+    "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
 """`bf16` is autocast: fp32 parameters, gradients and moments, bf16 products. FSDP gathers bf16
-copies of its fp32 shards, which needs the same bytes per parameter."""
+copies of its fp32 shards, which needs the same bytes per parameter. `pure-bf16-fused` updates each
+parameter in backward, so it keeps no gradients and cannot accumulate them."""
+
+SUITE_CELLS: dict[Precision, tuple[str, str]] = {
+    "fp32": ("", "fp32"),
+    "bf16": ("", "bf16"),
+    "pure-bf16": ("+bf16", "fp32"),
+}
+"""The suite's cells of these recipes: suffix of the workload, and the cell's precision."""
 
 STORED: dict[Base, tuple[float, float]] = {
     "bf16": (2.0, 0.0),
@@ -47,6 +72,13 @@ STORED: dict[Base, tuple[float, float]] = {
 """Bytes of a frozen matrix element, and of its scales. int8 has a scale per row, nf4 one per 64
 elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3). GPTQ (arXiv
 2210.17323) has groups of 128. bitsandbytes shards only the elements."""
+
+
+def precision_named(text: str) -> Precision:
+    if text not in STATES:
+        raise UsageError(f"--precision {text!r}: give one of {', '.join(STATES)}")
+    return text
+
 
 ATTENTION = ("q", "k", "v", "o")
 ALL_LINEAR = (*ATTENTION, "gate", "up", "down")
@@ -68,7 +100,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to fine-tune on `gpus` data-parallel GPUs."""
+    """One way to train on `gpus` data-parallel GPUs, each of `tensor` ranks."""
 
     precision: Precision = "pure-bf16"
     adapter: Adapter | None = None
@@ -83,6 +115,10 @@ class Recipe:
     synchronised: bool = False
     """Whether every micro-batch reduces gradients, so that only shards of them accumulate."""
     tensor: int = 1
+    expert: int = 1
+    """GPUs that share a mixture's experts."""
+    resharded: bool = True
+    """Whether full sharding frees gathered parameters between forward and backward."""
     library: Library = "transformers"
     fused_optimizer: bool = True
     """Whether the update needs no temporary copy of all parameters (torch's `fused`)."""

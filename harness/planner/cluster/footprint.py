@@ -1,4 +1,4 @@
-"""Counts the bytes that a fine-tuning allocates on its fullest GPU.
+"""Counts the bytes that torch's own code allocates for a training on its fullest GPU.
 
 Each figure counts tensors of the code that runs: Hugging Face's Llama layers, peft, bitsandbytes,
 FSDP, and the loss. Nothing is fitted.
@@ -6,10 +6,12 @@ FSDP, and the loss. Nothing is fitted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from harness.host.gpu_models import GpuModel
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.finetune.recipe import (
+from harness.planner.cluster.recipe import (
     STATES,
     STORED,
     Recipe,
@@ -28,6 +30,18 @@ FINAL_NORM_BYTES = 6
 """Bytes per token and element of the hidden size after the last layer."""
 WORKSPACE_BYTES = 67.1e6
 """Workspaces of matrix products."""
+CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
+"""Memory that torch's allocator does not get: CUDA's context, a desktop on consumer cards, and
+buffers of collectives on several GPUs."""
+FRAGMENTED = 0.05
+"""Share of a step's temporary bytes that stays unusable once the allocator has freed its cache."""
+MOST_CERTAIN = 0.98
+"""Highest probability ever given: nobody measured the exact question."""
+SPREAD = 0.04
+"""Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
+SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
+"""Additional spread of what was not compared with measurements: mixtures of experts, more than two
+GPUs (for each doubling), partial recomputation, other bases, ungated layers."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,10 @@ class Footprint:
     """Parameters before the first step."""
     kept: float
     """Parameters and optimizer state, without gradients."""
+    gradients: float
+    """Gradients at the end of backward."""
+    gathered: float
+    """Parameters of other ranks."""
     loss: float
     """Peak at the loss: all activations and logits."""
     backward: float
@@ -49,12 +67,35 @@ class Footprint:
     def peak(self) -> float:
         return max(self.loss, self.backward, self.update)
 
+    @property
+    def demand(self) -> float:
+        """Bytes that the allocator cannot do without."""
+        return self.peak + FRAGMENTED * (self.peak - self.kept)
+
+
+def usable_bytes(gpu: GpuModel, gpus: int) -> float:
+    taken = CONTEXT_BYTES + (DISPLAY_BYTES if "GeForce" in gpu.product_name else 0.0)
+    return gpu.memory_bytes - taken - (COLLECTIVE_BYTES if gpus > 1 else 0.0)
+
+
+def spread(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the standard deviation of log peak memory, wider for what was never measured."""
+    variance = SPREAD**2
+    variance += SPREADS["experts"] ** 2 * (shape.experts > 1)
+    variance += (SPREADS["gpus"] * math.log2(max(1.0, recipe.gpus * recipe.tensor / 2))) ** 2
+    variance += SPREADS["selective"] ** 2 * recipe.recompute.startswith("selective")
+    variance += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
+    variance += SPREADS["ungated"] ** 2 * (not shape.gated)
+    return math.sqrt(variance)
+
 
 def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     """Returns the bytes of each part of a step."""
     of = STATES[recipe.precision]
     shards = recipe.gpus if recipe.sharding == "full" else 1
     trained = trained_parameters(shape, recipe) / recipe.tensor
+    # A rank's part of the model before its shards; experts belong to one rank of a group.
+    alien = shape.layers * _alien_experts(shape, recipe) / recipe.tensor
     if recipe.adapter:
         parameter, gradient, optimizer = 4.0, 4.0, 8.0
         frozen = _frozen(shape, recipe, shards) / recipe.tensor
@@ -64,7 +105,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     if recipe.offload:
         parameter = optimizer = 0.0
     whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
-    gradients = gradient * trained / (1 if whole else shards)
+    gradients = gradient * (trained - alien if whole else trained / shards)
     if recipe.gpus > 1 and recipe.sharding == "none":
         # DDP's buckets.
         gradients *= 2
@@ -81,21 +122,29 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     one_layer = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor
     unsharded = 0.0
     if shards > 1 and not whole and not recipe.adapter:
-        unsharded = gradient * shape.layer_parameters / recipe.tensor
+        layer = shape.layer_parameters - _alien_experts(shape, recipe)
+        unsharded = max(gradient, of.element) * layer / recipe.tensor
     ends = 0.0
     if shape.tied and not recipe.adapter:
         # The embedding's gradient and its sum with the head's.
-        ends = 2 * gradient * shape.embedding_parameters / recipe.tensor
+        ends = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
     if recipe.base != "bf16":
         ends += 2.0 * shape.hidden * shape.feed_forward
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
         kept=kept,
+        gradients=gradients,
+        gathered=gathered,
         loss=kept + accumulated + gathered + casts + activations + logits,
         backward=kept + gradients + gathered + casts + one_layer + unsharded + ends,
         update=kept + gradients + temporary,
     )
+
+
+def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns a layer's parameters in experts of other ranks."""
+    return shape.experts * shape.expert_parameters * (1 - 1 / recipe.expert)
 
 
 def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
@@ -110,10 +159,11 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
     layer; torch's own code wraps them apart and prefetches a layer."""
     if recipe.sharding != "full" or recipe.gpus == 1:
         return 0.0
-    element = STORED[recipe.base][0] if recipe.adapter else 2.0
-    if recipe.precision == "fp32" and not recipe.adapter:
-        element = 4.0
-    layer = element * shape.layer_parameters
+    element = STORED[recipe.base][0] if recipe.adapter else STATES[recipe.precision].element
+    alien = _alien_experts(shape, recipe)
+    layer = element * (shape.layer_parameters - alien)
+    if not recipe.resharded:
+        return element * (shape.parameters - shape.layers * alien)
     if recipe.library == "native":
         return 2 * layer + 2.0 * shape.embedding_parameters
     ends = shape.embedding_parameters * (1 if shape.tied else 2)
@@ -131,22 +181,28 @@ def _activations(shape: ModelShape, recipe: Recipe) -> float:
     per_token = layer_bytes(shape, recipe)
     if recipe.recompute == "full":
         per_token = (4.0 if recipe.fp32_stream else _stream(recipe)) * shape.hidden
-    if recipe.recompute == "selective":
-        per_token = _selective(shape)
+    if recipe.recompute.startswith("selective"):
+        per_token = selective_bytes(shape, recipe)
     return recipe.tokens * shape.layers * per_token / recipe.tensor
 
 
 def _stream(recipe: Recipe) -> float:
-    return 2.0 if recipe.adapter else STATES[recipe.precision].activation
+    of = STATES[recipe.precision]
+    if recipe.adapter:
+        return 2.0
+    return of.element if recipe.sharding == "full" else of.activation
 
 
-def _selective(shape: ModelShape) -> float:
-    """Returns bytes per token of a layer that keeps its input, attention's output and every second
-    matrix product (torchtitan's selective recomputation by operator)."""
+def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns bytes per token of a layer that keeps its input, attention's output and all matrix
+    products, or every second one."""
     feed = shape.feed_forward * shape.experts_per_token
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
     products += feed * (2 if shape.gated else 1)
-    return 2.0 * shape.hidden + 2.0 * shape.attention_width + 2.0 * products / 2
+    element = 2.0 if recipe.adapter else STATES[recipe.precision].element
+    share = 0.5 if recipe.recompute == "selective-op" else 1.0
+    inputs = _stream(recipe) * shape.hidden
+    return inputs + element * (shape.attention_width + share * products)
 
 
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
