@@ -16,6 +16,7 @@ from harness.planner.cluster.calibration import ClusterCalibration
 from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
 from harness.planner.cluster.layout_memory import (
     LayoutMemory,
+    NativeMemory,
     memory,
     native_memory,
     offload_fits,
@@ -48,11 +49,8 @@ UNMEASURED = {
     "offload": 0.2,
     "axes": 0.1,
 }
-"""Half-widths for what the calibration never saw: errors in time of published tables that have it
-(docs/studies/planner-accuracy.md). Offload and axes are assumed: no table has them."""
-NATIVE_SPREAD = 0.06
-"""Standard deviation of log peak memory because the code of layers and norms is unknown: counts for
-two libraries differ by it."""
+"""Half-widths for what the calibration never saw. 0.08 is the median error in time of published
+tables of other software and devices (docs/studies/planner-accuracy.md); others are assumed."""
 TIE = 0.01
 """Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
@@ -178,17 +176,10 @@ def predict(
     half_width = spread.time + spread.time_per_doubling * np.log2(nodes) + wider
     half_width = np.hypot(half_width, unmeasured)
     memory_half_width = np.hypot(spread.memory + wider, unmeasured)
-    deviation = unmeasured / ndtri(0.9)
-    native_deviation = np.hypot(native.spread, NATIVE_SPREAD)
-    memory_half_width[native.rows] = ndtri(0.9) * native_deviation
-    runs = spread.end.passed(least, cluster.memory_bytes, deviation)
-    fits = spread.room.passed(needed.demand, cluster.memory_bytes, deviation)
-    room = usable_bytes(gpu_models()[cluster.device], question.devices)
-    for limited, demand in ((runs, least), (fits, needed.demand)):
-        limited[native.rows] = ndtr(np.log(room / demand[native.rows]) / native_deviation)
-    runs = np.maximum(runs, fits)
+    memory_half_width[native.rows] = ndtri(0.9) * native.spread
+    chances = _chances(question, needed, least, calibration, native, unmeasured)
     certain = np.where((unmeasured > 0) | (beyond > 0), MOST_CERTAIN, 1.0)
-    fits, runs = certain * fits, certain * runs
+    fits, runs = (certain * chance for chance in chances)
     slow = 1 - fits / np.maximum(runs, 1e-12)
     return Predictions(
         layouts=layouts,
@@ -206,6 +197,25 @@ def predict(
         stored=stored,
         beyond=beyond,
     )
+
+
+def _chances(
+    question: ClusterQuestion,
+    needed: LayoutMemory,
+    least: Floats,
+    calibration: ClusterCalibration,
+    native: NativeMemory,
+    unmeasured: Floats,
+) -> tuple[Floats, Floats]:
+    """Returns the probabilities to run at full speed, and to run (shape [layouts])."""
+    cluster, spread = question.cluster, calibration.spread
+    deviation = unmeasured / ndtri(0.9)
+    runs = spread.end.passed(least, cluster.memory_bytes, deviation)
+    fits = spread.room.passed(needed.demand, cluster.memory_bytes, deviation)
+    room = usable_bytes(gpu_models()[cluster.device], question.devices)
+    for limited, demand in ((runs, least), (fits, needed.demand)):
+        limited[native.rows] = ndtr(np.log(room / demand[native.rows]) / native.spread)
+    return fits, np.maximum(runs, fits)
 
 
 def _unmeasured(
