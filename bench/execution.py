@@ -30,6 +30,7 @@ from reports.run_report import RunReport, ran
 
 if TYPE_CHECKING:
     from harness.launch.launcher import LauncherProtocol
+    from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
 """How long a requeued job waits for its earlier processes, which may be on a lost node."""
@@ -43,8 +44,8 @@ StartListener: TypeAlias = Callable[
 @dataclass(frozen=True)
 class AgentOptions:
     nodes: int = 1
-    rendezvous_file: Path | None = None
-    """File in which the agents find the run; None: this host alone."""
+    rendezvous: Path | Rendezvous | None = None
+    """File in which the agents find the run, or where it listens; None: this host alone."""
     interface: str = ""
     timeout_seconds: float = 120.0
     """Seconds to wait for the agents; the run then starts without the rest."""
@@ -104,9 +105,9 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
     host_name, nodes = plan_options.host, options.agents.nodes
     store = Store(options.results)
     store.require_writable()
-    if nodes > 1 and not options.agents.rendezvous_file:
+    if nodes > 1 and not options.agents.rendezvous:
         raise UsageError(
-            "--nodes needs --rendezvous FILE, where the agents of the nodes find this run; python"
+            "--nodes needs --rendezvous, where the agents of the nodes find this run; python"
             " -m bench slurm submit sets both"
         )
     if host_name and not (options.dry_run and plan_options.matrix):
@@ -177,10 +178,10 @@ def _launchers(
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 
-    if options.rendezvous_file is None:
+    if options.rendezvous is None:
         yield Launcher
         return
-    nodes = Nodes(options.nodes, options.rendezvous_file, options.interface or None)
+    nodes = Nodes(options.nodes, options.rendezvous, options.interface or None)
     try:
         present = nodes.ready(options.nodes, options.timeout_seconds)
         nodes.check()

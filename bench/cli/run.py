@@ -81,10 +81,15 @@ ProfileCells: TypeAlias = Annotated[
     ),
 ]
 Rendezvous: TypeAlias = Annotated[
-    Path | None,
+    str,
     typer.Option(
         "--rendezvous",
-        help="File through which agents find this run, in a folder that all nodes share.",
+        metavar="FILE|[HOST]:PORT",
+        help=(
+            "Where agents find this run: a file in a folder that all nodes share, or the address to"
+            " listen on, with the run's key in PARALLELISM_BENCH_KEY or a file named by"
+            " PARALLELISM_BENCH_KEY_FILE."
+        ),
     ),
 ]
 Interface: TypeAlias = Annotated[
@@ -120,7 +125,7 @@ def run(
     host: PlannedHost = "",
     profile: ProfileCells = False,
     nodes: Nodes = None,
-    rendezvous: Rendezvous = None,
+    rendezvous: Rendezvous = "",
     interface: Interface = "",
     timeout: AgentTimeout = 120.0,
     with_parent: WithParent = False,
@@ -136,8 +141,10 @@ def run(
     from bench.execution import AgentOptions, RunOptions
     from bench.matrix import parse_changes
     from bench.planning import PlanOptions
+    from harness.nodes.rendezvous import parse_rendezvous
 
-    agents = AgentOptions(nodes or 1, rendezvous, interface, timeout)
+    where = parse_rendezvous(rendezvous) if rendezvous else None
+    agents = AgentOptions(nodes or 1, where, interface, timeout)
     options = RunOptions(
         results, resume, parse_share(share), dry_run, baseline_cell, profile, with_parent, agents
     )

@@ -12,21 +12,29 @@ import queue
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.host.gc_tuning import collect_seldom
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
+from harness.nodes.files import OwnFiles, in_own_cache
 from harness.nodes.node import link_speed, listen_for_measurement, measure_latency, node_facts
 from harness.nodes.protocol import Message, NodeConnection, reach_coordinator
-from harness.nodes.rendezvous import addresses_of, interface_of
+from harness.nodes.rendezvous import KEY, KEY_FILE, addresses_of, interface_of, parse_rendezvous
 from harness.spec.errors import UsageError
 from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+NODE_VARIABLES = (
+    "SLURM_NODEID",
+    "SKYPILOT_NODE_RANK",
+    "JOB_COMPLETION_INDEX",
+    "OMPI_COMM_WORLD_RANK",
+)
+"""Environment variables in which launchers give a node's number."""
 
 
 class Agent:
@@ -38,6 +46,7 @@ class Agent:
         self.store: TCPStore | None = None
         self.stop: threading.Event | None = None
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.files = OwnFiles()
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -61,6 +70,9 @@ class Agent:
                 self.line.send("listening", port)
             elif word == "measure":
                 self.line.send("measured", measure_latency(*what))
+            elif word == "files":
+                self.files.complete(what, self._chunk)
+                self.line.send("kept")
             elif word == "run":
                 self._run(what)
 
@@ -86,21 +98,13 @@ class Agent:
     def _run(self, spec: TrialSpec) -> None:
         received_at = time.time()
         self.launcher = self.launcher or Launcher()
-        missing = [
-            path
-            for path in (spec.reference, spec.data.tokens_file)
-            if path and not Path(path).exists()
-        ]
-        if missing:
-            reason = (
-                f"{spec.node_name} has no {missing[0]}: put PARALLELISM_BENCH_CACHE on a file"
-                " system that all nodes share"
-            )
+        if self.files.problem:
+            reason = f"{spec.node_name}: {self.files.problem}"
             cause = FailureAnswer("failed", reason, failed_at=received_at, consequence=False)
             first = spec.ranks[0]
             left = RankOutputs(answers={first: RankAnswer(first, failure=cause)})
         else:
-            spec = dataclasses.replace(spec, interface=self.interface)
+            spec = dataclasses.replace(in_own_cache(spec), interface=self.interface)
             left, _ = self.launcher.run_ranks(
                 spec,
                 store=self.store if spec.node == 0 else None,
@@ -109,6 +113,13 @@ class Agent:
             )
         self.line.send("left", (received_at, left))
 
+    def _chunk(self, file: int, offset: int) -> str:
+        self.line.send("want", (file, offset))
+        word, chunk = self.orders.get()
+        if word != "chunk":
+            raise EOFError(f"{word!r} instead of a chunk of a file")
+        return str(chunk)
+
     def _progress(self, step: int, seconds: float) -> None:
         with contextlib.suppress(OSError):
             self.line.send("step", (step, seconds))
@@ -116,19 +127,21 @@ class Agent:
 
 def main() -> None:
     """python -m harness.agent RENDEZVOUS [--node N] [--name NAME] [--interface IF]; under srun,
-    SLURM's variables replace the options."""
+    SkyPilot or mpirun, or in an indexed Kubernetes Job, their variables replace the options."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.agent", description="A node of a run over several nodes."
     )
     parser.add_argument(
         "rendezvous",
-        type=Path,
-        help="File in which the coordinator says where it listens; it may come later.",
+        help=(
+            "File in which the coordinator says where it listens, or its HOST:PORT, with the run's"
+            f" key in {KEY} or a file named by {KEY_FILE}. The coordinator may start later."
+        ),
     )
     parser.add_argument(
         "--node",
         type=int,
-        default=int(os.environ.get("SLURM_NODEID", "0")),
+        default=next((int(os.environ[name]) for name in NODE_VARIABLES if name in os.environ), 0),
         help="Number of this node, from 0.",
     )
     parser.add_argument(
@@ -147,10 +160,11 @@ def main() -> None:
     given = parser.parse_args()
     collect_seldom()
     try:
+        where = parse_rendezvous(given.rendezvous)
         # Both take seconds, and a coordinator waits ten for the facts of an agent that connected.
         importlib.import_module("torch.distributed")
         facts = node_facts(given.node, given.name)
-        line = reach_coordinator(given.rendezvous, given.timeout)
+        line = reach_coordinator(where, given.timeout)
         address = addresses_of(given.interface)[0] if given.interface else line.address
         interface = given.interface or interface_of(address)
         link = {"interface": interface, "link_bits_per_second": link_speed(interface)}
@@ -159,6 +173,6 @@ def main() -> None:
     except UsageError as mistake:
         print(f"agent: {mistake}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, OSError):
+    except (KeyboardInterrupt, OSError, EOFError):
         os._exit(1)
     os._exit(0)

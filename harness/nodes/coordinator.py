@@ -37,17 +37,18 @@ class Nodes:
     def __init__(
         self,
         count: int,
-        rendezvous_file: Path,
+        where: Path | Rendezvous,
         interface: str | None = None,
         socket_file: Path | None = None,
     ) -> None:
-        """Listens on one address and writes it to `rendezvous_file`.
+        """Listens on one address, and writes it and a new key to the file `where` if it is a path.
 
         `interface`: reaches all nodes; None: that of the host's name, or the default route.
         `socket_file`: Unix socket instead, reachable from any local network namespace, bypassing
         links.
         """
-        self.count, self.rendezvous_file = count, rendezvous_file
+        self.count = count
+        self.rendezvous_file = where if isinstance(where, Path) else None
         self.connected: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
@@ -60,11 +61,21 @@ class Nodes:
             self._listener.bind(addresses[0])
             self._listener.listen()
         else:
-            addresses = addresses_of(interface)[:1]
-            self._listener = socket.create_server((addresses[0], 0))
+            given = where if isinstance(where, Rendezvous) else None
+            addresses = list((given and given.addresses) or addresses_of(interface)[:1])
+            port = given.port if given else 0
+            try:
+                self._listener = socket.create_server((addresses[0], port))
+            except OSError as error:
+                raise UsageError(
+                    f"cannot listen on {addresses[0]}:{port}: {error.strerror or error}"
+                ) from None
             port = self._listener.getsockname()[1]
-        rendezvous = Rendezvous(machine_id(), tuple(addresses), port, new_key())
-        rendezvous.write(rendezvous_file)
+        if isinstance(where, Rendezvous):
+            rendezvous = where
+        else:
+            rendezvous = Rendezvous(machine_id(), tuple(addresses), port, new_key())
+            rendezvous.write(where)
         threading.Thread(target=self._accept, args=(rendezvous.secret,), daemon=True).start()
 
     def _accept(self, secret: bytes) -> None:
@@ -176,7 +187,8 @@ class Nodes:
                     node.line.send("quit")
                 node.line.close()
             self.connected.clear()
-        self.rendezvous_file.unlink(missing_ok=True)
+        if self.rendezvous_file:
+            self.rendezvous_file.unlink(missing_ok=True)
 
 
 class NodesLauncher:

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
+from harness.nodes.files import LEAST_READ_RATE, Offer
 from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
@@ -67,7 +68,9 @@ class Trial:
 
     def _start(self) -> bool:
         """Returns False if a node was lost before it began."""
-        first = self.nodes[0]
+        first, offer = self.nodes[0], Offer.of(self.specs[0])
+        if not all(self._provide(node, offer) for node in self.nodes if offer.facts):
+            return False
         if not self._say(first, "meet"):
             return False
         try:
@@ -90,6 +93,28 @@ class Trial:
             ):
                 return False
         return True
+
+    def _provide(self, node: Node, offer: Offer) -> bool:
+        """Sends the node what it lacks of the trial's reference and data; returns False if it was
+        lost."""
+        if not self._say(node, "files", list(offer.facts)):
+            return False
+        try:
+            # The agent may have to read its copies first.
+            while wait([node.line.connection], ANSWER_SECONDS + offer.bytes / LEAST_READ_RATE):
+                word, what = node.line.receive()
+                if word == "kept":
+                    return True
+                if word == "want" and not self._say(node, "chunk", offer.chunk(*what)):
+                    return False
+        except (EOFError, OSError):
+            self._lose(node, "its agent is gone")
+            return False
+        except KeyboardInterrupt:
+            self._lose(node, "interrupted")
+            raise
+        self._lose(node, "stopped answering while it checked the trial's files")
+        return False
 
     def _say(self, node: Node, word: str, what: object = None) -> bool:
         try:

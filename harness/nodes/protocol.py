@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from harness.launch.outcome import RankOutputs
+from harness.nodes.files import FileFact
 from harness.nodes.rendezvous import Rendezvous, machine_id, set_timeout
 from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
@@ -47,12 +48,16 @@ _VALUES: dict[str, Any] = {
     "received": float,
     "step": tuple[int, float],
     "left": tuple[float, RankOutputs],
+    "want": tuple[int, int],
+    "kept": _NOTHING,
     # From the coordinator:
     "warm": list[str],
     "meet": _NOTHING,
     "ping": _NOTHING,
     "listen": _NOTHING,
     "measure": tuple[str, int],
+    "files": list[FileFact],
+    "chunk": str,
     "run": TrialSpec,
     "stop": _NOTHING,
     "quit": _NOTHING,
@@ -203,12 +208,12 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
     return NodeConnection(raw, address, sends, hears)
 
 
-def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
-    """Waits for the coordinator's file and connects; raises UsageError after `seconds`."""
-    deadline, why = time.monotonic() + seconds, f"there is no file {str(file)!r}"
+def reach_coordinator(where: Path | Rendezvous, seconds: float) -> NodeConnection:
+    """Waits for the coordinator, or its file, and connects; raises UsageError after `seconds`."""
+    deadline, why = time.monotonic() + seconds, f"there is no file {str(where)!r}"
     while time.monotonic() < deadline:
-        if file.exists():
-            rendezvous = Rendezvous.read(file)
+        if isinstance(where, Rendezvous) or where.exists():
+            rendezvous = where if isinstance(where, Rendezvous) else Rendezvous.read(where)
             here = machine_id() == rendezvous.machine
             for address in rendezvous.addresses:
                 if address.startswith("127.") and not here:
@@ -218,11 +223,9 @@ def reach_coordinator(file: Path, seconds: float) -> NodeConnection:
                         _connect(address, rendezvous.port), rendezvous.secret, coordinator=False
                     )
                 except (OSError, EOFError) as error:
-                    why = (
-                        f"{address}:{rendezvous.port} of {str(file)!r}:"
-                        f" {error or type(error).__name__}"
-                    )
-        time.sleep(0.2)  # a shared folder does not notify of the coordinator's file
+                    origin = "" if where is rendezvous else f" of {str(where)!r}"
+                    why = f"{address}:{rendezvous.port}{origin}: {error or type(error).__name__}"
+        time.sleep(0.2)  # nothing notifies of a coordinator or its file
     raise UsageError(f"no coordinator of a run was found within {seconds:g} s: {why}")
 
 

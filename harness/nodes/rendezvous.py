@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -15,20 +16,25 @@ import psutil
 
 from harness.spec.errors import UsageError
 
+KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
+"""Environment variables with the key of a run, and with the path of a file with it."""
+LEAST_KEY_DIGITS = 32
+_ADDRESS = re.compile(r"([\w.-]*):(\d{1,5})", re.ASCII)
 _ROUTE_UP = 1
 """RTF_UP of linux/route.h."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The coordinator's addresses and key, in a private file in a folder that all nodes share."""
+    """The coordinator's addresses and key, from a private file in a folder that all nodes share, or
+    given to each node."""
 
     machine: str
     addresses: tuple[str, ...]
     """Hosts to try in order, or the path of a socket on this machine."""
     port: int
     key: str = field(repr=False)
-    """Hex digits, secret to readers of the file."""
+    """Secret hex digits."""
 
     @property
     def secret(self) -> bytes:
@@ -66,6 +72,45 @@ class Rendezvous:
             except (ValueError, KeyError, TypeError):
                 raise UsageError(f"{str(file)!r} was not written by a coordinator") from None
         return found
+
+
+def parse_rendezvous(text: str) -> Path | Rendezvous:
+    """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT with the key from the
+    environment.
+
+    Without a host, the coordinator listens on its interface. Raises UsageError without a usable
+    key.
+    """
+    if not (match := _ADDRESS.fullmatch(text)):
+        return Path(text)
+    host, port = match[1], int(match[2])
+    if port > 65535:
+        raise UsageError(f"--rendezvous {text}: ports end at 65535")
+    return Rendezvous(machine_id(), (host,) if host else (), port, _key_from_environment())
+
+
+def _key_from_environment() -> str:
+    """Removes the key from the environment, which ranks inherit."""
+    key, origin = os.environ.pop(KEY, "").strip(), KEY
+    if not key and (file := os.environ.get(KEY_FILE)):
+        origin = file
+        try:
+            if Path(file).stat().st_mode & 0o007:
+                raise UsageError(f"{file!r} must not be open to all users; try chmod o= {file!r}")
+            key = Path(file).read_text("ascii").strip()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{KEY_FILE}: {file!r} is not a readable key: {error}") from None
+    if not key:
+        raise UsageError(
+            f"nodes that meet by address need the same secret in {KEY}, or in a file named by"
+            f" {KEY_FILE}; make one with: openssl rand -hex 32"
+        )
+    if len(key) < LEAST_KEY_DIGITS or len(key) % 2 or not re.fullmatch(r"[0-9a-fA-F]+", key):
+        raise UsageError(
+            f"{origin} must hold an even number of hex digits, {LEAST_KEY_DIGITS} or more; make"
+            " them with: openssl rand -hex 32"
+        )
+    return key
 
 
 def new_key() -> str:

@@ -5,6 +5,7 @@ What holds on one node holds on two.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.nodes.coordinator import Nodes, NodesLauncher
 from harness.nodes.protocol import secure
-from harness.nodes.rendezvous import Rendezvous
+from harness.nodes.rendezvous import KEY, Rendezvous
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner, SilentListener
@@ -38,9 +39,16 @@ from tests.ranks.conftest import cell
 class Cluster:
     """A coordinator in this process, and agents that are its children."""
 
-    def __init__(self, folder: Path, local: Launcher) -> None:
-        self.nodes = Nodes(2, folder / "rendezvous", "lo")
-        self.local = local
+    def __init__(
+        self, where: Path | Rendezvous, local: Launcher, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: command that starts an agent."""
+        self.nodes = Nodes(2, where, "lo")
+        self.prefix, self.local = prefix, local
+        self.argument, self.environment = str(where), dict(os.environ)
+        if isinstance(where, Rendezvous):
+            self.argument = f"{where.addresses[0]}:{where.port}"
+            self.environment[KEY] = where.key
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(2):
             self.start(number)
@@ -51,18 +59,11 @@ class Cluster:
 
     def start(self, number: int) -> None:
         core = sorted(os.sched_getaffinity(0))[number % os.cpu_count()]
-        words = [
-            "harness.agent",
-            str(self.nodes.rendezvous_file),
-            "--node",
-            str(number),
-            "--name",
-            f"n{number + 1}",
-            "--interface",
-            "lo",
-        ]
+        words = ["harness.agent", self.argument, "--node", str(number)]
+        words += ["--name", f"n{number + 1}", "--interface", "lo"]
         self.agents[number] = agent = subprocess.Popen(
-            ["taskset", "-c", str(core), sys.executable, "-m", *words]
+            [*self.prefix, "taskset", "-c", str(core), sys.executable, "-m", *words],
+            env=self.environment,
         )
         self.local.ignore_pid(agent.pid)
 
@@ -106,7 +107,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def shared(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("cluster"), launcher)
+    made = Cluster(tmp_path_factory.mktemp("cluster") / "rendezvous", launcher)
     yield made
     made.close()
 
@@ -118,18 +119,19 @@ def cluster(shared: Cluster) -> Cluster:
     return shared
 
 
+def run_on(cluster: Cluster, folder: Path, *cells: Cell, trials: int = 1) -> Results:
+    store = Store(folder / "results")
+    runner = Runner(
+        store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher
+    )
+    runner.begin()
+    assert runner.run(SilentListener())
+    return store.load([runner.plan.run_id])
+
+
 @pytest.fixture
 def run_cells(cluster: Cluster, tmp_path: Path) -> Callable[..., Results]:
-    def run(*cells: Cell, trials: int = 1) -> Results:
-        store = Store(tmp_path / "results")
-        runner = Runner(
-            store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher
-        )
-        runner.begin()
-        assert runner.run(SilentListener())
-        return store.load([runner.plan.run_id])
-
-    return run
+    return functools.partial(run_on, cluster, tmp_path)
 
 
 CELLS: list[tuple[str, dict[str, Any]]] = [

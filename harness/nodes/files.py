@@ -1,0 +1,156 @@
+"""A trial's reference and data: sent to the nodes that lack them, and verified by digest.
+
+The agent asks for one chunk at a time, so neither side holds more than that in memory. Each node
+keeps the files in its own cache, under the names of the coordinator's.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from harness.host.folders import cache_folder
+from harness.worker.spec import TrialSpec
+
+CHUNK_BYTES = 2**24
+"""Less than protocol.MOST_BYTES as base64."""
+LEAST_READ_RATE = 2e7
+"""Bytes per second at which a node reads its copies, at least."""
+
+
+@dataclass(frozen=True)
+class FileFact:
+    name: str
+    """Path below the cache."""
+    bytes: int
+    modified_nanoseconds: int
+    digest: str
+    """sha256."""
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{self.name!r} is outside the cache")
+
+
+@functools.cache
+def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
+    """The last arguments are part of the cache's key: a changed file is read again."""
+    with open(file, "rb") as source:
+        sha256 = hashlib.sha256()
+        while part := source.read(2**20):
+            sha256.update(part)
+    return sha256.hexdigest()
+
+
+def _below_cache(path: str) -> PurePosixPath:
+    """Returns `data/FILE` or `references/FOLDER`."""
+    return PurePosixPath(*PurePosixPath(path).parts[-2:])
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the coordinator has for the nodes of a trial."""
+
+    files: tuple[Path, ...]
+    facts: tuple[FileFact, ...]
+
+    @classmethod
+    def of(cls, spec: TrialSpec) -> Offer:
+        """`reference.json` comes last, since it marks a reference as complete."""
+        names: dict[Path, str] = {}
+        if folder := spec.reference:
+            for name in ("final.safetensors", "reference.json"):
+                names[Path(folder, name)] = str(_below_cache(folder) / name)
+        if tokens := spec.data.tokens_file:
+            names[Path(tokens)] = str(_below_cache(tokens))
+        files = tuple(file for file in names if file.is_file())
+        return cls(files, tuple(_fact(file, names[file]) for file in files))
+
+    @property
+    def bytes(self) -> int:
+        return sum(fact.bytes for fact in self.facts)
+
+    def chunk(self, number: int, offset: int) -> str:
+        """Returns bytes from `offset` of the numbered file, as base64; empty at its end."""
+        with open(self.files[number], "rb") as source:
+            source.seek(offset)
+            return base64.b64encode(source.read(CHUNK_BYTES)).decode()
+
+
+def _fact(file: Path, name: str) -> FileFact:
+    of = file.stat()
+    digest = _digest(file, of.st_size, of.st_mtime_ns)
+    return FileFact(name, of.st_size, of.st_mtime_ns, digest)
+
+
+class OwnFiles:
+    """An agent's copies of the coordinator's files."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        """Why the last trial's files are not there; empty if they are."""
+
+    def complete(self, facts: Sequence[FileFact], chunk: Callable[[int, int], str]) -> None:
+        """Gets missing and different files by `chunk(number, offset)`, and sets `problem`."""
+        self.problem = ""
+        for number, fact in enumerate(facts):
+            file = cache_folder() / fact.name
+            try:
+                if not _is_copy(file, fact):
+                    _receive(file, fact, functools.partial(chunk, number))
+            except OSError as error:
+                self.problem = f"cannot keep {str(file)!r}: {error.strerror or error}"
+                return
+
+
+def _is_copy(file: Path, fact: FileFact) -> bool:
+    """A file of the same size and age is not read: on a shared disk it is the coordinator's."""
+    try:
+        of = file.stat()
+    except FileNotFoundError:
+        return False
+    if of.st_size != fact.bytes:
+        return False
+    if of.st_mtime_ns == fact.modified_nanoseconds:
+        return True
+    return _digest(file, of.st_size, of.st_mtime_ns) == fact.digest
+
+
+def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
+    """Raises OSError if the disk is full or the content is not that of `fact`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    sha256, received = hashlib.sha256(), 0
+    try:
+        with open(temporary, "xb") as sink:
+            while received < fact.bytes:
+                part = base64.b64decode(chunk(received), validate=True)
+                if not part:
+                    break
+                sha256.update(part)
+                received += sink.write(part)
+        if (received, sha256.hexdigest()) != (fact.bytes, fact.digest):
+            raise OSError("the coordinator sent something else than it announced")
+        times = (fact.modified_nanoseconds, fact.modified_nanoseconds)
+        os.utime(temporary, ns=times)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def in_own_cache(spec: TrialSpec) -> TrialSpec:
+    """Returns the spec with the paths of this node's copies."""
+
+    def own(path: str | None) -> str | None:
+        return path and str(cache_folder() / _below_cache(path))
+
+    data = dataclasses.replace(spec.data, tokens_file=own(spec.data.tokens_file))
+    return dataclasses.replace(spec, data=data, reference=own(spec.reference))
