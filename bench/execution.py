@@ -108,7 +108,7 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
     if nodes > 1 and not options.agents.rendezvous:
         raise UsageError(
             "--nodes needs --rendezvous, where the agents of the nodes find this run; python"
-            " -m bench slurm submit sets both"
+            " -m bench submit sets both"
         )
     if host_name and not (options.dry_run and plan_options.matrix):
         raise UsageError(

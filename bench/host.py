@@ -100,7 +100,7 @@ def admit_here(cell: Cell, host: Host) -> None:
             raise Unavailable(reason)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(
-            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench slurm submit"
+            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit"
             f" --nodes {cell.nodes} asks for them"
         )
     try:

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Functions of all jobs. Reads BENCH_* variables, which `python -m bench slurm submit` sets from the site file; each has a default.
+# Functions of all jobs. Reads BENCH_* variables, which `python -m bench submit` sets from the site file; each has a default.
 
 BENCH_MATRIX=${BENCH_MATRIX:-smoke}
 BENCH_RESULTS=${BENCH_RESULTS:-results}

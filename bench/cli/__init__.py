@@ -44,7 +44,7 @@ COMMANDS = {
     "Use elsewhere": {
         "export": "export:export",
         "publish": "publish:publish",
-        "slurm submit": "slurm:submit",
+        "submit": "slurm:submit",
         "slurm status": "slurm:status",
     },
 }
@@ -79,9 +79,7 @@ app = typer.Typer(
         " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
     ),
 )
-slurm_app = typer.Typer(
-    no_args_is_help=True, help="Submit a matrix to a SLURM cluster, and follow it."
-)
+slurm_app = typer.Typer(no_args_is_help=True, help="Follow a run on a SLURM cluster.")
 
 
 def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""bench slurm: a matrix on a SLURM cluster, and how far along its run is."""
+"""bench submit and bench slurm status: a matrix on a cluster, and how far along its run is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli import options as opt
+from bench.cluster.target import Target
+from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from bench.cluster.jobs import Job, JobState
@@ -43,9 +45,14 @@ NightlyJob: TypeAlias = Annotated[
 ]
 SiteFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--site", help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml."
+    typer.Argument(
+        metavar="[SITE.yaml]",
+        help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
+]
+To: TypeAlias = Annotated[
+    Target,
+    typer.Option("--to", help="What starts the nodes."),
 ]
 JobOrRun: TypeAlias = Annotated[
     str,
@@ -56,6 +63,8 @@ JobOrRun: TypeAlias = Annotated[
 
 
 def submit(
+    site: SiteFile = None,
+    to: To = Target.SLURM,
     matrix: opt.Matrix = "",
     nodes: opt.Nodes = None,
     gpus: GpusPerNode = None,
@@ -65,7 +74,6 @@ def submit(
     array: Array = 0,
     run_id: opt.RunId = "",
     nightly: NightlyJob = False,
-    site: SiteFile = None,
     results: opt.Results = Path("results"),
     only: opt.Only = None,
     skip: opt.Skip = None,
@@ -75,20 +83,21 @@ def submit(
     dry_run: opt.DryRun = False,
     json_output: opt.Json = False,
 ) -> None:
-    """Submit a matrix as a SLURM job.
+    """Submit a matrix as a SLURM job, or write manifests for Kubernetes, TrainJob or SkyPilot.
 
-    All nodes must see the results folder. --dry-run prints the batch script.
+    --dry-run prints the batch script or the manifests.
 
-    Example: [bold]python -m bench slurm submit --matrix full --nodes 2 --dry-run[/bold]
+    Example: [bold]python -m bench submit --matrix full --nodes 2 --dry-run[/bold]
     """
     from bench.cluster.jobs import Job, batch_script
     from bench.cluster.site import read_site
     from harness.record.plan import new_run_id
-    from harness.spec.errors import UsageError
 
     here = read_site(
         site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
     )
+    if to is not Target.SLURM and (nightly or array):
+        raise UsageError(f"--nightly and --array are for SLURM, not for --to {to.value}")
     if nightly and (array or run_id):
         raise UsageError("a night is a run of its own in one job: leave --array and --run out")
     several = {"--only": only, "--skip": skip, "--set": settings}
@@ -98,7 +107,10 @@ def submit(
     options += [] if report else ["--no-report"]
     matrix = _readable(matrix or (here.nightly.matrix if nightly else ""))
     name = "" if nightly else run_id or new_run_id()
-    job = Job(matrix, name, results.resolve(), tuple(options), array, nightly)
+    job = Job(matrix, name, results.resolve(), tuple(options), array, nightly, to.value)
+    if to is not Target.SLURM:
+        _write_manifests(to, here, job, dry_run, json_output)
+        return
     if without := here.without_gpus():
         print(f"note: {without}", file=sys.stderr)
     if not dry_run:
@@ -107,6 +119,29 @@ def submit(
         print(json.dumps({"script": batch_script(here, job), "run_id": name}))
     else:
         print(batch_script(here, job), end="")
+
+
+def _write_manifests(
+    target: Target, site: Site, job: Job, dry_run: bool, json_output: bool
+) -> None:
+    from bench.cluster.manifests import as_yaml, manifests, start_command
+
+    if "/" in job.matrix:
+        raise UsageError(
+            f"--matrix {job.matrix}: the image has only the suite's own matrices; see: python -m"
+            " bench list matrices"
+        )
+    text, file = as_yaml(manifests(target, site, job)), job.folder / "manifests.yaml"
+    start = start_command(target, str(file))
+    if not dry_run:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    if json_output:
+        print(json.dumps({"run_id": job.run_id, "manifests": text, "start": start}))
+    elif dry_run:
+        print(text, end="")
+    else:
+        print(f"run {job.run_id}: start it with: {start}")
 
 
 def _submit(site: Site, job: Job, json_output: bool) -> None:
@@ -132,7 +167,6 @@ def _submit(site: Site, job: Job, json_output: bool) -> None:
 def _readable(matrix: str) -> str:
     """Returns the matrix with a path valid in any folder; raises UsageError if there is none."""
     from bench.matrix import HOME, read_matrix
-    from harness.spec.errors import UsageError
 
     if not matrix:
         raise UsageError(

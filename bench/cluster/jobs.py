@@ -26,6 +26,7 @@ class Job:
     tasks: int = 0
     """Array tasks that share the cells; 0: no array."""
     nightly: bool = False
+    target: str = "slurm"
 
     @property
     def name(self) -> str:
@@ -34,7 +35,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """Returns the folder for scripts, logs and rendezvous files."""
-        return self.results / "slurm" / (self.run_id or "nightly")
+        return self.results / self.target / (self.run_id or "nightly")
 
 
 def batch_script(site: Site, job: Job) -> str:

@@ -18,7 +18,7 @@ VARIABLE = "PARALLELISM_BENCH_SITE"
 
 
 class Notify(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
     mail: str = ""
     """Mail address; needs the command `mail` on the node."""
@@ -31,7 +31,7 @@ class Notify(BaseModel):
 
 
 class Nightly(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
     matrix: str = "quick"
     """Matrix that runs every night."""
@@ -48,10 +48,35 @@ class Nightly(BaseModel):
     notify: Notify = Field(default_factory=Notify)
 
 
-class Site(BaseModel):
-    """Settings of one cluster; the defaults are SLURM's."""
+class Pods(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    image: str = ""
+    """Image whose working folder is the checkout."""
+    folder: str = "/opt/parallelism-bench"
+    """Checkout in the image; SkyPilot needs it."""
+    results: str = "/results"
+    """Folder for results on node 0."""
+    claim: str = ""
+    """PersistentVolumeClaim of that folder, for Kubernetes."""
+    secret: str = "parallelism-bench-key"
+    """Secret whose entry `key` is the run's key: `openssl rand -hex 32`."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of a GPU among Kubernetes resources."""
+    accelerator: str = ""
+    """SkyPilot's name of the GPU, such as `H100`."""
+    runtime: str = "torch-distributed"
+    """Kubeflow runtime of the TrainJob."""
+    port: int = Field(default=29400, ge=1, le=65535)
+    """Port at which the coordinator listens."""
+    wait_seconds: int = Field(default=1800, ge=1)
+    """Seconds to wait for all nodes."""
+
+
+class Site(BaseModel):
+    """Settings of one cluster; the defaults are SLURM's. `pods` is for other targets."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
     partition: str = ""
     account: str = ""
@@ -93,6 +118,8 @@ class Site(BaseModel):
     requeues: int = Field(default=20, ge=0)
     """Most requeues; a trial longer than the limit would otherwise requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
+    pods: Pods = Field(default_factory=Pods)
+    """For Kubernetes, TrainJob and SkyPilot."""
 
     def without_gpus(self) -> str:
         """Returns what a job without GPUs runs on; empty if it asks for GPUs."""

@@ -255,9 +255,7 @@ class Bench:
         site = self.folder / "site.yaml"
         site.write_text(json.dumps(self.site))
         told: dict[str, Any] = json.loads(
-            self.call(
-                "slurm", "submit", "--site", str(site), "--json", "--no-report", *words
-            ).stdout
+            self.call("submit", str(site), "--json", "--no-report", *words).stdout
         )
         return told
 

@@ -57,7 +57,7 @@ def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
     site = tmp_path / "site.yaml"
     for gpus, says in (("0", True), ("8", False)):
         site.write_text(f"gpus_per_node: {gpus}\n")
-        words = ["slurm", "submit", "--matrix", "smoke", "--site", str(site), "--dry-run"]
+        words = ["submit", str(site), "--matrix", "smoke", "--dry-run"]
         app(words, standalone_mode=False)
         shown = capsys.readouterr()
         assert ("GPUs" in shown.err) == says

@@ -247,7 +247,6 @@ def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "bench",
-        "slurm",
         "submit",
         "--matrix",
         "smoke",

@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperGroup
 
 from bench.cli import app
-from bench.cluster.site import Nightly, Notify, Site
+from bench.cluster.site import Nightly, Notify, Pods, Site
 from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
@@ -74,9 +74,10 @@ def matrix_table() -> list[str]:
 
 def site_table() -> list[str]:
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for prefix, model in (("", Site), ("nightly.", Nightly), ("nightly.notify.", Notify)):
+    sections = {"": Site, "nightly.": Nightly, "nightly.notify.": Notify, "pods.": Pods}
+    for prefix, model in sections.items():
         for name, field in model.model_fields.items():
-            if name in ("nightly", "notify"):
+            if name in ("nightly", "notify", "pods"):
                 continue
             default = json.dumps(field.get_default(call_default_factory=True))
             said = " ".join((field.description or f"`--{name}` of sbatch.").split()).replace(

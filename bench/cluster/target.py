@@ -1,0 +1,12 @@
+"""What a run is submitted to."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Target(str, Enum):
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    TRAINJOB = "trainjob"
+    SKYPILOT = "skypilot"

@@ -1,0 +1,158 @@
+"""The manifests of `bench submit --to`: what they name exists in them, and their commands start the
+right processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.cluster.jobs import Job
+from bench.cluster.manifests import as_yaml, manifests
+from bench.cluster.site import Pods, Site
+from bench.cluster.target import Target
+from harness.nodes.rendezvous import KEY, KEY_FILE
+from harness.spec.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+PODS = Pods(image="example.org/bench:1", claim="kept", accelerator="H100")
+SITE = Site(nodes=3, gpus_per_node=8, memory="64G", interface="eth0", pods=PODS)
+
+
+def documents(target: Target, site: Site = SITE) -> list[dict[str, Any]]:
+    job = Job("smoke", "Run_1", Path("results"), ("--set", "batch=16"), target=target.value)
+    return list(yaml.safe_load_all(as_yaml(manifests(target, site, job))))
+
+
+def started(command: str, folder: Path, **environment: str) -> list[str]:
+    """The Python commands that a node's shell starts, where Python only says so."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >>{folder}/said\n')
+    python.chmod(0o755)
+    command = command.replace(".venv/bin/python", str(python)).replace(PODS.folder, str(folder))
+    subprocess.run(["sh", "-ec", f"{command}\n"], env={**os.environ, **environment}, check=True)
+    deadline, said = 50, folder / "said"
+    while deadline and len(said.read_text().splitlines()) < 2 and "bench run" in said.read_text():
+        deadline -= 1
+        subprocess.run(["sleep", "0.1"], check=True)
+    lines = sorted(said.read_text().splitlines())
+    said.unlink()
+    return lines
+
+
+def test_a_service_and_two_indexed_jobs_fit_each_other() -> None:
+    service, head, agents = documents(Target.KUBERNETES)
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    pods = [job["spec"]["template"] for job in (head, agents)]
+    assert service["spec"]["selector"] == pods[0]["metadata"]["labels"]
+    assert service["spec"]["selector"] != pods[1]["metadata"]["labels"]
+    assert [job["spec"]["completions"] for job in (head, agents)] == [1, 2]
+    for job, template in zip((head, agents), pods, strict=True):
+        spec, (container,) = template["spec"], template["spec"]["containers"]
+        assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+        assert job["spec"]["completionMode"] == "Indexed"
+        assert job["spec"]["parallelism"] == job["spec"]["completions"]
+        # The API server refuses a failure policy with any other.
+        assert spec["restartPolicy"] == "Never"
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "memory": "64G"}
+        (variable,) = container["env"]
+        assert variable["name"] == KEY_FILE
+    assert "results" in {volume["name"] for volume in pods[0]["spec"]["volumes"]}
+    assert "results" not in {volume["name"] for volume in pods[1]["spec"]["volumes"]}
+
+
+RUN = (
+    "-m bench run --matrix smoke --run Run_1 --set batch=16 --results /results --nodes 3 --timeout"
+    " 1800 --interface eth0 --rendezvous {listen}:29400"
+)
+AGENT = "-m harness.agent {host}:29400 --timeout 1800 --interface eth0 --node {number}"
+
+
+def test_node_0_runs_the_coordinator_and_every_node_an_agent(tmp_path: Path) -> None:
+    _, head, agents = documents(Target.KUBERNETES)
+    commands = [
+        job["spec"]["template"]["spec"]["containers"][0]["command"] for job in (head, agents)
+    ]
+    assert commands[0][:2] == ["/bin/sh", "-c"]
+    host = "bench-run-1"
+    assert started(commands[0][2], tmp_path) == [
+        RUN.format(listen=""),
+        AGENT.format(host=host, number=0),
+    ]
+    for index in range(2):
+        assert started(commands[1][2], tmp_path, JOB_COMPLETION_INDEX=str(index)) == [
+            AGENT.format(host=host, number=index + 1)
+        ]
+
+
+def test_a_train_job_takes_the_address_of_its_runtime(tmp_path: Path) -> None:
+    (made,) = documents(Target.TRAINJOB)
+    assert made["apiVersion"].startswith("trainer.kubeflow.org/")
+    trainer = made["spec"]["trainer"]
+    assert (made["spec"]["runtimeRef"]["name"], trainer["numNodes"]) == ("torch-distributed", 3)
+    assert trainer["env"][0]["name"] == KEY
+    assert trainer["env"][0]["valueFrom"]["secretKeyRef"]["name"] == PODS.secret
+    command = trainer["command"][2]
+    given = {"PET_MASTER_ADDR": "h", "PET_NODE_RANK": "2"}
+    assert started(command, tmp_path, **given) == [AGENT.format(host="h", number=2)]
+    given["PET_NODE_RANK"] = "0"
+    assert RUN.format(listen="") in started(command, tmp_path, **given)
+
+
+def test_a_sky_task_takes_the_first_address(tmp_path: Path) -> None:
+    (made,) = documents(Target.SKYPILOT)
+    assert made["num_nodes"] == 3
+    assert made["resources"]["accelerators"] == "H100:8"
+    assert made["secrets"] == {KEY: None}
+    given = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "0"}
+    assert started(made["run"], tmp_path, **given) == [
+        RUN.format(listen="10.0.0.1"),
+        AGENT.format(host="10.0.0.1", number=0),
+    ]
+
+
+def test_one_node_needs_no_agents() -> None:
+    (made,) = documents(Target.KUBERNETES, SITE.model_copy(update={"nodes": 1}))
+    command = made["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert "harness.agent" not in command
+    assert "--rendezvous" not in command
+
+
+@pytest.mark.parametrize(
+    ("target", "lacking", "said"),
+    [
+        (Target.KUBERNETES, "image", "pods.image"),
+        (Target.KUBERNETES, "claim", "pods.claim"),
+        (Target.TRAINJOB, "image", "pods.image"),
+        (Target.SKYPILOT, "accelerator", "pods.accelerator"),
+    ],
+)
+def test_what_a_site_lacks_is_named(target: Target, lacking: str, said: str) -> None:
+    site = SITE.model_copy(update={"pods": PODS.model_copy(update={lacking: ""})})
+    with pytest.raises(UsageError, match=said):
+        documents(target, site)
+
+
+def test_submit_writes_a_file_and_starts_nothing(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump({"nodes": 2, "pods": PODS.model_dump()}))
+    words = ["submit", str(site), "--to", "kubernetes", "--matrix", "smoke", "--run", "r1"]
+    words += ["--results", str(tmp_path / "r")]
+
+    def submit(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "bench", *words, *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    shown = submit("--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert not (tmp_path / "r").exists()
+    assert submit().returncode == 0
+    assert (tmp_path / "r/kubernetes/r1/manifests.yaml").read_text() == shown.stdout
+    assert submit("--array", "2").returncode == 2
