@@ -104,20 +104,20 @@ def _new_plan(options: PlanOptions) -> Plan:
         options.run_id,
         expanded.once,
     )
+    seconds = options.timed_seconds
+    seconds = matrix.timed_seconds if seconds is None else seconds
     if options.precision:
         plan = dataclasses.replace(
             plan,
             precision=options.precision,
             time_budget_seconds=options.time_budget_seconds or HOUR,
         )
-    elif not options.trials and not options.interleave:
+    elif not options.trials and not options.interleave and (plan.trials > 1 or seconds):
         budget = options.time_budget_seconds
         if budget is None and matrix.time_budget_minutes:
             budget = matrix.time_budget_minutes * 60
         plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
     if not options.interleave:
-        seconds = options.timed_seconds
-        seconds = matrix.timed_seconds if seconds is None else seconds
         plan = dataclasses.replace(plan, timed_seconds=seconds)
         if seconds and plan.until_answered:
             timed = [cell for cell in plan.cells if cell.id not in plan.once]

@@ -16,7 +16,11 @@ from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, sho
 from bench.cli.run_progress import RunProgress
 from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, execute, prepare
 from bench.planning import PlanOptions
-from harness.analysis.answer import nothing_to_choose, what_more_would_buy
+from harness.analysis.answer import (
+    nothing_to_choose,
+    what_more_would_buy,
+    why_no_more_trials,
+)
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import too_wide
 from harness.analysis.setting import timed
@@ -110,9 +114,11 @@ def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
         terminal.advice(console, report.advised, report.leading.full_title)
     elif report.leading:
         console.print(f"no advice: {nothing_to_choose(report.leading.rows)}", highlight=False)
-    more = what_more_would_buy(timed(report.cells, plan.once)) if plan.until_answered else ""
-    if more:
+    measured = timed(report.cells, plan.once)
+    if plan.until_answered and (more := what_more_would_buy(measured)):
         console.print(f"{more} (--time-budget)", highlight=False)
+    if coarse := why_no_more_trials(measured):
+        console.print(coarse, highlight=False)
     if concluded.precision:
         console.print(concluded.precision.sentence, highlight=False)
 

@@ -78,6 +78,11 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         f" {disk}"
     )
     out.print(f"in all about {duration(prepared.total_seconds + references.seconds)}")
+    if planned.until_answered and planned.time_budget_seconds:
+        out.print(
+            "then more trials of what may still win its setting, by speed or memory, until"
+            f" {duration(planned.time_budget_seconds)} have passed"
+        )
 
 
 def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> None:
@@ -125,6 +130,6 @@ def show_inputs(out: Console, device: str) -> None:
 def _title(planned: Plan) -> str:
     timed = (
         f"matrix {escape(planned.matrix)}: {len(planned.cells) - len(planned.once)} cells x"
-        f" {planned.trials} trials"
+        f" {planned.trials} trial{'' if planned.trials == 1 else 's'}"
     )
     return timed + (f", and {len(planned.once)} once, for parity" if planned.once else "")

@@ -35,11 +35,13 @@ class RunProgress:
         self.expected_left = all_seconds * total / max(1, len(every))
         """Expected seconds of the remaining trials."""
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
-        self.seconds_left = self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
+        self.races = planned.until_answered and planned.time_budget_seconds is not None
+        """Whether further trials fill the time budget."""
         self.spare = len(every) - planned.spare_from
         """Trials that run only while the time budget lasts."""
+        self.seconds_left = max(self.expected_left, self.budget if self.races else 0.0)
         self.current: Cell | None = None
         columns = (
             TextColumn("{task.description}"),
@@ -133,4 +135,5 @@ class RunProgress:
         seconds, launches = slower * self.expected_left, self.total - self.done
         least_seconds = seconds * max(0, launches - self.spare) / max(1, launches)
         left_of_budget = self.budget - (now - self.began)
-        self.seconds_left = max(least_seconds, min(seconds, left_of_budget))
+        most_seconds = left_of_budget if self.races else min(seconds, left_of_budget)
+        self.seconds_left = max(least_seconds, most_seconds)

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import against_best, compare, critical_value, gains, may_be_fastest
+from harness.analysis.race import FAR_BEHIND, RACE_ROUNDS, Entrants, contenders, is_decided
+from harness.analysis.ranking import compare, critical_value, gains, may_be_fastest
 from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, Comparison
+from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate
 from harness.record.profile_record import ProfileRecord
 from harness.spec.cell import BASELINE, TECHNIQUES
 
-EQUAL = 0.02
-"""Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
+SAME_MEMORY = 0.05
+"""Cells are equally small if their peaks are within this of the lowest: trials of one cell differ
+by as much."""
 NEARLY_AS_FAST = 0.03
 """Throughput fraction that simplicity may cost."""
 MOST_NAMED = 5
@@ -127,8 +129,50 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
     return "only one variant here trains what one process trains"
 
 
+def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
+    """Returns the cells that compete for more trials, for each setting with a choice."""
+    return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
+
+
+def _entrants(cells: Sequence[CellResult]) -> Entrants:
+    advisable = candidates(cells)
+    baseline = _baseline(advisable)
+    return Entrants(
+        _speeds(advisable),
+        baseline.cell_id if baseline else "",
+        _speeds(_smallest(trustworthy(cells))),
+    )
+
+
+def _speeds(cells: Sequence[CellResult]) -> dict[str, LogEstimate]:
+    return {cell.cell_id: speed for cell in cells if (speed := cell.speed.log_throughput)}
+
+
+def why_no_more_trials(cells: Sequence[CellResult]) -> str:
+    """Says how many cells left the race early and why; empty if none did."""
+    left, compared = [], 0
+    for group in by_setting(cells):
+        by_id = {cell.cell_id: cell for cell in group}
+        racing = next(iter(entrants(group)), None)
+        if racing is None or any(cell.speed.turns for cell in group):
+            continue
+        compared += len(racing.speeds)
+        most = max(speed.trials for speed in racing.speeds.values())
+        behind = racing.speeds.keys() - contenders(racing.speeds) - racing.smallest.keys()
+        left += [by_id[name] for name in behind if by_id[name].trials < min(most, RACE_ROUNDS)]
+    if not left:
+        return ""
+    counts = sorted({cell.trials for cell in left})
+    trials = " or ".join(map(str, counts)) + (" trial" if counts == [1] else " trials")
+    return (
+        f"{len(left)} of {compared} cells have {trials} and a coarse interval: each is more"
+        f" than {FAR_BEHIND} standard errors behind the fastest of its setting, too far for more"
+        " trials to change the answer"
+    )
+
+
 def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Returns, for each setting that needs more trials, its contenders and baseline.
+    """Returns, for each setting that needs more trials, its ties for the fastest and baseline.
 
     A setting needs none if its fastest cell is known, or all contenders are known to be tied.
     """
@@ -142,9 +186,7 @@ def _undecided(cells: Sequence[CellResult]) -> list[CellResult]:
         for cell in ties
         if cell.speed.log_throughput and cell.speed.log_throughput.degrees > 0
     ]
-    if len(ties) < 2 or len(speeds) < len(ties):
-        return []
-    if all(bound.low >= 1 - EQUAL for bound in against_best(speeds)):
+    if len(speeds) < len(ties) or is_decided(speeds):
         return []
     baseline = _baseline(cells)
     return [*ties, *([baseline] if baseline and baseline not in ties else [])]
@@ -197,8 +239,9 @@ def answer(
     other = fair[0]
     if other not in advisable and _faster(other, use):
         advice.append(Advice("Faster at a price", other, _price(other, use)))
-    if frugal := _frugal(fair):
-        advice.append(Advice("Least memory", frugal, _memory(frugal, use)))
+    if smallest := _smallest(fair):
+        # Sorted by throughput, so the fastest of the equally small.
+        advice.append(Advice("Least memory", smallest[0], _memory(smallest[0], use)))
     simple = _simplest(advisable)
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))
@@ -381,17 +424,11 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
     return f"{words}, at the price of another training: {reason}{off}"
 
 
-def _frugal(cells: Sequence[CellResult]) -> CellResult | None:
-    """Breaks ties by speed."""
-    known = [cell for cell in cells if cell.memory.peak_memory_bytes is not None]
-    return min(
-        known,
-        key=lambda cell: (
-            cell.memory.peak_memory_bytes or 0,
-            -(cell.speed.samples_per_second or 0.0),
-        ),
-        default=None,
-    )
+def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Returns the cells within `SAME_MEMORY` of the lowest peak, in their order."""
+    peaks = {cell.cell_id: peak for cell in cells if (peak := cell.memory.peak_memory_bytes)}
+    most = min(peaks.values(), default=0) * (1 + SAME_MEMORY)
+    return [cell for cell in cells if 0 < peaks.get(cell.cell_id, 0) <= most]
 
 
 def _memory(cell: CellResult, fastest: CellResult) -> str:

@@ -13,8 +13,8 @@ import json
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from harness.analysis.control import NONE, Adjustment, Window, adjustment, mean_window
 from harness.analysis.stats import LogEstimate
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
 """Fewest cells with a spread for a prior; fewer are pooled."""
 FEWEST_FOR_TREND = 12
@@ -178,21 +179,17 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     oversubscribed = {trial.cell_id for trial in finished if trial.oversubscribed}
     fresh = {trial.cell_id for trial in finished if trial.launcher not in FORKED}
     alone = logs.keys() - oversubscribed
-    spreads = _moderated(logs, steps, alone) | _moderated(logs, steps, oversubscribed)
+    estimates = log_estimates(_part(logs, alone), steps)
+    estimates |= log_estimates(_part(logs, oversubscribed), steps)
     cells = {
-        cell_id: LogEstimate(
-            statistics.fmean(values),
-            math.sqrt(spreads[cell_id].variance / len(values)),
-            spreads[cell_id].degrees,
-            len(values),
-            controls.get(cell_id),
-            0.0
-            if cell_id not in controls
-            else FRESH_ALLOWANCE
-            if cell_id in fresh
-            else FORKED_ALLOWANCE,
+        cell_id: replace(
+            estimate,
+            control=controls[cell_id],
+            allowance=FRESH_ALLOWANCE if cell_id in fresh else FORKED_ALLOWANCE,
         )
-        for cell_id, values in logs.items()
+        if cell_id in controls
+        else estimate
+        for cell_id, estimate in estimates.items()
     }
     return RunEstimates(cells, by_trial, adjustments.get(_Kind(False, False), NONE))
 
@@ -219,9 +216,8 @@ def _usual_controls(
 
 
 def _moderated(
-    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]], cells: Set[str]
+    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
 ) -> dict[str, Spread]:
-    logs = {cell_id: values for cell_id, values in logs.items() if cell_id in cells}
     own = [
         Spread(
             statistics.variance(values) if len(values) > 1 else 0.0,
@@ -231,6 +227,26 @@ def _moderated(
         for cell_id, values in logs.items()
     ]
     return dict(zip(logs, moderated(own), strict=True))
+
+
+def log_estimates(
+    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
+) -> dict[str, LogEstimate]:
+    """Returns estimates by cell id, without an allowance. `steps`: timed steps by trial."""
+    spreads = _moderated(logs, steps)
+    return {
+        cell_id: LogEstimate(
+            statistics.fmean(values),
+            math.sqrt(spreads[cell_id].variance / len(values)),
+            spreads[cell_id].degrees,
+            len(values),
+        )
+        for cell_id, values in logs.items()
+    }
+
+
+def _part(logs: Mapping[str, T], cells: Set[str]) -> dict[str, T]:
+    return {cell_id: value for cell_id, value in logs.items() if cell_id in cells}
 
 
 def steps_of(trial: TrialRecord) -> int:

@@ -1,9 +1,10 @@
-"""Which cells of a setting get the next trials: a race for the fastest.
+"""Which cells get the next trials: a race for the fastest of each setting.
 
 After its first trial a cell leaves the race if it is so far behind that a trial's noise cannot
-explain it. Later trials go to a leader and a challenger, both drawn by their chance of being the
-fastest (top-two sampling: Russo, Simple Bayesian algorithms for best-arm identification, Operations
-Research 68, 2020).
+explain it. The others get three trials each. Further trials go to one setting at a time, the
+largest first: to leaders and challengers, drawn by their chance of being the fastest (top-two
+sampling: Russo, Simple Bayesian algorithms for best-arm identification, Operations Research 68,
+2020). Cells of the smallest memory class race among each other for three trials.
 """
 
 from __future__ import annotations
@@ -11,14 +12,68 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from harness.analysis.stats import LogEstimate
+from harness.analysis.ranking import against_best
+from harness.analysis.stats import EQUAL, LogEstimate
 
 FAR_BEHIND = 4.5
 """Standard deviations of the difference of two trials at which a cell leaves the race. Among 53
 equal cells with 3.6 % noise, the fastest leaves by bad luck in less than 1 run in 1000."""
 MOST_TRIES = 50
+RACE_ROUNDS = 3
+"""Trials of each contender before leaders and challengers are drawn."""
+MOST_DRAWS = 6
+"""Draws per round, each of a leader and a challenger."""
+
+
+@dataclass(frozen=True)
+class Entrants:
+    """Cells of one setting that compete, by id."""
+
+    speeds: Mapping[str, LogEstimate]
+    """Cells that may be advised."""
+    baseline: str
+    smallest: Mapping[str, LogEstimate] = field(default_factory=dict)
+    """Cells with the lowest peak memory, which race among each other."""
+
+
+def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
+    """Returns the cells that get one more trial, by id; empty if nothing is open."""
+    if few := set().union(*map(_with_few_trials, settings)):
+        return few
+    undecided = [one for one in settings if not is_decided([*one.speeds.values()])]
+    if not undecided:
+        return set()
+    return _drawn_trials(max(undecided, key=lambda one: len(one.speeds)), chance)
+
+
+def is_decided(speeds: Sequence[LogEstimate]) -> bool:
+    """Whether the fastest is known, or all that may be the fastest are known to be tied."""
+    if len(speeds) < 2 or any(speed.degrees <= 0 for speed in speeds):
+        return True
+    bounded = zip(speeds, against_best(speeds), strict=True)
+    ties = [speed for speed, bound in bounded if bound.may_be_best]
+    return len(ties) < 2 or all(bound.low >= 1 - EQUAL for bound in against_best(ties))
+
+
+def _with_few_trials(setting: Entrants) -> set[str]:
+    fields = [cells for cells in (setting.speeds, setting.smallest) if len(setting.speeds) > 1]
+    return {
+        name for cells in fields for name in contenders(cells) if cells[name].trials < RACE_ROUNDS
+    }
+
+
+def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
+    """Returns leaders and challengers, and the baseline if it has no more trials than they."""
+    racing = {name: setting.speeds[name] for name in contenders(setting.speeds)}
+    draws = range(min(MOST_DRAWS, 1 + len(racing) // 4))
+    chosen = {name for _ in draws for name in top_two(racing, chance)}
+    usual = setting.speeds.get(setting.baseline)
+    if usual and usual.trials <= max(racing[name].trials for name in chosen):
+        chosen.add(setting.baseline)
+    return chosen
 
 
 def trial_spread(cells: Mapping[str, LogEstimate]) -> float:

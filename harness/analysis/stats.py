@@ -18,6 +18,8 @@ PAIR_CONFIDENCE = 0.995
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the power of the control's time that step times follow, which is 1 by
 design. A machine that is 10 % slower in another run adds 1.5 % to a ratio's error."""
+EQUAL = 0.02
+"""Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "a cell counts as faster or slower if the interval excludes 1 and the ratio differs from 1 by"

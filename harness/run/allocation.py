@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.analysis.answer import undecided
+from harness.analysis.answer import entrants
 from harness.analysis.precision import too_wide
-from harness.analysis.race import contenders, top_two
+from harness.analysis.race import next_round
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import cell_results
 from harness.host.cores import oversubscribed
@@ -29,8 +29,6 @@ from harness.workloads import make_workload
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from harness.analysis.cell_result import CellResult
 
 
 @dataclass(frozen=True)
@@ -131,10 +129,6 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
     return next(ddp, None) or next(single, None)
 
 
-RACE_ROUNDS = 3
-"""Trials of each contender before leaders and challengers are drawn."""
-MOST_DRAWS = 6
-"""Draws per round, each of a leader and a challenger."""
 FURTHER_SHARE = 0.25
 """Time for further rounds over the planned ones', without a time budget."""
 
@@ -153,32 +147,9 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
         return FurtherRound(wide - plan.once, "have too wide an interval")
-    chance = random.Random(plan.order_seed + len(trials))
-    racing: set[str] = set()
-    for group in undecided(timed(cell_results(trials), plan.once)):
-        racing |= next_in_race(group, chance)
+    settings = entrants(timed(cell_results(trials), plan.once))
+    racing = next_round(settings, random.Random(plan.order_seed + len(trials)))
     return FurtherRound(racing, "may still be the fastest, or are compared with these")
-
-
-def next_in_race(group: Sequence[CellResult], chance: random.Random) -> set[str]:
-    """Returns the cells of a setting that get the next trials, by id.
-
-    Each contender first gets `RACE_ROUNDS` trials, unless it falls far behind. Then leaders and
-    challengers are drawn. The baseline has at least as many trials as any of them.
-    """
-    speeds = {cell.cell_id: cell.speed.log_throughput for cell in group}
-    known = {name: speed for name, speed in speeds.items() if speed}
-    racing = {name: known[name] for name in contenders(known)}
-    few = {name for name, speed in racing.items() if speed.trials < RACE_ROUNDS}
-    chosen = few or {
-        name
-        for _ in range(min(MOST_DRAWS, 1 + len(racing) // 4))
-        for name in top_two(racing, chance)
-    }
-    baseline = group[0].relative.baseline
-    if baseline in known and known[baseline].trials <= max(known[name].trials for name in chosen):
-        chosen.add(baseline)
-    return chosen
 
 
 class TimeBudget:
