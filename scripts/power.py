@@ -1,14 +1,14 @@
 """How often a run of this design is right, by resampling a recorded run's noise.
 
-`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates runs of the recorded run's largest
-setting: one trial of each cell, then the race, with as many trials as were recorded. The noise is
-the recorded trials' deviations from their cells' means, after the control. They keep their order
-but are shifted by a random number of places, which preserves heavy tails, slow spells and what
-neighbours share.
+`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
+`ROUNDS` planned rounds, then the race, in the time that the recorded run had for it. Other settings
+get three trials of each cell. The noise is the recorded trials' deviations from their cells' means,
+after the control. They keep their order but are shifted by a random number of places, which
+preserves heavy tails, slow spells and what neighbours share.
 
-Prints how often the best cell is picked, what a wrong choice costs and how large the set of the
-best is. It also prints the half width of the best cell's gain, with and without the allowance for
-the control. Each for a clear winner, for many close cells, and for cells that are all equal.
+Prints a table with a line for each situation: a clear winner, many close cells, and equal cells.
+`python -m scripts.power RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells
+and prints how often the set of the best holds the first.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from harness.analysis.answer import trustworthy
-from harness.analysis.estimates import FORKED_ALLOWANCE, Spread, estimates_of, moderated
-from harness.analysis.race import contenders, top_two
-from harness.analysis.ranking import against_best, gains
+from harness.analysis.estimates import FORKED_ALLOWANCE, estimates_of, log_estimates
+from harness.analysis.race import RACE_ROUNDS, Entrants, next_round
+from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.analysis.summary import cell_results
+from harness.record.plan import kept_plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.allocation import MOST_DRAWS, RACE_ROUNDS
 
 RUNS = int(os.environ.get("RUNS", "500"))
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+"""Planned rounds before the race."""
 NOISE = float(os.environ.get("NOISE", "0"))
 """Standard deviation to which the noise is scaled; 0: as recorded."""
+REFERENCE_SECONDS = 90.0
+"""What `bench run --matrix full --dry-run` predicts for the references."""
+EQUAL_CELLS = 53
 Throughputs = Mapping[str, float]
 
 
@@ -70,8 +75,16 @@ class Design:
             if cell.parity.same_training and cell.cell_id in logs:
                 groups[Setting.of(cell.cell)].append(cell.cell_id)
         self.group = max(groups.values(), key=len)
-        recorded = [trial for trial in finished if trial.cell_id in self.group]
-        self.trials = len(recorded)
+        walls: dict[str, list[float]] = defaultdict(list)
+        for trial in TrialRecord.from_frame(trials):
+            walls[trial.cell_id].append(trial.wall_seconds or 0.0)
+        took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
+        self.took = {cell: took.pop(cell) for cell in self.group}
+        """Seconds of a trial, by cell."""
+        timed = {trial.cell_id for trial in finished}
+        others = sum(took[cell] * (RACE_ROUNDS if cell in timed else 1) for cell in took)
+        plan = kept_plan(store, trials["run_id"].iloc[0])
+        self.seconds = (plan.time_budget_seconds or math.inf) - REFERENCE_SECONDS - others
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
         self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
@@ -81,38 +94,35 @@ class Design:
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
         values: dict[str, list[float]] = {cell: [] for cell in true}
-        wanted = [*true, *[self.baseline] * (math.isqrt(len(true)) - 1)]
-        left = self.trials
-        while True:
+        seconds = self.seconds
+        cells: dict[str, LogEstimate] = {}
+        for planned in range(RUN_LENGTH):
+            if planned < ROUNDS:
+                wanted = [*true, *[self.baseline] * (math.isqrt(len(true) - 1) - 1)]
+            else:
+                wanted = sorted(next_round([Entrants(cells, self.baseline)], chance))
             chance.shuffle(wanted)
-            for cell in wanted[:left]:
+            fitting = []
+            for cell in sorted(wanted, key=self.took.__getitem__):
+                if planned >= ROUNDS and self.took[cell] > seconds:
+                    continue
+                fitting.append(cell)
+                seconds -= self.took[cell]
+            if not fitting:
+                break
+            chance.shuffle(fitting)
+            for cell in fitting:
                 values[cell].append(true[cell] + sign * next(noise))
-            left -= len(wanted)
             cells = estimated(values)
-            if left <= 0:
-                return cells
-            wanted = self.next_trials(cells, chance)
-
-    def next_trials(self, cells: Mapping[str, LogEstimate], chance: random.Random) -> list[str]:
-        """Mirrors `next_in_race`, without an end for equal cells."""
-        racing = {name: cells[name] for name in contenders(cells)}
-        few = [name for name, speed in racing.items() if speed.trials < RACE_ROUNDS]
-        draws = range(min(MOST_DRAWS, 1 + len(racing) // 4))
-        chosen = set(few) or {name for _ in draws for name in top_two(racing, chance)}
-        return sorted(chosen | {self.baseline})
+        return cells
 
 
-def estimated(values: Mapping[str, list[float]]) -> dict[str, LogEstimate]:
-    """Mirrors `estimates_of`."""
-    own = [
-        Spread(statistics.variance(v) if len(v) > 1 else 0.0, len(v) - 1) for v in values.values()
-    ]
-    return {
-        cell: LogEstimate(
-            statistics.fmean(v), math.sqrt(spread.variance / len(v)), spread.degrees, len(v)
-        )
-        for (cell, v), spread in zip(values.items(), moderated(own), strict=True)
-    }
+RUN_LENGTH = 10_000
+"""Rounds after which a run ends in any case."""
+
+
+def estimated(values: Mapping[str, Sequence[float]]) -> dict[str, LogEstimate]:
+    return log_estimates(values, {cell: [1] * len(own) for cell, own in values.items()})
 
 
 class Found(NamedTuple):
@@ -159,23 +169,45 @@ def situations(design: Design) -> dict[str, dict[str, float]]:
     }
 
 
+def coverage(chance: random.Random) -> float:
+    """Returns how often the set of the best holds the first of equal cells after an inventory."""
+    names = [str(number) for number in range(EQUAL_CELLS)]
+    held = 0
+    for _ in range(RUNS):
+        values = {name: [chance.gauss(0.0, 0.03)] for name in names}
+        values[names[0]] += [chance.gauss(0.0, 0.03) for _ in range(6)]
+        cells = estimated(values)
+        first, *others = (cells[name] for name in reversed(names))
+        held += confident_that_beaten(first, others) < CONFIDENCE
+    return held / RUNS
+
+
+HEAD = ("situation", "best", "regret", "set", "set holds best", "gain", "+ allowance", "beaten")
+
+
 def main(folder: str, run_id: str = "") -> None:
+    if run_id == "coverage":
+        print(f"{RUNS} runs: the set holds the best in {coverage(random.Random(1)):.2%}")
+        return
     design, chance = Design(folder, run_id), random.Random(1)
     print(
-        f"{design.trials} trials of {len(design.group)} cells; noise of a trial"
-        f" {statistics.pstdev(design.noise):.1%}; {RUNS} runs each"
+        f"{design.seconds:.0f} s for {len(design.group)} cells; noise of a trial"
+        f" {statistics.pstdev(design.noise):.1%}; {RUNS} runs each, {ROUNDS} planned rounds"
     )
+    print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
     for name, true in situations(design).items():
         runs = [outcome(design, design.simulated(chance, true), true) for _ in range(RUNS)]
-        print(
-            f"{name}: best picked {sum(run.right for run in runs) / RUNS:.1%}, mean regret"
-            f" {statistics.fmean(run.regret for run in runs):.2%}, median set"
-            f" {statistics.median(run.size for run in runs):g} cells, holding the best in"
-            f" {sum(run.held for run in runs) / RUNS:.1%}; gain known to"
-            f" ±{statistics.median(run.half_width for run in runs):.1%}, with the allowance"
-            f" ±{statistics.median(run.with_allowance for run in runs):.1%}; something called"
-            f" faster than the baseline in {sum(run.beaten for run in runs) / RUNS:.1%}"
+        figures = (
+            name,
+            f"{sum(run.right for run in runs) / RUNS:.1%}",
+            f"{statistics.fmean(run.regret for run in runs):.2%}",
+            f"{statistics.median(run.size for run in runs):g}",
+            f"{sum(run.held for run in runs) / RUNS:.1%}",
+            f"±{statistics.median(run.half_width for run in runs):.1%}",
+            f"±{statistics.median(run.with_allowance for run in runs):.1%}",
+            f"{sum(run.beaten for run in runs) / RUNS:.1%}",
         )
+        print("| " + " | ".join(figures) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ class TrialRecord(Record):
     # Efficiency.
 
     energy_joules_per_sample: float | None = None
-    """energy of the trial's GPUs by NVML, or of the host's CPU packages by RAPL; null without
+    """energy of the trial's GPUs by NVML, or of the first node's CPU packages by RAPL; null without
     counters"""
     trend: float | None = None
     """relative change over the timed steps if significant (Kendall, p < 0.01): warm-up was too

@@ -16,7 +16,7 @@ import pytest
 
 from bench.planning import PlanOptions, kept_or_new_plan
 from harness.analysis.precision import too_wide
-from harness.analysis.race import contenders, top_two
+from harness.analysis.race import Entrants, contenders, next_round, top_two
 from harness.analysis.stats import LogEstimate
 from harness.parity.reference import Reference
 from harness.record.plan import LeftOut, Plan, resumable
@@ -296,6 +296,28 @@ def test_a_race_drops_what_is_far_behind_and_asks_leaders_again() -> None:
     assert drawn["0"] > drawn["1"] > drawn["3"] > 0
     apart = {"a": LogEstimate(0.0, 1e-6, 20, 3), "b": LogEstimate(-1.0, 1e-6, 20, 3)}
     assert top_two(apart, chance) == ("a",)
+
+
+def test_contenders_get_three_trials_then_the_largest_setting_races() -> None:
+    def cells(trials: int, prefix: str, number: int) -> dict[str, LogEstimate]:
+        return {f"{prefix}{i}": LogEstimate(-0.001 * i, 0.02, 20, trials) for i in range(number)}
+
+    far = {"far": LogEstimate(-0.5, 0.02, 20, 1)}
+    small = Entrants(cells(3, "s", 2), "s0")
+    chance = random.Random(1)
+    new = Entrants(cells(1, "n", 3) | far, "n0")
+    assert next_round([small, new], chance) == {"n0", "n1", "n2"}
+    frugal = Entrants(cells(3, "m", 2) | far, "m0", far)
+    assert next_round([small, frugal], chance) == {"far"}, "it may still need the least memory"
+    large = Entrants(cells(3, "l", 9) | far, "l0")
+    drawn = next_round([small, large], chance)
+    assert drawn
+    assert drawn <= large.speeds.keys() - {"far"}
+    known = {"a": LogEstimate(0.0, 1e-4, 20, 3), "b": LogEstimate(-1.0, 1e-4, 20, 3)}
+    assert next_round([Entrants(known, "b")], chance) == set()
+    vague = {"a": LogEstimate(0.0, 0.02, 20, 3), "b": LogEstimate(-1.0, 0.02, 20, 1)}
+    assert next_round([Entrants(vague, "b")], chance) == {"a", "b"}, "its gain is not known"
+    assert next_round([Entrants(far, "far")], chance) == set(), "there is nothing to choose"
 
 
 def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
