@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.analysis.answer import Answer
+from harness.analysis.answer import Answer, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import data, phrase, plain_text, prose, strong
@@ -129,6 +129,8 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     roles = _roles(best, advised)
     blocks += _disturbed([row for row, _ in roles])
     blocks.append(_figures(group, roles))
+    if coarse := why_no_more_trials(group.rows):
+        blocks.append(ui.Paragraph(data(f"{coarse}."), "small"))
     return [*blocks, *_same_training(Parity.of(report.cells))]
 
 
