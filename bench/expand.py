@@ -17,6 +17,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.strategy.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
+from harness.workloads.catalog import split_name
 
 _COUNTED = (
     "batch",
@@ -27,6 +28,10 @@ _COUNTED = (
     "parity_steps",
 )
 """Axes whose value may name a number."""
+
+
+MODEL = "model"
+"""Key of the workload that replaces the one of every cell."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,19 @@ def expand(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     changes: Axes | None = None,
+    model: str = "",
 ) -> Expanded:
     """Returns a matrix's cells on a host.
 
-    `only`, `skip`: strategies or patterns (bench/select.py). Raises UsageError for an unknown axis,
+    `only`, `skip`: strategies or patterns (bench/select.py). `model`: workload of all cells, to
+    which their suffixes are added. Raises UsageError for an unknown axis,
     value or pattern, and if no cell can run because of its data.
     """
+    if model:
+        make_workload(model)
     rule = matrix.rule(host)
-    timed, checked = _timed_and_checked(matrix, rule, host, changes or {}, name)
+    asked = (changes or {}) | ({MODEL: model} if model else {})
+    timed, checked = _timed_and_checked(matrix, rule, host, asked, name)
     once = checked.keys() - timed.keys()
     cells_of_host = [*timed.values(), *(checked[cell] for cell in checked if cell in once)]
     chosen = keep(cells_of_host, only, skip)
@@ -62,6 +72,8 @@ def expand(
     mistake = ""
     for cell in chosen:
         try:
+            if model:
+                _require_variant(cell)
             admit_here(cell, host)
             if matrix.only_what_fits:
                 _require_fit(cell, host)
@@ -94,6 +106,14 @@ def _require_fit(cell: Cell, host: Host) -> None:
             f"needs about {need / GIB:.1f} GiB of each device by its formulas, which has"
             f" {there / GIB:.1f} GiB"
         )
+
+
+def _require_variant(cell: Cell) -> None:
+    """Raises Refused if the workload has no such suffixes."""
+    try:
+        make_workload(cell.workload)
+    except UsageError as error:
+        raise Refused(str(error)) from None
 
 
 def _limited(cell: Cell, host: Host) -> Cell:
@@ -158,7 +178,8 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
     batch = fields.pop("batch", 8)
     devices = fields.get("devices", 1)
     named, plus, suffixes = str(fields.get("workload", "main")).partition("+")
-    fields["workload"] = sizes.workloads.get(named, named) + plus + suffixes
+    model = fields.pop(MODEL, "")
+    fields["workload"] = (model or sizes.workloads.get(named, named)) + plus + suffixes
     if not (isinstance(batch, int) and isinstance(devices, int)):
         raise UsageError(
             f"{where}: batch and devices must be whole numbers, got {batch!r} and {devices!r}"
@@ -181,8 +202,11 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
         raise UsageError(f"{where}: {first_error(error)}") from None
     if parts == "fit" and rule.micro_batch_tokens:
         cell = cell.model_copy(update={"micro_batches": _fewest(cell, rule.micro_batch_tokens)})
-    if make_workload(cell.workload).kind == "image" and cell.data == "stdlib":
+    base = make_workload(split_name(cell.workload)[0])
+    if base.kind == "image" and cell.data == "stdlib":
         cell = cell.model_copy(update={"data": "images"})
+    if model and 0 < base.max_tokens < cell.sequence_length:
+        cell = cell.model_copy(update={"sequence_length": base.max_tokens})
     return with_defaults(cell)
 
 

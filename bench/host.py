@@ -104,9 +104,10 @@ def admit_here(cell: Cell, host: Host) -> None:
             f" --nodes {cell.nodes} asks for them"
         )
     try:
-        if workload.pretrained:
-            model_facts(workload, cell.sequence_length)
+        workload.require_trainable()
         prepare_data(cell.data, workload, cell.sequence_length)
+        if workload.family is None:
+            model_facts(workload, cell.sequence_length)
     except UsageError as error:
         raise UnsuitableData(str(error)) from None
 

@@ -55,7 +55,9 @@ DEFAULT_TRIALS = 10
 """Trials that resolve a 3 % difference if they spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
 """Long enough for some slow spells of the machine; about as long as a trial's start."""
-AXES = (*(name for name in Cell.model_fields if name not in ("global_batch", "defaults")), "batch")
+FILLED_IN = ("global_batch", "defaults", "strategy_digest", "workload_digest")
+"""Fields of a cell that no matrix gives."""
+AXES = (*(name for name in Cell.model_fields if name not in FILLED_IN), "batch")
 _AXES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,

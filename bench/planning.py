@@ -29,6 +29,8 @@ class PlanOptions:
     skip: tuple[str, ...] = ()
     changes: Axes = field(default_factory=dict)
     """Axes set in all cells."""
+    model: str = ""
+    """Workload of every cell; empty: the matrix's."""
     trials: int | None = None
     precision: float | None = None
     """Relative half width of every throughput's interval; None: no such target."""
@@ -50,6 +52,7 @@ class PlanOptions:
             or self.skip
             or self.cells
             or self.changes
+            or self.model
             or self.trials
             or self.precision
             or self.interleave
@@ -67,7 +70,7 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
         if options.changes_a_plan:
             raise UsageError(
                 "--resume continues a run as it was planned: leave out --only, --skip, --set,"
-                " --trials, --timed-seconds, --precision and --interleave"
+                " --model, --data, --trials, --timed-seconds, --precision and --interleave"
             )
         return resumable(store, options.matrix or None), True
     if not options.matrix and not options.cells:
@@ -95,6 +98,7 @@ def _new_plan(options: PlanOptions) -> Plan:
         only=options.only,
         skip=options.skip,
         changes=options.changes,
+        model=options.model,
     )
     plan = Plan.new(
         name,

@@ -23,6 +23,16 @@ from bench.cli.options import (
     WriteReport,
 )
 
+RunModel: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="Train this model in every cell: a workload, hf:PATH, or your own as FILE.py:CLASS.",
+    ),
+]
+RunData: TypeAlias = Annotated[
+    str, typer.Option("--data", help="Train on this dataset in every cell, such as text:FILE.")
+]
 TargetPrecision: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -111,6 +121,8 @@ def run(
     only: Only = None,
     skip: Skip = None,
     settings: Settings = None,
+    model: RunModel = "",
+    data: RunData = "",
     trials: Trials = None,
     precision: TargetPrecision = "",
     time_budget: TimeBudget = "",
@@ -152,7 +164,8 @@ def run(
         matrix=matrix,
         only=tuple(only or ()),
         skip=tuple(skip or ()),
-        changes=parse_changes(settings or ()),
+        changes=parse_changes(settings or ()) | ({"data": data} if data else {}),
+        model=model,
         trials=trials,
         precision=parse_precision(precision) if precision else None,
         time_budget_seconds=parse_time(time_budget) if time_budget else None,

@@ -76,6 +76,11 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     plan = plan_of(strategy, cell, to)
     if plan is None:
         raise UsageError(_no_export(cell, strategy, to))
+    if workload.kind == "custom":
+        raise UsageError(
+            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
+            " workload of transformers"
+        )
     if not set(workload.suffixes) <= {FLOAT8}:
         raise UsageError(
             f"{cell.workload} has no export: its model is not a plain transformers model; use a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -50,6 +51,10 @@ class Cell(BaseModel):
     links: str = ""
     """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
     delay); empty: the nodes' real network."""
+    strategy_digest: str = ""
+    """Digest of the user's file that defines the strategy, if one does. Filled in by the suite."""
+    workload_digest: str = ""
+    """Digest of the user's file that defines the workload, if one does. Filled in by the suite."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices: CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -137,6 +142,10 @@ class Cell(BaseModel):
             mode="json", exclude={"defaults", *_NOT_IDENTITY}, exclude_defaults=True
         )
         identity["options"] = {**self.defaults, **self.options}
+        for field in ("strategy", "workload"):
+            if f"{field}_digest" in identity:
+                # The digest identifies a file, wherever it is.
+                identity[field] = Path(identity[field]).name
         text = json.dumps(identity, sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
 
@@ -201,6 +210,7 @@ class Cell(BaseModel):
                 "strategy": strategy,
                 "options": dict(options or {}),
                 "defaults": {},
+                "strategy_digest": "",
                 "devices": 1,
                 "nodes": 1,
                 "links": "",

@@ -40,6 +40,11 @@ class TransformersTrainer(AccelerateEngine):
                 f"Trainer lets the model compute its loss, and peft's with {prompts.pop()} takes"
                 " unshifted labels only; use ddp"
             )
+        if workload.kind == "custom":
+            raise Refused(
+                f"Trainer lets the model compute its loss, and {workload.name} computes it outside;"
+                " use ddp"
+            )
         if workload.kind == "seq2seq":
             raise Refused(
                 f"Trainer would let {workload.name} make its decoder's inputs from the labels, and"

@@ -14,12 +14,14 @@ from pydantic import ValidationError
 
 from harness.host.cuda import missing_compiler
 from harness.host.packages import is_installed, unbuilt
+from harness.host.user_code import names_user_class, user_class
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
 from harness.strategy.checkpoints import admit_checkpoint, saving_cell
 from harness.strategy.optimizers import EXTRA_OPTIMIZERS, packages_of
+from harness.workloads.catalog import source_of
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -62,24 +64,34 @@ def strategies() -> dict[str, type[Strategy]]:
     )
     classes = {name: _load(f"{HOME}.{name}", name) for name in names}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        loaded = point.load()
-        if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
-            raise UsageError(
-                f"entry point {point.name!r} of group {ENTRY_POINTS!r} must name a Strategy class,"
-                f" it names {point.value!r}"
-            )
-        classes[point.name] = loaded
+        named = f"entry point {point.name!r} of group {ENTRY_POINTS!r}"
+        classes[point.name] = _require_strategy(point.load(), named)
     return classes
+
+
+def _strategy_class(name: str) -> type[Strategy]:
+    """Returns the class; raises UsageError for an unknown name."""
+    if names_user_class(name):
+        return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
+    known = strategies()
+    if name not in known:
+        raise UsageError(
+            f"unknown strategy {name!r}; known are {', '.join(known)}, or give FILE.py:CLASS"
+        )
+    return known[name]
+
+
+def _require_strategy(loaded: object, named: str) -> type[Strategy]:
+    if isinstance(loaded, type) and issubclass(loaded, Strategy):
+        return loaded
+    raise UsageError(f"{named} must be a Strategy class of harness.strategy, it is {loaded!r}")
 
 
 def make_strategy(cell: Cell) -> Strategy:
     """Returns the cell's strategy; raises UsageError for an unknown name or option."""
-    known = strategies()
     if cell.strategy == NO_EXCHANGE:
         return _load(f"{HOME}._{NO_EXCHANGE}", NO_EXCHANGE)()
-    if cell.strategy not in known:
-        raise UsageError(f"unknown strategy {cell.strategy!r}; known are {', '.join(known)}")
-    cls = known[cell.strategy]
+    cls = _strategy_class(cell.strategy)
     for option in cell.options:
         if option not in cls.model_fields:
             options = ", ".join(cls.model_fields) or "none"
@@ -102,10 +114,27 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with current defaults of omitted options, which affect the measurement;
-    raises UsageError."""
+    """Returns the cell with current defaults of omitted options, which affect the measurement, and
+    with paths and digests of users' files; raises UsageError."""
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
-    return cell.model_copy(update={"defaults": left_out})
+    return cell.model_copy(update={"defaults": left_out, **_sources(cell)})
+
+
+def _sources(cell: Cell) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    if names_user_class(cell.strategy):
+        found = user_class(cell.strategy)
+        fields |= {"strategy": found.name, "strategy_digest": found.digest}
+    workload, digest = source_of(cell.workload)
+    return fields | ({"workload": workload, "workload_digest": digest} if digest else {})
+
+
+def require_unchanged(cell: Cell) -> None:
+    """Raises UsageError if a user's file is no longer what the cell was planned with."""
+    planned, now = cell.model_dump(), _sources(cell)
+    for field in ("strategy", "workload"):
+        if planned[f"{field}_digest"] and planned[f"{field}_digest"] != now[f"{field}_digest"]:
+            raise UsageError(f"{now[field]} has changed since the run was planned; start a new run")
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
@@ -191,6 +220,11 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         _admit_nodes(cell, strategy, layout)
     if cell.optimizer in EXTRA_OPTIMIZERS and cell.optimizer not in capabilities.extra_optimizers:
         raise _without_extra_optimizer(cell)
+    if cell.optimizer == "muon" and not workload.block_path:
+        raise Refused(
+            f"Muon updates the blocks' matrices, and {workload.name} does not say which modules are"
+            " its blocks; use optimizer adamw"
+        )
     if cell.precision not in capabilities.precisions:
         raise Refused(
             f"{cell.strategy} runs in {', '.join(capabilities.precisions)}, not in {cell.precision}"

@@ -139,11 +139,15 @@ class Batches:
 
     def _label_tokens(self, step: int) -> float | None:
         """Returns the mean number of label tokens over all ranks' shares; see `Batch`."""
-        if not self.recipe.some_labels:
+        weight = self.data.weight(step, self.global_batch)
+        if weight is not None:
+            labelled = weight
+        elif self.recipe.some_labels:
+            labelled = float(np.count_nonzero(~self._unlabelled(step)))
+        else:
             return None
-        labelled = np.count_nonzero(~self._unlabelled(step))
         samples: int = self.rows.stop - self.rows.start
-        return float(labelled) * samples / self.global_batch
+        return labelled * samples / self.global_batch
 
     def _pinned(self, step: int) -> Tensors:
         return {name: tensor.pin_memory() for name, tensor in self._tensors(step).items()}

@@ -23,7 +23,7 @@ from harness.measure.peak_memory import MemoryMeter
 from harness.parity.replicas import sketches
 from harness.spec.cell import Cell
 from harness.strategy.job import Job
-from harness.strategy.registry import make_strategy
+from harness.strategy.registry import make_strategy, require_unchanged
 from harness.worker.checkpoint import Saver, resume
 from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
 from harness.worker.control_process import Control
@@ -249,6 +249,7 @@ def _train(
     spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
     """Trains and verifies, or profiles. `answer`: this rank's answer so far."""
+    require_unchanged(spec.cell)
     cell, strategy = _rank_cell(spec), make_strategy(spec.cell)
     workload = make_workload(cell.workload)
     layout = strategy.layout(cell.devices)

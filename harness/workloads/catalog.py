@@ -8,9 +8,11 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.host.user_code import UserClass, entry_point_class, names_user_class, user_class
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
 from harness.workloads.pretrained import from_config, lacking_weights
+from harness.workloads.user_workload import from_class
 from harness.workloads.workload import AUTO, Workload
 from harness.workloads.workload_variants import SUFFIXES, make_variant
 
@@ -54,8 +56,9 @@ def split_name(name: str) -> tuple[str, list[str]]:
     A path may contain `+`: `hf:PATH` loses only known suffixes, and none if the full path exists.
     """
     if not name.startswith(HUB):
-        base, *suffixes = name.split("+")
-        return base, suffixes
+        place, colon, rest = name.rpartition(":")
+        base, *suffixes = rest.split("+")
+        return place + colon + base, suffixes
     suffixes = []
     while not Path(name.removeprefix(HUB)).exists():
         base, _, last = name.rpartition("+")
@@ -73,6 +76,8 @@ def make_workload(name: str) -> Workload:
         return make_variant(make_workload(base), suffixes)
     if name.startswith(HUB):
         return _from_hub(name)
+    if found := _user_class(name):
+        return from_class(found)
     family_name, _, size = name.rpartition("-")
     family = families().get(family_name)
     of_size = family.size(size) if family else None
@@ -80,7 +85,7 @@ def make_workload(name: str) -> Workload:
         any_size = [f"{f.name}-HIDDENxBLOCKS" for f in families().values() if f.sized]
         raise UsageError(
             f"unknown workload {name!r}; known are {', '.join([*workload_names(), *any_size])},"
-            " hf:PATH_OR_ID, and these with +SUFFIX"
+            " hf:PATH_OR_ID, FILE.py:CLASS, and these with +SUFFIX"
         )
     config = {**family.common, **of_size}
     query_heads = config.get("num_attention_heads", config.get("n_head", 0))
@@ -106,6 +111,24 @@ def make_workload(name: str) -> Workload:
         batch_norm=family.batch_norm,
         without_zero_gradient=family.without_zero_gradient,
     )
+
+
+ENTRY_POINTS = "parallelism_bench.workloads"
+
+
+def _user_class(name: str) -> UserClass | None:
+    if names_user_class(name):
+        return user_class(name)
+    return None if name in workload_names() else entry_point_class(ENTRY_POINTS, name)
+
+
+def source_of(name: str) -> tuple[str, str]:
+    """Returns a workload's name, with the absolute path of a user's file, and the file's digest."""
+    base, suffixes = split_name(name)
+    found = _user_class(base)
+    if found is None:
+        return name, ""
+    return "+".join([found.name, *suffixes]), found.digest
 
 
 def _from_hub(name: str) -> Workload:

@@ -184,9 +184,7 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 
 def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
     model = workload.countable().build(seed=0, saved_weights=False)
-    flops = model_flops(
-        model, lambda: workload.logits(model, workload.sample_inputs(1, sequence_length))
-    )
+    flops = model_flops(model, lambda: workload.counted(model, sequence_length))
     parameter_bytes, buffer_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
@@ -209,7 +207,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Returns the floating-point operations of `forward` and its backward, by torch's
     FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
 
-    `forward` calls `model`, whose tensors may be fake.
+    `forward` calls `model`, whose tensors may be fake, and returns a scalar.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -218,7 +216,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         # The counter does not know fused attention on every device.
         config._attn_implementation = "eager"
     with FlopCounterMode(display=False, custom_mapping=dict(grouped_products())) as counter:
-        forward().sum().backward()
+        forward().backward()
     return int(counter.get_total_flops())
 
 

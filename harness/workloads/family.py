@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-Kind = Literal["causal", "masked", "seq2seq", "classification", "tokens", "image"]
-"""What a model is trained for: next tokens, masked tokens, a decoder's next tokens, or a class per
-sample, token or image."""
+Kind = Literal["causal", "masked", "seq2seq", "classification", "tokens", "image", "custom"]
+"""What a model is trained for: next tokens, masked tokens, a decoder's next tokens, a class per
+sample, token or image, or by a loss of its own."""
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind, Split
@@ -14,7 +14,7 @@ from harness.workloads.workload import Workload, has_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 IMAGE_SIZE = 224
 """Height and width in pixels, if a config names none."""
@@ -57,7 +57,7 @@ def from_config(
         head_width=_number(config, "head_dim") or width,
     )
     try:
-        model = workload.on_meta()
+        model = cast("PreTrainedModel", workload.on_meta())
     except Exception as error:  # whatever a model's class raises for a config that it cannot build
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UsageError(

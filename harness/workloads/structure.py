@@ -65,8 +65,6 @@ class Structure:
 
 def read_structure(model: PreTrainedModel) -> Structure:
     """Reads a model, which may be on the meta device."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     paths = block_lists(model)
     lists = [cast("nn.ModuleList", model.get_submodule(path)) for path in paths]
     tied = tied_parameters(model)
@@ -81,10 +79,16 @@ def read_structure(model: PreTrainedModel) -> Structure:
         tensor=_tensor_plan(model, paths),
         positions=_positions(model),
         no_sequence=_no_sequence(model),
-        batch_norm=any(isinstance(m, _BatchNorm) for m in model.modules()),
-        zero_gradients=frozenset(_key_biases(model)),
+        batch_norm=has_batch_norm(model),
+        zero_gradients=frozenset(key_biases(model)),
         window=attention_window(model.config),
     )
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
@@ -205,7 +209,7 @@ def _positions(model: nn.Module) -> int:
     return min(usable, default=0)
 
 
-def _key_biases(model: nn.Module) -> Iterator[str]:
+def key_biases(model: nn.Module) -> Iterator[str]:
     """Yields biases of attention keys: softmax ignores their equal shift of all scores.
 
     With rotary positions the shift depends on the key's position, so their gradient is not zero. In

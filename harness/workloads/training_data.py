@@ -9,10 +9,10 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from harness.spec.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from harness.workloads.user_workload import UserWorkload
     from harness.workloads.workload import Workload
 
     Array: TypeAlias = NDArray[np.generic]
@@ -112,6 +113,10 @@ class DataSource:
         np.put_along_axis(masked, places, self.mask_token, 1)
         return masked, labels
 
+    def weight(self, step: int, global_batch: int) -> float | None:
+        """Returns the total weight of a step's samples; None if all count equally."""
+        return None
+
     def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
         """Returns the number of tokens with a label of each sample of a step's global batch, if
         samples are padded: between an eighth and all."""
@@ -163,12 +168,53 @@ class DataSource:
         return np.stack(images).astype(np.float32), labels[rows]
 
 
+@dataclass(frozen=True)
+class UserData(DataSource):
+    """Batches of a user's class, which every rank imports itself."""
+
+    workload: str = ""
+
+    def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
+        inputs, labels = self._user.rows(self._numbers(step, global_batch)[rows])
+        return inputs.numpy(), labels.numpy()
+
+    def weight(self, step: int, global_batch: int) -> float | None:
+        return self._user.weight(self._numbers(step, global_batch))
+
+    @property
+    def _user(self) -> UserWorkload:
+        from harness.workloads.catalog import make_workload
+
+        return cast("UserWorkload", make_workload(self.workload))
+
+    def _numbers(self, step: int, global_batch: int) -> Sequence[int]:
+        numbers = range(step * global_batch, (step + 1) * global_batch)
+        return numbers[::-1] if self.last_first else numbers
+
+
+def _user_source(name: str, workload: Workload) -> DataSource:
+    if name != "stdlib":
+        raise UsageError(f"data {name!r}: {workload.name} brings its own batches; leave data out")
+    return UserData(
+        kind=workload.kind,
+        name=name,
+        fingerprint=workload.version,
+        tokens_file=None,
+        token_dtype="",
+        ranges=(),
+        sequence_length=0,
+        workload=workload.name,
+    )
+
+
 @functools.cache
 def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSource:
     """Reads, tokenises and caches a dataset; raises UsageError if it does not suit the workload.
 
     `sequence_length`: tokens per sample; unused for images.
     """
+    if workload.kind == "custom":
+        return _user_source(name, workload)
     if workload.kind == "image":
         return _image_source(name, workload)
     if workload.max_tokens and sequence_length > workload.max_tokens:

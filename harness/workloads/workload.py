@@ -206,7 +206,7 @@ class Workload:
             torch.cuda.empty_cache()
         return built
 
-    def _new_model(self, saved_weights: bool) -> PreTrainedModel:
+    def _new_model(self, saved_weights: bool) -> nn.Module:
         import torch
         import transformers
 
@@ -228,7 +228,7 @@ class Workload:
             model.config.pad_token_id = -1
         return model
 
-    def on_meta(self) -> PreTrainedModel:
+    def on_meta(self) -> nn.Module:
         """Returns the model without storage for its weights."""
         import torch
 
@@ -238,6 +238,13 @@ class Workload:
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
         """Returns the logits; `model` may be wrapped and return a plain tensor."""
         return self.logits_of(self.output(model, inputs))
+
+    def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
+        """Returns a scalar from one sample, whose operations are counted."""
+        return self.logits(model, self.sample_inputs(1, sequence_length)).sum()
+
+    def require_trainable(self) -> None:
+        """Raises UsageError if a user's own model cannot be trained; costs a few steps."""
 
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor

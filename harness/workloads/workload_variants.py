@@ -282,6 +282,10 @@ def _storage_and_adapter(
 
 
 def _check(base: Workload, name: str, storage: str | None, adapter: str | None) -> None:
+    if base.kind == "custom":
+        raise UsageError(
+            f"workload {name!r}: only models of transformers have variants; leave the suffix out"
+        )
     if base.kind == "image":
         raise UsageError(
             f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+from harness.record.store import load
+from tests import pages
 from tests.ranks.conftest import RunCells, cell
 from tests.tiny_models import save_config
 
@@ -31,3 +36,43 @@ def test_models_train_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> 
     verdicts = {(t.workload, t.strategy): (t.parity_verdict, t.reason) for t in trials.itertuples()}
     assert {v for v, _ in verdicts.values()} == {"exact"}, verdicts
     assert len(verdicts) == sum(len(strategies) for strategies in STRATEGIES.values())
+
+
+PAGE = pages.ROOT / "docs" / "your_model.md"
+WRONG = """from harness.strategy import Job, Strategy, TrainStep, standard_step
+
+
+class Wrong(Strategy):
+    def setup(self, job: Job) -> TrainStep:
+        model = job.model()
+        optimizer = job.optimizer(model.parameters())
+        job.register(model, optimizer)
+        return standard_step(job, model, optimizer)
+"""
+"""Ranks that do not exchange gradients."""
+
+
+def test_the_example_of_the_documents_runs(tmp_path: Path) -> None:
+    (command,) = (c for block in pages.blocks(PAGE.read_text()) for c in block.commands)
+    next(block for block in pages.blocks(PAGE.read_text()) if block.path).apply(tmp_path)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "wrong.yaml").write_text("cells: [{strategy: 'wrong.py:Wrong', devices: 2}]\n")
+    some = "".join(f" --only {name}" for name in ("single", "ddp"))
+    run(f"{command} --trials 1{some}", tmp_path)
+    run(f"{command} --trials 1".replace("quick", "wrong.yaml"), tmp_path, code=1)
+    trials = load(tmp_path / "results").trials
+    launched = trials[trials["status"] != "refused"]
+    assert set(launched["workload"]) == {f"{tmp_path / 'my.py'}:Tiny"}
+    verdicts = dict(zip(launched["strategy"], launched["parity_verdict"], strict=True))
+    assert verdicts.pop(f"{tmp_path / 'wrong.py'}:Wrong") == "diverged"
+    assert verdicts == dict.fromkeys(("single", "ddp"), "exact")
+    assert list((tmp_path / "reports" / "html").glob("*.html"))
+
+
+def run(command: str, folder: Path, code: int = 0) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "PYTHONPATH": str(pages.ROOT)}
+    done = subprocess.run(
+        command.split(), cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -1,0 +1,92 @@
+"""Classes that users name by file (`my.py:Tiny`), module (`package.module:Tiny`) or entry point."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from harness.spec.errors import UsageError
+
+PLACE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class UserClass:
+    name: str
+    """Name with the file's absolute path."""
+    loaded: type
+    digest: str
+    """Sixteen hex digits of its file's SHA-256."""
+
+
+def names_user_class(name: str) -> bool:
+    """Returns whether a name is FILE:NAME or MODULE:NAME."""
+    return PLACE.fullmatch(name) is not None and not name.startswith("hf:")
+
+
+def user_class(name: str) -> UserClass:
+    """Imports FILE:NAME or MODULE:NAME; raises UsageError with what is missing."""
+    found = PLACE.fullmatch(name)
+    assert found is not None
+    place = found["place"]
+    if place.endswith(".py"):
+        place = str(Path(place).expanduser().resolve())
+    return _imported(place, found["name"])
+
+
+def entry_point_class(group: str, name: str) -> UserClass | None:
+    """Returns the class that an installed package declares under this name, if any does."""
+    for point in importlib.metadata.entry_points(group=group, name=name):
+        found = _imported(point.module, point.attr)
+        return UserClass(name, found.loaded, found.digest)
+    return None
+
+
+@functools.cache
+def _imported(place: str, name: str) -> UserClass:
+    shown = f"{place}:{name}"
+    try:
+        module = _file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever a user's file raises
+        raise UsageError(f"{place!r} cannot be imported: {first_line(error)}") from None
+    loaded = getattr(module, name, None)
+    if not isinstance(loaded, type):
+        classes = [n for n, c in inspect.getmembers(module, inspect.isclass) if _of(c, module)]
+        raise UsageError(
+            f"{place!r} has no class {name!r}; its classes are: {', '.join(classes) or 'none'}"
+        )
+    content = Path(inspect.getfile(loaded)).read_bytes()
+    return UserClass(shown, loaded, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _of(loaded: type, module: ModuleType) -> bool:
+    return loaded.__module__ == module.__name__
+
+
+def _file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise FileNotFoundError("there is no such file")
+    name = f"user_code_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Pickling looks a class up by its module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])

@@ -1,0 +1,124 @@
+"""A user's own model and strategy from a file: what is accepted, what is refused, and ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.expand import expand
+from bench.host import Host
+from bench.matrix import Matrix
+from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
+from harness.strategy.registry import make_strategy, require_unchanged, with_defaults
+from harness.worker.batches import Batches
+from harness.workloads import make_workload, prepare_data
+from harness.workloads.counts import model_facts
+from tests import pages
+
+PAGE = pages.ROOT / "docs" / "your_model.md"
+TINY = next(block for block in pages.blocks(PAGE.read_text()) if block.path).text
+HOST = Host("cpu", 2, 2**34)
+LOSS = "        return F.cross_entropy(output, labels)\n"
+WEIGHTED = """        return F.cross_entropy(output, labels, reduction="sum")
+
+    def weight(self, labels):
+        return len(labels)
+"""
+
+
+def written(folder: Path, text: str = TINY) -> str:
+    (folder / "my.py").write_text(text)
+    return f"{folder / 'my.py'}:Tiny"
+
+
+def test_a_file_of_the_documents_is_a_workload(tmp_path: Path) -> None:
+    assert len(TINY.splitlines()) <= 40
+    workload = make_workload(written(tmp_path))
+    workload.require_trainable()
+    facts = model_facts(workload, 64)
+    assert facts.parameters == 16 * 64 + 64 + 64 * 4 + 4
+    assert facts.flops_per_sample > 2 * (16 * 64 + 64 * 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("class Tiny", "class Other"),
+        ("import torch\n", "import torch\nraise ValueError('no')\n"),
+        ("def build(self)", "def make(self)"),
+        ("return nn.Sequential(", "return (lambda *layers: 3)("),
+        ("return nn.Sequential(", "return missing("),
+        ("self.points[rows], self", "self.points[rows[:1]], self"),
+        ("return self.points[rows], ", "return "),
+        (LOSS, LOSS.replace("labels)", "labels, reduction='none')")),
+        (LOSS, LOSS.replace("labels)", "labels, reduction='sum')")),
+        (LOSS, "        return 1.0\n"),
+        (LOSS, WEIGHTED.replace(', reduction="sum"', "")),
+        ("nn.GELU()", "nn.RReLU(0.1, 0.9)"),
+        ("nn.Linear(64, 4))", "nn.Linear(32, 4))"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, old: str, new: str) -> None:
+    assert old in TINY
+    name = written(tmp_path, TINY.replace(old, new))
+    matrix = Matrix(cells=[{"strategy": "single"}, {"strategy": "ddp", "devices": 2}])
+    with pytest.raises(UsageError) as raised:
+        expand(matrix, HOST, model=name)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_files_are_mistakes(tmp_path: Path) -> None:
+    for name in (f"{tmp_path}/none.py:Tiny", "no.such.module:Tiny"):
+        with pytest.raises(UsageError):
+            make_workload(name)
+        with pytest.raises(UsageError):
+            make_strategy(Cell(strategy=name))
+
+
+def test_the_id_depends_on_the_file_but_not_its_folder(tmp_path: Path) -> None:
+    ids = set()
+    for folder, text in (("a", TINY), ("b", TINY), ("c", TINY + "\n")):
+        (tmp_path / folder).mkdir()
+        cell = with_defaults(Cell(strategy="ddp", workload=written(tmp_path / folder, text)))
+        assert cell.workload.startswith(str(tmp_path / folder))
+        require_unchanged(cell)
+        ids.add(cell.id)
+    assert len(ids) == 2
+    with pytest.raises(UsageError):
+        require_unchanged(cell.model_copy(update={"workload_digest": "another"}))
+
+
+def test_the_model_replaces_that_of_every_cell(tmp_path: Path) -> None:
+    strategies: list[dict[str, object]] = [
+        {"strategy": "ddp", "devices": 2},
+        {"strategy": "ddp", "devices": 2, "workload": "llama-nano+bf16"},
+        {"strategy": "pipeline", "devices": 2},
+        {"strategy": "ddp", "devices": 2, "optimizer": "muon"},
+    ]
+    name = written(tmp_path)
+    expanded = expand(Matrix(cells=strategies), HOST, model=name)
+    assert [cell.workload for cell in expanded.cells] == [name]
+    assert {left.status for left in expanded.left_out} == {"refused"}
+    assert len(expanded.left_out) == 3
+
+
+def test_weights_count_over_the_global_batch(tmp_path: Path) -> None:
+    text = TINY.replace(LOSS, WEIGHTED.replace("len(labels)", "(labels + 1).sum()"))
+    text = text.replace('reduction="sum")', 'reduction="none") @ (labels + 1.0)')
+    workload = make_workload(written(tmp_path, text))
+    workload.require_trainable()
+    data = prepare_data("stdlib", workload, 64)
+
+    def losses(ranks: int) -> float:
+        model, total = workload.build(0), 0.0
+        for rank in range(ranks):
+            rows = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+            batch = Batches(data, 0, 8, rows, torch.device("cpu")).fetch(1)
+            output = model(batch.inputs)
+            total += workload.loss(output, batch.labels, batch.label_tokens).item() / ranks
+        return total
+
+    assert losses(1) == pytest.approx(losses(4), rel=1e-5)
