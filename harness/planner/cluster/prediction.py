@@ -49,8 +49,9 @@ UNMEASURED = {
     "offload": 0.2,
     "axes": 0.1,
 }
-"""Half-widths for what the calibration never saw. 0.08 is the median error in time of published
-tables of other software and devices (docs/studies/planner-accuracy.md); others are assumed."""
+"""Half-widths for what the calibration never saw. They are assumed, not computed from data that was
+left out; published tables of other software and devices differ by 6 to 31 % in time
+(docs/studies/planner-accuracy.md)."""
 TIE = 0.01
 """Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
@@ -160,12 +161,10 @@ def predict(
         return with_native(counted, native)
 
     needed = needs(False)
-    reported = needs(True) if first_stage_only else needed
     least = needed.allocated - PENDING_DONE * needed.pending
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
-    # The measured software's 1F1B needs as many micro-batches as stages follow the first (nanotron,
-    # `OneForwardOneBackwardPipelineEngine`). Megatron-LM runs with fewer.
+    # nanotron's 1F1B needs as many micro-batches as stages follow the first; Megatron-LM fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
     fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned, STATES[question.precision])
@@ -173,18 +172,18 @@ def predict(
     beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
     unmeasured = _unmeasured(question, layouts, calibration)
     wider = spread.outside * beyond
-    half_width = spread.time + spread.time_per_doubling * np.log2(nodes) + wider
-    half_width = np.hypot(half_width, unmeasured)
+    half_width = np.hypot(
+        spread.time + spread.time_per_doubling * np.log2(nodes) + wider, unmeasured
+    )
     memory_half_width = np.hypot(spread.memory + wider, unmeasured)
     memory_half_width[native.rows] = ndtri(0.9) * native.spread
-    chances = _chances(question, needed, least, calibration, native, unmeasured)
     certain = np.where((unmeasured > 0) | (beyond > 0), MOST_CERTAIN, 1.0)
-    fits, runs = (certain * chance for chance in chances)
+    fits, runs = certain * _chances(question, needed, least, calibration, native, unmeasured)
     slow = 1 - fits / np.maximum(runs, 1e-12)
     return Predictions(
         layouts=layouts,
         time=time,
-        memory=reported,
+        memory=needs(True) if first_stage_only else needed,
         seconds=time.total,
         half_width=half_width,
         upper=spread.upper(half_width, slow),
