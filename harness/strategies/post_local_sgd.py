@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from pydantic import Field
 
+from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
@@ -55,7 +55,15 @@ class PostLocalSgd(Strategy):
         return "gradients are averaged only until a later step" if late else ""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return EXACT if self.start_step >= cell.total_steps or cell.devices == 1 else LOCAL
+        return EXACT if cell.devices == 1 else LOCAL
+
+    def check(self, cell: Cell, workload: Workload) -> None:
+        super().check(cell, workload)
+        if self.start_step >= cell.parity_steps:
+            raise Refused(
+                f"start_step {self.start_step}: none of the {cell.parity_steps} verified steps"
+                " would be local; choose an earlier one, or ddp"
+            )
 
     @property
     def costs(self) -> PostLocalSgdCosts:
@@ -69,14 +77,11 @@ class PostLocalSgd(Strategy):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-        # A trial by seconds takes more steps than the cell; none may be local if the cell has none.
-        never = self.start_step >= job.cell.total_steps
-        start = sys.maxsize if never else self.start_step
         model = wrap_in_ddp(job, job.model())
         make_state: Any = PostLocalSGDState
-        state = make_state(None, None, start, post_local_gradient_allreduce=False)
+        state = make_state(None, None, self.start_step, post_local_gradient_allreduce=False)
         model.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(self.period, warmup_steps=start)
+        averager = PeriodicModelAverager(self.period, warmup_steps=self.start_step)
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         counters = ((state, "iter"), (averager, "step"))
         files = StateFiles(job, {"model": model, "optimizer": optimizer}, counters)

@@ -84,7 +84,8 @@ def _strategy_class(name: str) -> type[Strategy]:
 def _require_strategy(loaded: object, named: str) -> type[Strategy]:
     if isinstance(loaded, type) and issubclass(loaded, Strategy):
         return loaded
-    raise UsageError(f"{named} must be a Strategy class of harness.strategy, it is {loaded!r}")
+    place = f"{getattr(loaded, '__module__', '?')}:{getattr(loaded, '__qualname__', loaded)}"
+    raise UsageError(f"{named} must be a Strategy class of harness.strategy, it is {place}")
 
 
 def make_strategy(cell: Cell) -> Strategy:

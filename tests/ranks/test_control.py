@@ -150,19 +150,6 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_rewound(
     assert (again[again["training_step"] > 7]["phase"] == "timed").any()
 
 
-def test_local_steps_that_begin_after_the_cells_steps_never_begin(
-    run_cells: RunCells,
-) -> None:
-    """A trial by seconds takes more steps than the cell says."""
-    axes = {"timed_steps": 10, "parity_steps": 6}
-    start = cell("post_local_sgd", **axes).total_steps
-    late = cell("post_local_sgd", options={"start_step": start}, **axes)
-    results = run_cells(late, timed_seconds=1.0)
-    (trial,) = TrialRecord.from_frame(results.trials)
-    assert (trial.status, trial.parity_verdict) == ("ok", "exact"), trial.reason
-    assert results.steps["step"].max() >= start + 2, "no step was taken beyond the first local one"
-
-
 @pytest.mark.parametrize("strategy", ["trainer", "ddp_elastic", "parameter_server"])
 def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
     run_cells: RunCells, strategy: str

@@ -4,6 +4,7 @@ none named elsewhere."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import os
@@ -230,6 +231,16 @@ def test_an_entry_point_that_is_no_strategy_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     with pytest.raises(UsageError, match=r"'mine'.*Strategy.*json:dumps"):
         strategies.__wrapped__()
+
+
+@pytest.mark.parametrize(("start_step", "refused"), [(7, False), (8, True), (100, True)])
+def test_local_steps_begin_among_those_that_are_verified(start_step: int, refused: bool) -> None:
+    cell = Cell(
+        strategy="post_local_sgd", devices=2, parity_steps=8, options={"start_step": start_step}
+    )
+    context = pytest.raises(Refused) if refused else contextlib.nullcontext()
+    with context:
+        validate(cell, make_workload(cell.workload))
 
 
 def test_powersgd_gets_one_bucket_on_cpus() -> None:
