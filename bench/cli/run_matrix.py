@@ -149,12 +149,12 @@ def _as_json(store: Store, page: Path | None, concluded: Concluded) -> dict[str,
         "peak_memory_bytes",
         "parity_verdict",
     )
-    report, known = concluded.report, concluded.precision
+    report, achieved = concluded.report, concluded.precision
     return {
         "run_id": report.run_id,
         "results": str(store.folder),
         "report": page and str(page),
-        "precision": known and dataclasses.asdict(known),
+        "precision": achieved and dataclasses.asdict(achieved),
         "answer": [
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
             for a in (report.advised.advice if report.advised else ())

@@ -150,7 +150,7 @@ def _speeds(cells: Sequence[CellResult]) -> dict[str, LogEstimate]:
 
 def why_no_more_trials(cells: Sequence[CellResult]) -> str:
     """Says how many cells left the race early and why; empty if none did."""
-    left, compared = [], 0
+    coarse, compared = [], 0
     for group in by_setting(cells):
         by_id = {cell.cell_id: cell for cell in group}
         racing = next(iter(entrants(group)), None)
@@ -159,13 +159,13 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
         compared += len(racing.speeds)
         most = max(speed.trials for speed in racing.speeds.values())
         behind = racing.speeds.keys() - contenders(racing.speeds) - racing.smallest.keys()
-        left += [by_id[name] for name in behind if by_id[name].trials < min(most, RACE_ROUNDS)]
-    if not left:
+        coarse += [by_id[name] for name in behind if by_id[name].trials < min(most, RACE_ROUNDS)]
+    if not coarse:
         return ""
-    counts = sorted({cell.trials for cell in left})
+    counts = sorted({cell.trials for cell in coarse})
     trials = " or ".join(map(str, counts)) + (" trial" if counts == [1] else " trials")
     return (
-        f"{len(left)} of {compared} cells have {trials} and a coarse interval: each is more"
+        f"{len(coarse)} of {compared} cells have {trials} and a coarse interval: each is more"
         f" than {FAR_BEHIND} standard errors behind the fastest of its setting, too far for more"
         " trials to change the answer"
     )

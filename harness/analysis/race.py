@@ -49,10 +49,10 @@ def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
     """Returns the cells that get one more trial, by id; empty if nothing is open."""
     if few := set().union(*map(_with_few_trials, settings)):
         return few
-    undecided = [one for one in settings if _is_open(one)]
+    undecided = [setting for setting in settings if _is_open(setting)]
     if not undecided:
         return set()
-    return _drawn_trials(max(undecided, key=lambda one: len(one.speeds)), chance)
+    return _drawn_trials(max(undecided, key=lambda setting: len(setting.speeds)), chance)
 
 
 def _is_open(setting: Entrants) -> bool:

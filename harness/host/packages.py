@@ -60,10 +60,10 @@ def missing(requirements: Mapping[str, str]) -> str:
     lacking = unmet(requirements)
     if not lacking:
         return ""
-    found = (f"{need} (here: {version})" if version else need for need, version in lacking)
+    described = (f"{need} (here: {version})" if version else need for need, version in lacking)
     command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
     return (
-        f"Python packages are missing or too old: {', '.join(found)}; install them with:"
+        f"Python packages are missing or too old: {', '.join(described)}; install them with:"
         f" {shlex.join(command)}"
     )
 

@@ -35,12 +35,12 @@ def names_user_class(name: str) -> bool:
 
 def user_class(name: str) -> UserClass:
     """Imports FILE:NAME or MODULE:NAME; raises UsageError with what is missing."""
-    found = PLACE.fullmatch(name)
-    assert found is not None
-    place = found["place"]
+    match = PLACE.fullmatch(name)
+    assert match is not None
+    place = match["place"]
     if place.endswith(".py"):
         place = str(Path(place).expanduser().resolve())
-    return _imported(place, found["name"])
+    return _imported(place, match["name"])
 
 
 def entry_point_class(group: str, name: str) -> UserClass | None:
