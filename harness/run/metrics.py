@@ -100,7 +100,7 @@ def _with_speed(
     typical = percentile(over_cycles(seconds, numbers, cycle), 0.5)
     slices = _time_slices(ranks[0].time_slices, seconds, numbers, cycle)
     flops = float(facts.flops_per_sample * cell.global_batch)
-    tokens = None if cell.data == "images" else cell.global_batch * cell.sequence_length
+    tokens = cell.global_batch * cell.sequence_length if cell.has_tokens else None
     return replace(
         trial,
         step_seconds_p50=percentile(seconds, 0.5),

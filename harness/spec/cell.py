@@ -196,6 +196,11 @@ class Cell(BaseModel):
         return 1 if self.optimizer == "sgd" else 2
 
     @property
+    def has_tokens(self) -> bool:
+        """Returns whether samples are sequences of tokens: not known of a user's own data."""
+        return self.data != "images" and not self.workload_digest
+
+    @property
     def total_steps(self) -> int:
         """Number of steps of a trial, enough for timing and for parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
