@@ -80,9 +80,13 @@ class _Comparison:
 
     def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float]:
         """Returns its deviations of the update, of an element, and along the weights."""
+        import torch
+
         known = self.known(name)
         if known in self.frozen:
-            return 0.0 if digest(tensor) == self.frozen[known] else math.inf, 0.0, 0.0
+            # Packed weights are the same if their bytes are, stored as any dtype.
+            digests = (digest(tensor), digest(tensor.contiguous().view(torch.uint8)))
+            return 0.0 if self.frozen[known] in digests else math.inf, 0.0, 0.0
         expected = self.expected(f"parameters/{known}", tensor)
         if expected is None or known not in self.norms:
             return math.inf, math.inf, math.inf

@@ -25,6 +25,7 @@ from harness.strategy import Job
 from harness.strategy.job import LOSS_SCALE, ROUTER_WEIGHT
 from harness.strategy.recipe import whole
 from harness.workloads import Workload
+from harness.workloads.low_precision import store_as_floats
 from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
@@ -191,6 +192,8 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
         settle(job.device.type, job.local_processes)
     # Build the model first: the arguments may make transformers build models in ZeRO-3 shards.
     model = job.model(recompute_by_arguments)
+    if engine.engine == "fsdp2":
+        store_as_floats(model, job.dtype())
     scale_balance(job, model)
     args = TrainingArguments(**arguments(job, model, engine))
     # Accelerate takes all cores if OMP_NUM_THREADS is not set.

@@ -11,6 +11,7 @@ from harness.strategies._accelerate_config import accelerate_export, check_launc
 from harness.strategies.ddp import ddp_buckets
 from harness.strategy import Cell, Export, Job, OwnLauncher
 from harness.workloads import Workload
+from harness.workloads.low_precision import store_as_floats
 
 
 class Accelerate(AccelerateEngine):
@@ -55,6 +56,8 @@ class Accelerate(AccelerateEngine):
         accelerator = _accelerate.make_accelerator(job, fsdp2, deepspeed, self.config_file)
         _accelerate.verify(job, accelerator, bool(fsdp2), bool(deepspeed))
         whole = job.model(recompute_by_transformers)
+        if fsdp2:
+            store_as_floats(whole, job.dtype())
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         if self.zero:
             self.zero.register(job, model)

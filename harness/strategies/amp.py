@@ -75,7 +75,7 @@ class Amp(Strategy):
         for master, parameter in zip(masters, whole.parameters(), strict=False):
             if self.rounded_masters:
                 master.copy_(parameter.detach())
-            master.requires_grad_()
+            master.requires_grad_(parameter.requires_grad)
         model = wrap_in_ddp(job, whole)
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)

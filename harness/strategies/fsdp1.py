@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,7 @@ from harness.strategy.formulas import model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.strategy.whole_state import moments_by_torch, plain_name
 from harness.workloads import Workload, make_workload
+from harness.workloads.low_precision import store_as_floats
 from harness.workloads.structure import tied_parameters
 
 if TYPE_CHECKING:
@@ -60,9 +62,11 @@ class Fsdp1(Strategy):
         return Fsdp1Costs(self)
 
     def setup(self, job: Job) -> TrainStep:
+        import torch
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
         whole = job.model()
+        store_as_floats(whole, torch.float32)
         shapes = {name: p.ndim for name, p in whole.named_parameters()}
         model = FullyShardedDataParallel(
             whole,
@@ -96,8 +100,11 @@ class Fsdp1Costs(CostModel[Fsdp1]):
     accumulates_whole_gradients = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        """A flat parameter has one gradient, also of what is frozen in it; without exchange, whole
+        (torch 2.13: measured on two ranks)."""
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
-        return model_states(cell, facts, shards)
+        gradients = facts.parameter_bytes / (1 if cell.micro_batches > 1 else shards)
+        return dataclasses.replace(model_states(cell, facts, shards), transient=gradients)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         units = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0

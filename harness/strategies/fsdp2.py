@@ -17,6 +17,7 @@ from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFa
 from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.strategy.job import own_precision, standard_step
 from harness.workloads import Workload, make_workload
+from harness.workloads.low_precision import store_as_floats
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -87,6 +88,7 @@ class Fsdp2(Strategy):
         from torch.distributed import fsdp
 
         model = job.model()
+        store_as_floats(model, torch.bfloat16 if self.mixed_precision else torch.float32)
         mixed = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         host = fsdp.CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
         shard = functools.partial(

@@ -98,10 +98,29 @@ def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
     return layer
 
 
+def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
+    """Stores packed 4-bit weights as numbers of this dtype, in place (bitsandbytes'
+    `quant_storage`).
+
+    The bytes stay the same. FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate
+    1.15 would silently keep them whole (huggingface/accelerate#3983). A library that casts
+    parameters destroys packed weights unless it casts to this dtype.
+    """
+    module: Any  # bitsandbytes' attributes are not typed
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if getattr(weight, "quant_state", None) is not None:
+            weight.data = weight.data.flatten().view(dtype).unsqueeze(1)
+            weight.quant_storage = module.quant_storage = dtype
+
+
 def scales(model: nn.Module) -> Iterator[Retained]:
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if (nf4 := getattr(weight, "quant_state", None)) is not None:
+        # A sharded weight has lost its own.
+        if (
+            nf4 := getattr(weight, "quant_state", getattr(module, "quant_state", None))
+        ) is not None:
             yield "library", "scales of nf4 weights", nf4.absmax
             yield "library", "code book of nf4", nf4.code
         # The int8 layer moves the scales from its weight to its state in the first forward.
@@ -152,7 +171,8 @@ def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+                if parameter.is_floating_point():  # not quantised
+                    parameter.data = parameter.data.to(dtype)
         elif not keep_batch_norm:
             module.to(dtype)
 

@@ -135,11 +135,11 @@ class Variant(Workload):
                 f"{self.name} computes in {self.storage} already: leave the precision at fp32, or"
                 f" use {self.in_fp32} in {cell.precision}"
             )
-        if self.storage in QUANTISED and shards_parameters:
+        if self.storage == "int8" and shards_parameters:
             raise Refused(
-                f"{cell.strategy} shards individual parameters, but bitsandbytes needs whole"
-                f" matrices to find the scales of {self.storage} weights; use a strategy that"
-                " keeps them whole"
+                f"{cell.strategy} shards parameters, but bitsandbytes keeps a whole copy of int8"
+                f" weights next to the parameter; use {self.base.name}+nf4+{self.adapter}, or a"
+                " strategy that keeps parameters whole"
             )
 
     def check_recompute(self, recompute: str) -> None:

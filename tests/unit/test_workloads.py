@@ -369,8 +369,8 @@ def test_a_path_may_have_a_plus_sign(tmp_path: Path) -> None:
     [
         ({"strategy": "tensor", "devices": 2, "workload": "llama-nano+lora"}, "use llama-nano"),
         (
-            {"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+nf4+lora"},
-            "bitsandbytes",
+            {"strategy": "fsdp2", "devices": 2, "workload": "llama-nano+int8+lora"},
+            "nf4",
         ),
         (
             {
