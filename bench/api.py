@@ -145,15 +145,18 @@ def _check(cells: bool, matrix: bool, trials: int | None, precision: float | Non
     from harness.host.packages import TRAINING, missing
 
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("bench.run must be called in the main thread, with which its ranks end")
+        raise UsageError(
+            "bench.run must be called from the main thread, because its ranks end with the"
+            " calling thread"
+        )
     if sentence := missing(TRAINING):
         raise UsageError(sentence)
     if cells == matrix:
         raise UsageError("bench.run needs either cells or a matrix")
     if trials is not None and (not isinstance(trials, int) or trials < 1):
-        raise UsageError(f"trials {trials!r}: give a whole number from 1 on")
+        raise UsageError(f"trials {trials!r}: give a whole number of at least 1")
     if precision is not None and not 0 < precision < 1:
-        raise UsageError(f"precision {precision!r}: give a share between 0 and 1, such as 0.02")
+        raise UsageError(f"precision {precision!r}: give a fraction between 0 and 1, such as 0.02")
 
 
 def plan(
@@ -235,7 +238,7 @@ def fit_question(
     count, gpu = int(match[1] or 1), gpu_named(match[2])
     if count > 8:
         raise UsageError(
-            f"gpus {gpus!r}: up to 8 GPUs of one node; python -m bench plan answers for more"
+            f"gpus {gpus!r}: give at most 8 GPUs of one node; for more, use python -m bench plan"
         )
     bandwidth = link_bytes_per_second(gpu, link)
     shape = parse_shape(model)

@@ -69,14 +69,15 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             f"its power limit is {limit:.0f} W; the default is {default:.0f} W",
-            "it runs at lower clocks than other GPUs of this model and looks slower",
+            "it runs at lower clocks than other GPUs of this model, so results look slower",
             f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
     if facts.persistence is False:
         yield Trouble(
             subject,
             "persistence mode is off",
-            "the driver unloads between trials, so each starts seconds later at different clocks",
+            "the driver unloads between trials, so each one starts seconds later and at"
+            " different clocks",
             f"sudo nvidia-smi -i {number} -pm 1",
         )
     if facts.ecc is False:
@@ -90,7 +91,8 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
         yield Trouble(
             subject,
             f"{facts.name} is a slice of a GPU (MIG)",
-            "slices next to it share its power and PCIe link, and its peak is unknown: no MFU",
+            "other slices share its power and PCIe link; its peak rate is unknown, so there is"
+            " no MFU",
             f"sudo nvidia-smi -i {number} -mig 0",
         )
 
@@ -105,20 +107,20 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         pids = " ".join(str(process.pid) for process in others)
         yield Trouble(
             subject,
-            f"other processes are on it{taken}: {pids}",
-            "they compete for its time and memory, so cells run slower or out of memory",
+            f"other processes are using it{taken}: {pids}",
+            "they compete for its time and memory, so cells run slower or run out of memory",
             f"stop them (kill {pids}), or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )
     if "clocks set by the user" in (state.reasons or ()):
         yield Trouble(
             subject,
-            f"its clocks are locked or application clocks are set ({state.sm_mhz} MHz now)",
+            f"its clocks are locked, or application clocks are set (now {state.sm_mhz} MHz)",
             "it cannot reach the clocks of other GPUs of this model",
             f"sudo nvidia-smi -i {number} -rgc; sudo nvidia-smi -i {number} -rac",
         )
     hot = state.temperature_celsius is not None and state.temperature_celsius >= HOT_CELSIUS
     if state.slowed or hot:
-        cause = ", ".join(state.slowed) or "no rank is on it"
+        cause = ", ".join(state.slowed) or "no rank is using it"
         yield Trouble(
             subject,
             f"it is at {state.temperature_celsius} degrees Celsius: {cause}",
@@ -185,7 +187,8 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
             "CPU",
             f"{cores} cores for {len(devices)} GPUs",
             "ranks share cores, so GPUs wait for kernels to be launched",
-            "ask the scheduler for more (cpus_per_node), or: taskset, docker run --cpuset-cpus",
+            "request more from the scheduler (cpus_per_node), or use taskset or docker run"
+            " --cpuset-cpus",
         )
     if len(devices) < 2:
         return
@@ -224,7 +227,7 @@ def _governor(root: Path) -> Trouble | None:
     return Trouble(
         "CPU",
         f"{sum(kinds.values())} cores have the frequency governor {', '.join(kinds)}",
-        "they clock down between steps and take time to recover, so trials differ",
+        "their clocks drop between steps and take time to recover, so trials differ",
         "sudo cpupower frequency-set -g performance",
     )
 
@@ -240,8 +243,8 @@ def _turbo(root: Path) -> Trouble | None:
             return Trouble(
                 "CPU",
                 "turbo is on",
-                "clocks depend on heat and on how many cores work: one rank alone looks faster than"
-                " one of many",
+                "clocks depend on heat and on how many cores are busy, so a rank alone looks"
+                " faster than one of many",
                 f"echo {off} | sudo tee {file}",
             )
     return None
@@ -311,7 +314,7 @@ def _disk() -> Trouble | None:
         return None
     return Trouble(
         "disk",
-        f"{free / GIB:.1f} GiB are free for the cache in {folder}",
+        f"the cache in {folder} has only {free / GIB:.1f} GiB free",
         f"reference runs may need up to {DEFAULT_LIMIT_GIB:.0f} GiB; without them parity is unknown"
         " and nothing is ranked",
         "export PARALLELISM_BENCH_CACHE=/a/larger/disk",
@@ -347,7 +350,7 @@ def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> T
         return None
     return Trouble(
         "memory",
-        f"a process may lock {allowed / 2**20:.1f} MiB",
+        f"a process may lock only {allowed / 2**20:.1f} MiB of memory",
         "NCCL cannot register buffers with InfiniBand, so it fails or falls back to TCP",
         "ulimit -l unlimited (docker run --ulimit memlock=-1)",
     )

@@ -111,9 +111,7 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
             " -m bench submit sets both"
         )
     if host_name and not (options.dry_run and plan_options.matrix):
-        raise UsageError(
-            "--host plans for another host, which cannot run here: it needs --matrix and --dry-run"
-        )
+        raise UsageError("--host only plans for another host: it needs --matrix and --dry-run")
     plan, begun = kept_or_new_plan(store, plan_options, options.resume)
     host = host_of(host_name, nodes)
     todo = Runner(store, plan, share=options.share).open_trials()

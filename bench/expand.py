@@ -103,7 +103,7 @@ def _require_fit(cell: Cell, host: Host) -> None:
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
     if need > there:
         raise Refused(
-            f"needs about {need / GIB:.1f} GiB of each device by its formulas, which has"
+            f"needs about {need / GIB:.1f} GiB per device by its formulas, but a device has"
             f" {there / GIB:.1f} GiB"
         )
 

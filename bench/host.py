@@ -86,7 +86,7 @@ def admit_here(cell: Cell, host: Host) -> None:
     if cell.device == "cuda":
         if host.device != "cuda":
             validate(cell, workload)
-            raise Unavailable("no GPU that this torch can use; device: cpu runs here")
+            raise Unavailable("this torch finds no GPU that it can use; device: cpu runs here")
         _require_gpus(cell, host)
     try:
         validate(cell, workload, here=not host.elsewhere)
@@ -100,8 +100,8 @@ def admit_here(cell: Cell, host: Host) -> None:
             raise Unavailable(reason)
     if cell.nodes > host.nodes and not cell.links:
         raise Unavailable(
-            f"needs {cell.nodes} nodes, this run has {host.nodes}; python -m bench submit"
-            f" --nodes {cell.nodes} asks for them"
+            f"needs {cell.nodes} nodes, this run has {host.nodes}; request them with python -m"
+            f" bench submit --nodes {cell.nodes}"
         )
     try:
         workload.require_trainable()

@@ -144,18 +144,18 @@ def require_few(plan: Plan) -> None:
 
     if not 2 <= len(plan.cells) <= MOST_CELLS:
         raise UsageError(
-            f"--interleave is for 2 to {MOST_CELLS} cells, which are all in memory, not"
+            f"--interleave keeps all cells in memory, so it takes 2 to {MOST_CELLS} cells, not"
             f" {len(plan.cells)}; choose them with --only"
         )
     for cell in plan.cells:
         if cell.nodes > 1:
             raise UsageError(
-                f"--interleave is for cells of one node: leave {cell.name!r} out with --skip or"
+                f"--interleave works on one node only: leave {cell.name!r} out with --skip or"
                 " --only"
             )
         if cell.checkpoint != "none":
             raise UsageError(
-                f"--interleave is for trials launched once: leave {cell.name!r} out with --skip or"
+                f"--interleave cannot restart a trial: leave {cell.name!r} out with --skip or"
                 " --only"
             )
     on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]

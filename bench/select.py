@@ -51,7 +51,7 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
     """Returns matching runs' ids, oldest first; by default the newest. Raises UsageError."""
     if every and words:
         raise UsageError(
-            "--all means every run of the folder: leave out the names of runs, or --all"
+            "--all means every run of the folder: leave out either --all or the names of runs"
         )
     if words:
         return sorted({find_run(store, word) for word in words})
@@ -197,7 +197,7 @@ def with_options(cell: Cell, text: str) -> Cell:
 
     pairs = [pair.partition("=") for pair in text.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):
-        raise UsageError(f"options are written name=value, with commas between them, not {text!r}")
+        raise UsageError(f"options {text!r}: write them as name=value, separated by commas")
     options = {
         name.strip(): parse_yaml(value, f"option {name.strip()}") for name, _, value in pairs
     }

@@ -180,7 +180,7 @@ def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResul
         cell.speed.tokens_per_second is not None for cell in cells if cell.speed.samples_per_second
     )
     name = "tokens_per_second" if tokens else "samples_per_second"
-    tip = "median over trials, with nothing taken out by the control between the steps"
+    tip = "median over trials, without the control's correction"
     return [figure("Unadjusted", f"raw_{name}", unit=unit(name), tip=tip)]
 
 

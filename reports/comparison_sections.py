@@ -214,7 +214,7 @@ def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
             return ui.Td(shown)
         return ui.Td([shown, " ≈"], tip="tied with the one above")
 
-    mean = "geometric mean of its trials, over that of the fastest here"
+    mean = "geometric mean of its trials, relative to the fastest here"
     return [
         Column("Wrapper", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
         throughput_column(group.rows),

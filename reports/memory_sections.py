@@ -396,8 +396,8 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
         sign = "<" if less.parameters != more.parameters else "="
         words += f" {sign} {more.label} {more.largest_model}"
     if kept:
-        return f"Measured, and in the order of theory: {words}"
-    return f"Measured: {words}; theory has {' < '.join(row.label for row in present)}"
+        return f"Measured order, which theory predicts: {words}"
+    return f"Measured order: {words}; theory predicts {' < '.join(row.label for row in present)}"
 
 
 def _largest_bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
@@ -410,7 +410,7 @@ def _largest_bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
     unit = "tokens" if tokens else "parameters"
     return Bars(
         "largest",
-        "Reached, and by the formula",
+        "Largest size, measured and by the formula",
         f"{'' if tokens else 'millions of '}{unit}; in brackets: over the formula's",
         tuple(bars),
         f"{what} {unit}, in brackets over the formula's: {words}",
@@ -435,7 +435,7 @@ def _largest_bar(line: LargestModel, best: int | None, tokens: bool) -> Bar:
 def _largest_table(lines: Sequence[LargestModel], tokens: bool) -> ui.Table:
     unit, what = ("tokens", "sequence") if tokens else ("parameters", "model")
     most, least = ("longest", "shortest") if tokens else ("largest", "smallest")
-    allowed = "what states, and what a step needs in addition to them, allow"
+    allowed = "largest size by states and a step's temporary memory"
     columns: list[Column[LargestModel]] = [
         figure("Ranks", "devices", lambda ranks: plain(ranks or None)),
         figure("Reached", "result.parameters", plain, unit, f"the {most} {what} that trains"),

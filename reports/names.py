@@ -144,11 +144,11 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
         how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
         cautions.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
     if cell.speed.trend:
-        change = f"steps still changed by {percent(cell.speed.trend)} over the timed ones"
+        change = f"step time still changed by {percent(cell.speed.trend)} during the timed steps"
         cautions.append(Flag("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
         known = cell.speed.samples_per_second_low is not None
-        source = "its interval is from the spread of the other cells" if known else "no interval"
+        source = "its interval comes from the spread of the other cells" if known else "no interval"
         cautions.append(Flag("1 trial", source))
     if cell.expected and cell.status == "diverged":
         cautions.append(Flag("expected to diverge", "expected by the matrix: not a failure"))

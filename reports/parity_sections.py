@@ -161,7 +161,10 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
 
 def control_in_words(adjustment: Adjustment) -> str:
     if not adjustment.helps:
-        return "none, or it did not make launches of a cell more alike: figures are as measured"
+        return (
+            "none, or it did not reduce the spread between launches of a cell: figures are as"
+            " measured"
+        )
     before, after = (
         f"{spread * 100:.1f} %" for spread in (adjustment.spread_before, adjustment.spread_after)
     )
@@ -187,7 +190,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
         ("Interval", ESTIMATE_METHOD),
         ("Control", control_in_words(report.adjustment)),
         ("Ties", ties),
-        ("Memory", memory and f"{memory}. Each device has its own peak; shown is the largest"),
+        ("Memory", memory and f"{memory}. Each device has its own peak; the largest is shown"),
         ("States between steps", prose("method states") if states else ""),
         ("Bytes sent", prose("method sent") if sent else ""),
         ("Scaling efficiency", prose("method efficiency")),

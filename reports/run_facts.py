@@ -43,7 +43,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
     """Returns the GPUs' driver, settings and connections; empty without GPUs."""
     versions = {
         "driver": run.driver_version,
-        "which runs CUDA up to": run.driver_cuda_version,
+        "which supports CUDA up to": run.driver_cuda_version,
         "torch's CUDA": run.torch_cuda_version,
         "NCCL": run.nccl_version,
         "cuDNN": run.cudnn_version,

@@ -134,8 +134,8 @@ def compare_all(results: Results) -> Runs:
     if len(records) < 2:
         there = ", ".join(run.run_id for run in records) or "none"
         raise UsageError(
-            f"comparing takes two runs with recorded trials of a matrix; there is {there} (a search"
-            " for the largest model is none)"
+            f"a comparison needs two runs with recorded trials of a matrix; there is {there} (a"
+            " search for the largest model does not count)"
         )
     newest = records[-1]
     side = select(newest.run_id, only(results, [newest.run_id]))
@@ -178,7 +178,7 @@ def _against(
         return comparison, ""
     both = tuple(line for line in comparison.lines if line.first and line.second)
     rest = len(comparison.lines) - len(both)
-    why_not = f"of another matrix: {rest} cells are in one of the two only"
+    why_not = f"of another matrix: {rest} cells are in only one of the two"
     return dataclasses.replace(comparison, lines=both), why_not
 
 

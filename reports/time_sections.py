@@ -209,7 +209,7 @@ def _seconds(title: str, field: str, attribute: str, tip: str) -> Column[StepPro
 def _part_column(name: str) -> Column[StepProfile]:
     tips = {
         "overlapped": "communication in flight during the others; not part of the sum",
-        "operators": "part of the step in which one ran",
+        "operators": "part of the step during which an operator ran",
     }
 
     def value(profile: StepProfile) -> float | None:
@@ -258,7 +258,7 @@ def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
 
         return computed(PARTS[name].capitalize(), f"gpu_{name}_percent", value, unit="%")
 
-    tip = "without what the profiler adds"
+    tip = "without the profiler's overhead"
     columns = [computed("Step", "gpu_step_ms", step, unit="ms", tip=tip), *map(share, names)]
     return _profile_table("gpu-table", "What the GPUs do in a step", rows, columns)
 

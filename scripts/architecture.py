@@ -230,8 +230,8 @@ def picture() -> str:
 <rect class="frame" x="{left:.0f}" y="{top}" width="{right - left:.0f}" height="{bottom - top}"
  rx="10"/>
 <text class="note" x="{left + 12:.0f}" y="{bottom - 12}">harness</text>
-<text class="note" x="{MARGIN}" y="{MARGIN}">An arrow says: imports.</text>
-<text class="note" x="{MARGIN}" y="{MARGIN + 18}">Not drawn: what follows from two arrows.</text>
+<text class="note" x="{MARGIN}" y="{MARGIN}">An arrow means: imports.</text>
+<text class="note" x="{MARGIN}" y="{MARGIN + 18}">Implied arrows are left out.</text>
 {chr(10).join(arrows)}
 {chr(10).join(map(_drawn, boxes.values()))}
 </svg>

@@ -75,7 +75,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help=(
         "Trains an identical model on an identical dataset under every PyTorch parallelism"
-        " strategy, verifies that each trained the same thing, and records how fast and in how much"
+        " strategy, verifies that all of them train the same thing, and records throughput and"
         " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
     ),
 )

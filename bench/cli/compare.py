@@ -26,23 +26,27 @@ Sides: TypeAlias = Annotated[
     typer.Argument(
         metavar="[A] [B]",
         help=(
-            "Runs (id, its first letters, latest, latest~1) or results folders, of which each"
-            " cell's newest run counts. With --history: one strategy, cell id or pattern."
+            "Two runs (id or its prefix, latest, latest~1) or results folders; a folder stands"
+            " for the newest run of each of its cells. With --history: one strategy, cell id or"
+            " pattern."
         ),
     ),
 ]
 Baseline: TypeAlias = Annotated[
     str | None,
-    typer.Option("--baseline", help="A: a run, a folder, or NAME of results/reference/NAME."),
+    typer.Option(
+        "--baseline",
+        help="The run or folder to compare with (A); NAME stands for results/reference/NAME.",
+    ),
 ]
 CellPair: TypeAlias = Annotated[
     tuple[str, str] | None,
     typer.Option(
-        "--cells", help="Two cells of one run, as labels or patterns: compare them round by round."
+        "--cells", help="Compare two cells of one run round by round; give labels or patterns."
     ),
 ]
 ShowHistory: TypeAlias = Annotated[
-    bool, typer.Option("--history", help="Show a cell, or all cells, over all runs.")
+    bool, typer.Option("--history", help="Show how a cell, or every cell, changed over all runs.")
 ]
 Figure: TypeAlias = Annotated[
     Literal["throughput", "memory"], typer.Option("--figure", help="With --history: what to show.")
@@ -56,7 +60,9 @@ FailOn: TypeAlias = Annotated[
 ]
 Format: TypeAlias = Annotated[
     Literal["table", "md", "json", "html"] | None,
-    typer.Option("--format", help="Format; by default from the suffix of --out, else table."),
+    typer.Option(
+        "--format", help="Output format; by default the suffix of --out decides, else table."
+    ),
 ]
 
 
@@ -86,8 +92,8 @@ def compare(
     if history:
         if baseline or cells or fail_on or format_name or out or len(words) > 1:
             raise UsageError(
-                "--history takes at most one cell or pattern, and of the other options only"
-                " --figure, --results and --json"
+                "--history takes at most one cell or pattern, and only the options --figure,"
+                " --results and --json"
             )
         _show_history(results, words[0] if words else None, figure, json_output)
         return
@@ -101,8 +107,8 @@ def compare(
         print(out)
     if fail_on and not comparison.comparisons and not comparison.regressions:
         raise UsageError(
-            "--fail-on regression: no cell could be compared, so no regression can be seen;"
-            " the table says why"
+            "--fail-on regression: no cell could be compared, so regressions cannot be detected;"
+            " see the table for the reasons"
         )
     if fail_on and comparison.regressions:
         raise typer.Exit(1)
@@ -127,7 +133,9 @@ def _within(
     from harness.spec.errors import UsageError
 
     if baseline is not None or len(sides) > 1:
-        raise UsageError("--cells compares cells of one run: give one run, and no --baseline")
+        raise UsageError(
+            "--cells compares two cells of one run: name one run, and leave --baseline out"
+        )
     store = Store(results)
     run_id = find_run(store, *(sides or ["latest"]))
     known = measured(store.load([run_id], steps=False))
@@ -142,9 +150,10 @@ def _within(
         if a.cell_id != b.cell_id and Setting.of(a.cell) == Setting.of(b.cell)
     ]
     if not pairs:
-        alike = "in one setting (workload, devices, precision, batch)"
+        alike = "workload, devices, precision and batch"
         raise UsageError(
-            f"--cells: no cell of {patterns[0]!r} and none of {patterns[1]!r} are {alike}"
+            f"--cells: no cell matching {patterns[0]!r} has the same {alike} as one matching"
+            f" {patterns[1]!r}"
         )
     return compare_cells(run_id, pairs, patterns)
 
@@ -246,9 +255,9 @@ def _show_history(
     else:
         _cells(out, all_series)
     if not all_series:
-        out.print(f"no verified trial has a {figure}")
+        out.print(f"no verified trial has a value for {figure}")
     elif max(len(series.points) for series in all_series) < 2 * MIN_RUNS:
-        out.print(f"changes are detected from {2 * MIN_RUNS} runs of a cell")
+        out.print(f"changes can be detected once a cell has {2 * MIN_RUNS} runs")
     for name, explanation in method(figure).items():
         out.print(f"{name}: {explanation}")
 

@@ -31,8 +31,8 @@ Repair: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--repair",
-        help="With --results: move damaged files to its folder quarantine; a resumed run repeats"
-        " their trials.",
+        help="With --results: move damaged files to its subfolder quarantine; a resumed run"
+        " repeats their trials.",
     ),
 ]
 GpuCheck: TypeAlias = Annotated[
@@ -42,7 +42,8 @@ GpuCheck: TypeAlias = Annotated[
     ),
 ]
 Minutes: TypeAlias = Annotated[
-    float, typer.Option("--minutes", min=0, help="With --gpu-check: minutes for this call.")
+    float,
+    typer.Option("--minutes", min=0, help="With --gpu-check: minutes that this call may take."),
 ]
 Again: TypeAlias = Annotated[
     list[str] | None,
@@ -53,10 +54,15 @@ Again: TypeAlias = Annotated[
 CheckDevice = Literal["cuda", "cpu"]
 CheckedDevice: TypeAlias = Annotated[
     CheckDevice,
-    typer.Option("--device", help="With --gpu-check: cpu rehearses it without a GPU."),
+    typer.Option("--device", help="With --gpu-check: use cpu to rehearse the check without a GPU."),
 ]
 Steps: TypeAlias = Annotated[
-    Path | None, typer.Option("--steps", hidden=True, help="Another plan of the GPU check.")
+    Path | None,
+    typer.Option(
+        "--steps",
+        hidden=True,
+        help="With --gpu-check: a plan file to use instead of the built-in one.",
+    ),
 ]
 
 
@@ -174,7 +180,7 @@ def _check_results(results: Path, repair: bool, json_output: bool) -> int:
         console.print(escape(f"{problem.file}: {problem.what}{where}"), highlight=False)
     remaining = len(checked.problems) - len(moved)
     console.print(
-        f"{checked.files} files read, {len(checked.problems)} of them with a problem"
+        f"read {checked.files} files, {len(checked.problems)} of them with a problem"
         + (f", {len(moved)} moved" if moved else ""),
         highlight=False,
     )
@@ -249,7 +255,7 @@ def _show_backend(out: Console, backend: str, links: Sequence[LinkFit]) -> None:
         "fitted bandwidth", *(_rate(link.fit.bandwidth_bytes_per_second) for link in links)
     )
     table.add_row(
-        "fit off by up to", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links)
+        "largest error of the fit", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links)
     )
     out.print(table)
     out.print(METHOD)
@@ -391,7 +397,9 @@ def check_gpu(options: CheckOptions) -> None:
     plan = read_plan(options.plan or HOME)
     names = [step.name for _, step in plan.steps()]
     if unknown := [name for name in options.again if name not in names]:
-        raise UsageError(f"--again {unknown[0]!r} is not a step; the steps are: {', '.join(names)}")
+        raise UsageError(
+            f"--again {unknown[0]!r}: there is no such step; the steps are: {', '.join(names)}"
+        )
     if options.device == "cuda" and device_type() != "cuda":
         raise UsageError(
             f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds no GPU here'}; --device cpu"
@@ -403,7 +411,7 @@ def check_gpu(options: CheckOptions) -> None:
         start = folders.resume if options.resume else folders.start
         report = start(options.device)
         if report.stand_in:
-            out.print(f"rehearsal: {report.stand_in}, so nothing is shown about GPUs")
+            out.print(f"rehearsal: {report.stand_in}, so this proves nothing about GPUs")
         driver = Driver(
             plan,
             report,

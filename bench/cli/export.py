@@ -12,7 +12,8 @@ import typer
 from bench.cli.options import Cell, Json, Matrix, OutFolder, Results, Settings
 
 Target: TypeAlias = Annotated[
-    str, typer.Option("--to", help="What runs it: torchrun, slurm, accelerate or deepspeed.")
+    str,
+    typer.Option("--to", help="Launcher to export for: torchrun, slurm, accelerate or deepspeed."),
 ]
 
 
@@ -61,8 +62,8 @@ def export(
     print(f"{cell.name} for {target}")
     if len(cells) > 1:
         print(
-            f"  the plainest of {len(cells)} cells that {which!r} matches; name another by its"
-            " label, name or id"
+            f"  exported the simplest of the {len(cells)} cells that match {which!r}; to choose"
+            " another, give its label, name or id"
         )
     if note:
         print(f"  not runnable here: {note}")

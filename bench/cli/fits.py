@@ -31,17 +31,21 @@ Model: TypeAlias = Annotated[
 Gpus: TypeAlias = Annotated[
     str, typer.Option("--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090'.")
 ]
-MethodOption: TypeAlias = Annotated[str, typer.Option("--method", help="full, lora or qlora.")]
-MicroBatch: TypeAlias = Annotated[
-    int, typer.Option("--batch", help="Sequences that a GPU trains on at once.")
+MethodOption: TypeAlias = Annotated[
+    str, typer.Option("--method", help="Fine-tuning method: full, lora or qlora.")
 ]
-Rank: TypeAlias = Annotated[int, typer.Option("--rank", help="Rank of LoRA on all matrices.")]
+MicroBatch: TypeAlias = Annotated[
+    int, typer.Option("--batch", help="Micro-batch: sequences that each GPU processes at once.")
+]
+Rank: TypeAlias = Annotated[
+    int, typer.Option("--rank", help="LoRA rank, for adapters on all matrices.")
+]
 FitLink: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--link",
-        help="Between GPUs: nvlink, pcie (through host memory) or pcie-p2p. [default: nvlink where"
-        " the GPU has it, else pcie]",
+        help="Link between the GPUs: nvlink, pcie (through host memory) or pcie-p2p. [default:"
+        " nvlink if the GPU has it, else pcie]",
     ),
 ]
 
@@ -94,9 +98,8 @@ def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
     lines = [first]
     if result.verdict != "no":
         lines.append(
-            f"speed: about {result.tokens_per_second:,.0f} tokens/s in all"
-            f" (sequences of {recipe.sequence}, micro-batch {recipe.micro_batch}); within a factor"
-            " of 1.4"
+            f"speed: about {result.tokens_per_second:,.0f} tokens/s in total (sequences of"
+            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); accurate to a factor of 1.4"
         )
     alone = result.one_gpu_tokens_per_second
     if alone and alone > result.tokens_per_second:

@@ -37,14 +37,14 @@ LONG_TOKENS = 4096
 
 Grow: TypeAlias = Annotated[
     Literal["model", "sequence"] | None,
-    typer.Option("--grow", help="What grows: the model (the default), or its sequences."),
+    typer.Option("--grow", help="What to grow: the model (the default) or the sequence."),
 ]
 Budget: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Memory of a rank: on a CPU beyond its imports, on a GPU in total. By default 1GiB,"
-        " for sequences 256MiB.",
+        help="Memory budget of each rank: on a GPU in total, on a CPU beyond what its imports"
+        " take. By default 1GiB; for sequences 256MiB.",
     ),
 ]
 Ranks: TypeAlias = Annotated[
@@ -52,7 +52,8 @@ Ranks: TypeAlias = Annotated[
     typer.Option(
         "--ranks",
         min=1,
-        help="Devices of strategies that use several; by default 2 on a CPU, else up to 8 GPUs.",
+        help="Number of devices for strategies that use several; by default 2 on a CPU, else all"
+        " GPUs, at most 8.",
     ),
 ]
 Hidden: TypeAlias = Annotated[
@@ -64,7 +65,8 @@ Hidden: TypeAlias = Annotated[
 SearchedCells: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        "--cells", help="YAML file with the strategies, and the order that theory predicts."
+        "--cells",
+        help="YAML file with the strategies to search, and the order that theory predicts.",
     ),
 ]
 
@@ -173,7 +175,9 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
     if grow == "sequence":
         instead["sequence_length"] = "--grow model"
     for axis in changes.keys() & instead.keys():
-        raise UsageError(f"--set {axis}: the search sets it itself; use {instead[axis]}")
+        raise UsageError(
+            f"--set {axis}: the search chooses this itself; use {instead[axis]} instead"
+        )
     return changes
 
 
@@ -197,7 +201,7 @@ class SearchRequest:
         if not 0 < needed <= host.memory_bytes:
             whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
             raise UsageError(
-                f"--budget {self.budget!r}: give more than 0 and no more than the"
+                f"--budget {self.budget!r}: give more than 0 and at most the"
                 f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
             )
         return budget

@@ -10,7 +10,7 @@ import typer
 Matrix: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--matrix", "-m", help="Name of a matrix (see: python -m bench list matrices) or YAML file."
+        "--matrix", "-m", help="Matrix: a name (see: python -m bench list matrices) or a YAML file."
     ),
 ]
 Only: TypeAlias = Annotated[
@@ -27,21 +27,21 @@ Skip: TypeAlias = Annotated[
 Settings: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="axis=value for the matrix's cells, such as batch=16; may be repeated."
+        "--set", help="Set an axis of all cells, as axis=value, such as batch=16; may be repeated."
     ),
 ]
 Trials: TypeAlias = Annotated[
     int | None,
-    typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's number."),
+    typer.Option("--trials", min=1, help="Number of trials of each cell; by default the matrix's."),
 ]
 RunId: TypeAlias = Annotated[
-    str, typer.Option("--run", help="Id of the run, which is started, or continued if it exists.")
+    str, typer.Option("--run", help="Id of the run to start, or to continue if it exists.")
 ]
 Nodes: TypeAlias = Annotated[
     int | None, typer.Option("--nodes", min=1, help="Number of nodes (see docs/cluster.md).")
 ]
 Resume: TypeAlias = Annotated[
-    bool, typer.Option("--resume", help="Continue the newest one as it was planned.")
+    bool, typer.Option("--resume", help="Continue the newest one as planned.")
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
@@ -60,7 +60,7 @@ Runs: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RUN]...",
-        help="Runs: id, its first letters, latest, latest~1; by default the newest.",
+        help="Runs: an id or its prefix, latest, latest~1; by default the newest.",
     ),
 ]
 AllRuns: TypeAlias = Annotated[bool, typer.Option("--all", help="All runs of the folder.")]
@@ -74,19 +74,19 @@ BaselineCell: TypeAlias = Annotated[
     typer.Option(
         "--baseline-cell",
         help=(
-            "Cell that the others of its setting are compared with: strategy, id or pattern; by"
-            " default ddp, else single."
+            "Baseline that the other cells of its setting are compared with: strategy, id or"
+            " pattern; by default ddp, else single."
         ),
     ),
 ]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OutFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--out", help="File to write; its suffix also chooses the format."),
 ]
 OutFolder: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder to write to; by default one below the current folder."),
+    typer.Option("--out", help="Folder to write to; by default a folder inside the current one."),
 ]
 Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
@@ -96,15 +96,17 @@ MaybeWorkload: TypeAlias = Annotated[str | None, _WORKLOAD]
 Devices: TypeAlias = Annotated[
     int, typer.Option("--devices", help="Number of devices, one for each rank.")
 ]
-Device: TypeAlias = Annotated[str, typer.Option("--device", help="Device of docs/hosts.md.")]
-_PER_NODE = typer.Option("--per-node", help="Devices of each node.")
+Device: TypeAlias = Annotated[
+    str, typer.Option("--device", help="Device, named as in docs/hosts.md.")
+]
+_PER_NODE = typer.Option("--per-node", help="Number of devices per node.")
 PerNode: TypeAlias = Annotated[int, _PER_NODE]
 MaybePerNode: TypeAlias = Annotated[int | None, _PER_NODE]
 ClusterLink: TypeAlias = Annotated[
     str,
     typer.Option(
         "--link",
-        help="Link inside a node and rate of each device to other nodes, such as nvlink,400gbit;"
+        help="Link inside a node, and each device's rate to other nodes, such as nvlink,400gbit;"
         " or a measured cluster: playbook-h100.",
     ),
 ]
@@ -119,7 +121,7 @@ NodeLink: TypeAlias = Annotated[
 _SEQ = typer.Option("--seq", help="Sequence length in tokens.")
 Seq: TypeAlias = Annotated[int, _SEQ]
 MaybeSeq: TypeAlias = Annotated[int | None, _SEQ]
-_BATCH = typer.Option("--batch", help="Samples of a step over all devices.")
+_BATCH = typer.Option("--batch", help="Global batch: samples per step, over all devices.")
 Batch: TypeAlias = Annotated[int, _BATCH]
 MaybeBatch: TypeAlias = Annotated[int | None, _BATCH]
 Precision: TypeAlias = Annotated[
@@ -145,20 +147,20 @@ Calibration: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--calibration",
-        help="Constants written by bench validate --fit, or default for the suite's own.",
+        help="File of constants from bench validate --fit, or default for the suite's own.",
     ),
 ]
 WrittenMatrix: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        "--matrix", help="Matrix to write: the cells that would settle which is best, for run."
+        "--matrix", help="Matrix file to write, with the cells to measure to settle which is best."
     ),
 ]
 ExportFolder: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--export",
-        help="New folder for the choice as scripts and configs: torchrun, SLURM, Accelerate or"
-        " DeepSpeed.",
+        help="New folder for scripts and configs of the best choice: torchrun, SLURM, Accelerate"
+        " or DeepSpeed.",
     ),
 ]

@@ -183,7 +183,7 @@ def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
         for layout in (first.layout, *open_layouts)
     }
     cells = [cell for cells in by_layout.values() for cell in cells]
-    written = write_matrix(file, cells, "Cells that a prediction ties.")
+    written = write_matrix(file, cells, "Cells whose predictions are tied.")
     sentences = [f"{written}; {measure_command(file)}"]
     if missing := [layout.text for layout, cells in by_layout.items() if not cells]:
         sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")

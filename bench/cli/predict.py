@@ -129,7 +129,7 @@ def _written(answer: LocalPlan, variants: Sequence[LocalVariant], files: Files) 
     if files.matrix:
         chosen = (candidates[0], *open_questions(candidates))
         ordered = [cells[candidate.cell_id] for candidate in chosen]
-        sentence = write_matrix(files.matrix, ordered, "Cells that a prediction ties.")
+        sentence = write_matrix(files.matrix, ordered, "Cells whose predictions are tied.")
         written.append(f"{sentence}; {measure_command(files.matrix)}")
     if files.export:
         ranked = ((cells[candidate.cell_id], candidate.seconds) for candidate in candidates)

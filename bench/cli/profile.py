@@ -65,7 +65,7 @@ def _require_runnable(cell: Cell) -> None:
     try:
         validate(cell, make_workload(cell.workload))
     except (Refused, Unavailable) as reason:
-        raise UsageError(f"{cell.name} does not run here: {reason}") from None
+        raise UsageError(f"{cell.name} cannot run here: {reason}") from None
 
 
 def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:

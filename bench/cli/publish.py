@@ -53,5 +53,5 @@ def publish(
             )
         )
         return
-    already = f", {done.already} were there already" if done.already else ""
+    already = f", {done.already} already there" if done.already else ""
     print(f"{done.path}: {done.cells} cells written{already}")

@@ -26,7 +26,12 @@ Strategies: TypeAlias = Annotated[
     ),
 ]
 MicroBatches: TypeAlias = Annotated[
-    int, typer.Option("--micro-batches", min=1, help="Parts of each rank's share of the batch.")
+    int,
+    typer.Option(
+        "--micro-batches",
+        min=1,
+        help="Micro-batches that each rank splits its share of the batch into.",
+    ),
 ]
 Optimizer: TypeAlias = Annotated[
     Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
@@ -36,8 +41,8 @@ Ranks: TypeAlias = Annotated[
     typer.Option(
         "--rank",
         help=(
-            "Only this rank; may be repeated. By default all of up to 8 ranks; of more, the first"
-            " rank of each pipeline stage."
+            "Rehearse only this rank; may be repeated. By default all ranks if there are at most"
+            " 8, else the first rank of each pipeline stage."
         ),
     ),
 ]
@@ -146,7 +151,7 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
         how = f"extrapolated from {blocks} blocks" if len(fullest.rehearsed_blocks) > 1 else "whole"
         seconds = sum(rank.seconds for rank in rehearsal.ranks)
         late = fullest.backend_buffer_bytes
-        more = f"; up to {_size(late)} more where gloo's threads free late" if late else ""
+        more = f"; up to {_size(late)} more if gloo's threads free memory late" if late else ""
         console.print(
             escape(
                 f"{rehearsal.cell.name}: fullest in phase {fullest.peak_phase},"
@@ -159,12 +164,12 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
             console.print(
                 escape(
                     f"{rehearsal.cell.name}: measured values are each rank's smallest peak; in"
-                    f" other steps gloo's threads freed up to {_size(freed_late)} late"
+                    f" other steps, gloo's threads freed up to {_size(freed_late)} late"
                 )
             )
     console.print(
-        "Memory of tensors, as torch's allocator counts it: without fragmentation, the Python"
-        " process, a GPU's context and workspaces of kernels."
+        "Memory of tensors as torch's allocator counts it, without fragmentation, the Python"
+        " process, the GPU context and kernel workspaces."
     )
 
 

@@ -21,11 +21,13 @@ SECTIONED = ("html", "md", "pdf-ready")
 _USAGE = "python -m bench report --out FILE"
 
 Each: TypeAlias = Annotated[
-    bool, typer.Option("--each", help="Write one report for each of several runs.")
+    bool, typer.Option("--each", help="Write a separate report for each run.")
 ]
 FormatName: TypeAlias = Annotated[
     Format | None,
-    typer.Option("--format", help="Format; by default from the suffix of --out, else html."),
+    typer.Option(
+        "--format", help="Output format; by default the suffix of --out decides, else html."
+    ),
 ]
 Sections: TypeAlias = Annotated[
     list[str] | None,
@@ -41,7 +43,7 @@ Index: TypeAlias = Annotated[
     ),
 ]
 OpenBrowser: TypeAlias = Annotated[
-    bool, typer.Option("--open", help="Open what was written in the browser.")
+    bool, typer.Option("--open", help="Open the result in the browser.")
 ]
 
 
@@ -90,8 +92,8 @@ def report(
     if index:
         if run or every or each or section or format_name not in (None, "html"):
             raise UsageError(
-                "--index writes the index of all runs and nothing else: give it only with"
-                " --results, --out, --open and --json"
+                "--index writes only the index of all runs: combine it only with --results,"
+                " --out, --open and --json"
             )
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
@@ -118,8 +120,8 @@ def _check(options: ReportOptions, open_browser: bool) -> None:
         )
     if chosen not in SECTIONED and options.sections:
         raise UsageError(
-            f"--section selects parts of a page or text, but {chosen} has every cell: leave"
-            " --section out, or use --format html or md"
+            f"--section selects parts of a page or text, but {chosen} always has every cell:"
+            " leave --section out, or use --format html or md"
         )
     if open_browser and out is None and chosen not in ("html", "pdf-ready"):
         raise UsageError(
@@ -138,8 +140,8 @@ def _reports(
     run_ids = find_runs(store, words, every)
     if each and options.out is not None and len(run_ids) > 1:
         raise UsageError(
-            f"--out names one file, but --each writes one for each of {len(run_ids)} runs; leave"
-            " one of the two out"
+            f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
+            " two out"
         )
     groups = [[run_id] for run_id in run_ids] if each else [run_ids]
     if options.baseline and len(groups[0]) > 1:
@@ -155,8 +157,8 @@ def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None
     if options.out is None and options.format_name not in ("html", "pdf-ready"):
         if options.json_output:
             raise UsageError(
-                f"--json says which files were written, but --format {options.format_name} goes to"
-                " the terminal: name a file with --out"
+                f"--json lists the files written, but --format {options.format_name} goes to the"
+                " terminal: name a file with --out"
             )
         print(_text(store, wanted, options), end="")
         return None

@@ -46,10 +46,10 @@ TimeBudget: TypeAlias = Annotated[
     typer.Option(
         "--time-budget",
         help=(
-            "Add no round after this time, such as 45min, and skip the rest of the planned rounds"
-            " from the third on. By default 1h with --precision, else the matrix's, else a quarter"
-            " more than the planned rounds take. Rounds are added for cells that may be the"
-            " fastest, unless --trials fixes their number."
+            "Time budget, such as 45min. Once it is spent, no round is added, and planned rounds"
+            " from the third on are skipped. By default 1h with --precision, else the matrix's,"
+            " else a quarter more than the planned rounds take. Rounds are added for cells that"
+            " may be the fastest, unless --trials fixes their number."
         ),
     ),
 ]
@@ -67,15 +67,17 @@ TimedSeconds: TypeAlias = Annotated[
         "--timed-seconds",
         min=0,
         help=(
-            "Seconds of timed steps in each trial on CPUs, with a control in between that corrects"
-            " for changes of the machine's speed. 0: the matrix's number of steps, and no control."
-            " By default the matrix's, mostly 2."
+            "Seconds of timed steps per trial on CPUs, interleaved with a control that corrects"
+            " for changes in the machine's speed. 0: the matrix's number of steps, without a"
+            " control. By default the matrix's, usually 2."
         ),
     ),
 ]
 Share: TypeAlias = Annotated[
     str,
-    typer.Option("--share", help="I/N: only every N-th cell of the run, from I on (I from 0)."),
+    typer.Option(
+        "--share", help="I/N: run only every N-th cell, beginning with cell I (counted from 0)."
+    ),
 ]
 PlannedHost: TypeAlias = Annotated[
     str,
@@ -87,7 +89,7 @@ ProfileCells: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--profile",
-        help="At the end run each cell once more, to record where time and memory go.",
+        help="Run each cell once more at the end, to record where its time and memory go.",
     ),
 ]
 Rendezvous: TypeAlias = Annotated[

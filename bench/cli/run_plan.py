@@ -23,7 +23,9 @@ def parse_share(text: str) -> tuple[int, int]:
     UsageError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not match or int(match[1]) >= int(match[2]):
-        raise UsageError(f"--share {text!r} is not a share; the second of four is 1/4")
+        raise UsageError(
+            f"--share {text!r}: write it as I/N, counted from 0; 1/4 is the second of four"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -31,9 +33,7 @@ def parse_precision(text: str) -> float:
     """Parses `2%` to 0.02; raises UsageError outside 0 to 100 %."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not match or not 0 < float(match[1]) < 100:
-        raise UsageError(
-            f"--precision {text!r} is not a precision; give a share of the throughput, like 2%"
-        )
+        raise UsageError(f"--precision {text!r}: give a fraction of the throughput, such as 2%")
     return float(match[1]) / 100
 
 
@@ -41,9 +41,7 @@ def parse_time(text: str) -> float:
     """Parses `45min` to 2700.0 seconds; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
     if not match or not float(match[1]):
-        raise UsageError(
-            f"--time-budget {text!r} is not a time; give a number with s, min or h, like 45min"
-        )
+        raise UsageError(f"--time-budget {text!r}: give a number with s, min or h, such as 45min")
     return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
@@ -77,11 +75,11 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         f"{references.number} reference runs, if none are cached: {duration(references.seconds)},"
         f" {disk}"
     )
-    out.print(f"in all about {duration(prepared.total_seconds + references.seconds)}")
+    out.print(f"about {duration(prepared.total_seconds + references.seconds)} in total")
     if planned.until_answered and planned.time_budget_seconds:
         out.print(
-            "then more trials of what may still win its setting, by speed or memory, until"
-            f" {duration(planned.time_budget_seconds)} have passed"
+            "then more trials of cells that may still be the best of their setting in speed or"
+            f" memory, until {duration(planned.time_budget_seconds)} have passed"
         )
 
 

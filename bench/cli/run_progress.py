@@ -91,7 +91,7 @@ class RunProgress:
             self.bar.update(self.task, total=self.total)
         self.preparing(
             f"the time budget of {duration(self.budget)} is spent: {left_out} trials of the last"
-            " round are skipped; bench run --resume takes them"
+            " round are skipped; bench run --resume runs them"
         )
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:

@@ -33,7 +33,7 @@ def show(
         str | None,
         typer.Option(
             "--run",
-            help="Run: id, first letters, latest, latest~1; by default the newest with the cell.",
+            help="Run: an id or its prefix, latest, latest~1; by default the newest with the cell.",
         ),
     ] = None,
     results: opt.Results = Path("results"),

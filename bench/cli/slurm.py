@@ -30,11 +30,13 @@ Partition: TypeAlias = Annotated[
 Account: TypeAlias = Annotated[str | None, typer.Option("--account", "-A", help="SLURM account.")]
 TimeLimit: TypeAlias = Annotated[
     str | None,
-    typer.Option("--time", "-t", help="Time limit of a job; the run continues in another."),
+    typer.Option(
+        "--time", "-t", help="Time limit of a job; the run then continues in another job."
+    ),
 ]
 Array: TypeAlias = Annotated[
     int,
-    typer.Option("--array", min=0, help="Submit this many jobs, which share the run's cells."),
+    typer.Option("--array", min=0, help="Number of jobs to submit, which share the run's cells."),
 ]
 NightlyJob: TypeAlias = Annotated[
     bool,
@@ -99,7 +101,7 @@ def submit(
     if to is not Target.SLURM and (nightly or array):
         raise UsageError(f"--nightly and --array are for SLURM, not for --to {to.value}")
     if nightly and (array or run_id):
-        raise UsageError("a night is a run of its own in one job: leave --array and --run out")
+        raise UsageError("a nightly job makes one new run: leave --array and --run out")
     several = {"--only": only, "--skip": skip, "--set": settings}
     pairs = [(option, value) for option, values in several.items() for value in values or []]
     options = [word for pair in pairs for word in pair]

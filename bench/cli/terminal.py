@@ -103,8 +103,8 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
         out.print(_ranked(workload, group))
         if all(cell.cell.devices == 1 for cell in group) and len(group) > 1:
             out.print(
-                "one device communicates nothing: this ranks each library's own cost, not how"
-                " it scales"
+                "with one device nothing is communicated: this ranks each library's overhead,"
+                " not its scaling"
             )
     for stand_in in sorted(
         {cell.placement.stand_in for cell in cells if cell.placement.stand_in is not None}
@@ -119,8 +119,8 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
         out.print(f"  {escape(words)}")
     if absent := [system.name for system in systems(cells) if system.absent]:
         out.print(
-            f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; each reason below"
-            " names what is needed"
+            f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; the reasons below"
+            " say what is needed"
         )
     for cell in cells:
         if not cell.ranked:

@@ -82,7 +82,9 @@ def validate(
         return
     file = data or Path(os.environ.get(DATA_VARIABLE, ""))
     if not file.name:
-        raise UsageError("give measured runs: a cluster's as --data FILE, this machine's --results")
+        raise UsageError(
+            "give measured runs: --data FILE for a cluster, or --results for this machine"
+        )
     runs = read_runs(file, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     if fit:
@@ -150,7 +152,7 @@ def _validate_cluster(
         console.print(_scores(name, scored[name]))
         console.print(_errors(name, errors[name]))
     listed = ", ".join(f"{value:.1%} on {nodes}" for nodes, value in noise.items())
-    console.print(f"noise of a row, from twins that differ only in ZeRO stage: {listed}")
+    console.print(f"noise of a row, from pairs that differ only in ZeRO stage: {listed}")
 
 
 def _shapes(models: Sequence[str] | None) -> dict[str, str]:
@@ -220,7 +222,7 @@ def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
     observations = [cell.observation for cell in measured.cells]
     held = {
         "each workload predicted from all others": leave_out(observations, base_of),
-        "each emulated link predicted from all else": leave_out(observations, _link),
+        "each emulated link predicted from all others": leave_out(observations, _link),
     }
     held = {name: rows for name, rows in held.items() if rows}
     if not held:

@@ -100,8 +100,8 @@ def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCel
         if not any(matches(cell.cell, pattern) for cell in cells):
             labels = ", ".join(dict.fromkeys(cell.cell.label for cell in cells))
             raise UsageError(
-                f"{pattern!r} matches no measured cell on several devices with a core each; there"
-                f" are {labels}"
+                f"{pattern!r} matches no cell measured on several devices with a core each; these"
+                f" were measured: {labels}"
             )
     return [cell for cell in cells if any(matches(cell.cell, pattern) for pattern in patterns)]
 
@@ -120,7 +120,7 @@ def _link(text: str) -> Link | None:
 
 def _title(workload: str, request: ScalingRequest, link: str) -> str:
     kind = "weak" if request.weak else "strong"
-    where = f"nodes of one device behind {link}" if link else "one machine with a core for each"
+    where = f"nodes of one device behind {link}" if link else "one machine with a core per device"
     return f"{workload}, {kind} scaling on {where}"
 
 

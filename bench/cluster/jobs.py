@@ -120,8 +120,8 @@ def _words(words: Sequence[str]) -> str:
 def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     if shutil.which(words[0]) is None:
         raise UsageError(
-            f"{words[0]} is not on this host: submit from a login node of the cluster, or see the"
-            " script with --dry-run"
+            f"{words[0]} is not installed on this host: submit from a login node of the cluster,"
+            " or see the script with --dry-run"
         )
     return subprocess.run(words, input=given, capture_output=True, text=True, check=False)
 

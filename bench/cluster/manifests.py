@@ -204,7 +204,8 @@ def manifests(target: Target, site: Site, job: Job) -> list[Manifest]:
     """Returns what starts the run; raises UsageError if the site lacks what the target needs."""
     if not site.pods.image:
         raise UsageError(
-            f"--to {target.value} needs the image with the suite: pods.image in the site file"
+            f"--to {target.value} needs an image that has the suite: set pods.image in the site"
+            " file"
         )
     if target is Target.KUBERNETES:
         return _kubernetes(site, job)
@@ -266,7 +267,7 @@ def _resources(site: Site) -> Resources:
 def _kubernetes(site: Site, job: Job) -> list[Manifest]:
     if not site.pods.claim:
         raise UsageError(
-            "--to kubernetes needs a volume that keeps results: pods.claim in the site file, the"
+            "--to kubernetes needs a volume for results: set pods.claim in the site file to the"
             " name of a PersistentVolumeClaim"
         )
     name = _name(job)
@@ -344,8 +345,8 @@ def _sky_task(site: Site, job: Job) -> SkyTask:
     if site.gpus_per_node:
         if not site.pods.accelerator:
             raise UsageError(
-                "--to skypilot needs the name of the GPU: pods.accelerator in the site file, such"
-                " as H100"
+                "--to skypilot needs the name of the GPU: set pods.accelerator in the site file,"
+                " such as H100"
             )
         resources["accelerators"] = f"{site.pods.accelerator}:{site.gpus_per_node}"
     if site.cpus_per_node:

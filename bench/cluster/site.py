@@ -126,9 +126,8 @@ class Site(BaseModel):
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
-            "the job asks for no GPUs: if SLURM confines devices, its cells run on the CPU,"
-            " whatever the nodes have; gpus_per_node in the site file, or --gpus-per-node N, asks"
-            " for them"
+            "the job requests no GPUs: if SLURM confines devices, its cells run on the CPU even"
+            " on GPU nodes; set gpus_per_node in the site file, or give --gpus-per-node N"
         )
 
     def directive_lines(self) -> list[str]:
@@ -159,7 +158,7 @@ def read_site(file: Path | None, **given: object) -> Site:
     """
     named = file or (Path(path) if (path := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
-        raise UsageError(f"site file {str(named)!r} is not there; examples are in slurm/sites")
+        raise UsageError(f"there is no site file {str(named)!r}; see slurm/sites for examples")
     site = named or (DEFAULT if DEFAULT.is_file() else None)
     content: dict[str, object] = {}
     if site:

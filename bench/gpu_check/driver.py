@@ -108,7 +108,7 @@ class Driver:
         outcome = self.report.outcome(gate.name)
         if self.stopped or (outcome and outcome.trained):
             return True
-        self.say(f"{gate.name}: nothing trained; the check ends here, to save time on the GPU")
+        self.say(f"{gate.name}: nothing trained, so the check ends here to save GPU time")
         return False
 
     def _alone_seconds(self) -> float:

@@ -105,8 +105,8 @@ class Folders:
         report = Report.read(file)
         if report.device != device:
             raise UsageError(
-                f"--resume: the report in {str(file.parent)!r} is of device {report.device!r}; this"
-                f" check is for {device!r}"
+                f"--resume: the report in {str(file.parent)!r} is for device {report.device!r},"
+                f" but this check is for {device!r}"
             )
         if file != kept and not (kept.exists() and Report.read(kept).check_id == report.check_id):
             # The report comes from another machine.

@@ -75,12 +75,13 @@ class Answer:
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
-                "the compared ranks start differently, which alone changes CPU times by up to 4 %"
+                "the compared ranks are started differently, which alone changes CPU times by up"
+                " to 4 %"
             )
         if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(
-                f"not run in fp32, where a deviation that {use.cell.precision} rounding hides would"
-                " show"
+                f"not run in fp32, which would reveal deviations that {use.cell.precision}"
+                " rounding hides"
             )
         return "; ".join(caveats)
 
@@ -120,13 +121,13 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
         return "more ranks than cores: these times tell you nothing about a real machine"
     fair = trustworthy(cells)
     if not any(cell.parity.same_training for cell in fair):
-        return "nothing here is known to train what one process trains"
+        return "no cell here is known to train the same as one process"
     one_device = ranked[0].cell.devices == 1
     if len(candidates(cells)) > 1 or (len(fair) > 1 and not one_device):
         return ""
     if one_device:
         return "one device: nothing is distributed, so there is nothing to choose"
-    return "only one variant here trains what one process trains"
+    return "only one variant here trains the same as one process"
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
@@ -165,8 +166,8 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
     counts = sorted({cell.trials for cell in coarse})
     trials = " or ".join(map(str, counts)) + (" trial" if counts == [1] else " trials")
     return (
-        f"{len(coarse)} of {compared} cells have {trials} and a coarse interval: each is more"
-        f" than {FAR_BEHIND} standard errors behind the fastest of its setting, too far for more"
+        f"{len(coarse)} of {compared} cells have {trials} and a wide interval: each is more than"
+        f" {FAR_BEHIND} standard errors behind the fastest of its setting, too far for more"
         " trials to change the answer"
     )
 
@@ -211,7 +212,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
         return ""
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
-        f"{count} cells may still be the fastest or are compared with these: up to {more} more"
+        f"{count} cells may still be the fastest, or are compared with those: up to {more} more"
         f" launches of each, {minutes}, would resolve differences of {percent}"
     )
 
@@ -307,8 +308,8 @@ def _reason(
     if advised >= other:
         return ""
     return (
-        f"per step, its {name} takes {advised * 1000:.1f} ms, that of {baseline.cell.label}"
-        f" {other * 1000:.1f} ms"
+        f"per step, its {name} takes {advised * 1000:.1f} ms, compared with {other * 1000:.1f} ms"
+        f" for {baseline.cell.label}"
     )
 
 
@@ -421,7 +422,7 @@ def _price(cell: CellResult, fastest: CellResult) -> str:
         reason = f"its fp32 run is not exact either ({cell.parity.fp32_twin})"
     deviation = cell.parity.max_loss_deviation
     off = "" if deviation is None else f"; its loss was off by {deviation:.1e} at most"
-    return f"{words}, at the price of another training: {reason}{off}"
+    return f"{words}, but it trains differently: {reason}{off}"
 
 
 def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -437,7 +438,7 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
     if cell is fastest or not fastest.memory.peak_memory_bytes:
         return words
     less = 1 - peak / fastest.memory.peak_memory_bytes
-    other = "" if cell.parity.same_training else ", and not exactly the same training"
+    other = "" if cell.parity.same_training else ", and it does not train exactly the same"
     return (
         f"{words}, {less * 100:.0f} % less than {fastest.cell.label}, at"
         f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{other}"

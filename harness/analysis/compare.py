@@ -125,17 +125,15 @@ def _figures(cell: MeasuredCell | None) -> dict[str, object] | None:
 
 
 RUNS_METHOD = (
-    "geometric mean of B's throughputs over that of A's, each trial (independent launch) counted"
-    " once and, where both runs have a control, multiplied by the control's time in its run; with"
-    " Welch's t interval of their logarithms (Biometrika 34, 1947),"
-    f" {PAIR_CONFIDENCE * 100:g} %, which allows for steps that follow the machine's speed"
-    f" {CONTROL_MISMATCH:.0%} more or less than the control. If torch differs, so may the control:"
-    " the interval then covers the ratio with and without it"
+    "geometric mean of B's throughputs over that of A's. Each trial (independent launch) counts"
+    " once, multiplied by the control's time in its run if both runs have a control. The"
+    f" interval is Welch's t on the logarithms (Biometrika 34, 1947), {PAIR_CONFIDENCE * 100:g}"
+    f" %, widened for steps that follow the machine's speed {CONTROL_MISMATCH:.0%} more or less"
+    " than the control does. If torch differs, the control may too: the interval then covers the"
+    " ratio with and without it"
 )
 FALSE_ALARM_RATE = round(1 - PAIR_CONFIDENCE, 6)
-MEMORY_METHOD = (
-    "the same test of the fullest rank's peak, where both sides measured it in the same way"
-)
+MEMORY_METHOD = "the same test on the fullest rank's peak, if both sides measured it the same way"
 
 
 @dataclass(frozen=True)
@@ -186,8 +184,8 @@ class RunComparison:
                 " memory"
             ),
             "False alarms": (
-                f"at most one in {one_in} comparisons between equals; {count} were made here, so up"
-                f" to {count * FALSE_ALARM_RATE:.2g} are to be expected"
+                f"at most one in {one_in} comparisons of equal cells; {count} were made here, so"
+                f" expect up to {count * FALSE_ALARM_RATE:.2g}"
             ),
         }
 

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 FALSE_ALARM_RATE = 0.01
 MIN_RUNS = 3
 METHOD = (
-    "change points by binary segmentation: a stretch of runs is cut where the standardised rank"
+    "change points by binary segmentation. A stretch of runs is cut where the standardised rank"
     f" sum (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled"
-    " series have as large a one (a permutation test of Pettitt's kind, Applied Statistics 28,"
-    " 1979); else around the inner stretch that differs most from the rest, tested likewise"
-    " (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). So at most"
-    f" {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, however their noise is"
-    f" distributed. Fewer than {MIN_RUNS} runs in a row, such as an outlying one, are no change"
+    " series reach that value (a permutation test like Pettitt's, Applied Statistics 28, 1979)."
+    " Otherwise the inner stretch that differs most from the rest is tested the same way"
+    " (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). At most"
+    f" {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, whatever the"
+    f" distribution of their noise. Fewer than {MIN_RUNS} runs in a row, such as a single"
+    " outlier, never count as a change"
 )
 _SHUFFLES = 1999
 
@@ -260,7 +261,7 @@ def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool
 def method(figure: Figure) -> dict[str, str]:
     """Describes change detection, for every output format."""
     return {
-        "Value": "median over a run's trials; the interval is of 95 %",
+        "Value": "median over a run's trials, with its 95 % interval",
         "Test": METHOD,
         "Smallest effect that counts": f"{SMALLEST_EFFECTS[figure] * 100:g} % of the level before",
         "False alarms": f"at most {FALSE_ALARM_RATE * 100:g} % of cells without a change",

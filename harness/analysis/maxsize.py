@@ -123,7 +123,7 @@ class MaxsizeResult:
         names = {
             "other tensors": f"other tensors ({largest})" if largest else "other tensors",
             "temporaries": f"temporaries of {self.failed_in}",
-            "rest": "activations, buffers of C++ and Python's heap",
+            "rest": "activations, C++ buffers and Python's heap",
         }
         beyond = {names.get(name, name): n for name, n in fill.items() if name not in KINDS}
         beyond |= self.holding.buffers
@@ -165,7 +165,7 @@ def limits(row: MaxsizeResult) -> str:
     if row.parameters and setup > steps and not row.tokens:
         whole = f"every rank first builds the whole model, {mebibytes(4 * row.parameters)}"
         sentences.append(
-            f"at {row.largest_model} set-up takes {mebibytes(setup)}, more than the steps'"
+            f"at {row.largest_model}, setup takes {mebibytes(setup)}, more than the steps'"
             f" {mebibytes(steps)}: {whole}"
         )
     return "; ".join(sentences)
@@ -180,7 +180,7 @@ def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -
         for less, more in itertools.pairwise(present):
             if (more.parameters or 0) <= (less.parameters or 0):
                 notes.append(
-                    f"not the theory's order: {more.label} reaches {more.largest_model}, no more"
+                    f"not in theory's order: {more.label} reaches {more.largest_model}, no more"
                     f" than {less.label} with {less.largest_model}. {more.label}: {limits(more)}."
                     f" {less.label}: {limits(less)}"
                 )

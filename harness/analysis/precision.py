@@ -31,7 +31,7 @@ class Precision:
     def sentence(self) -> str:
         median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
         return (
-            f"throughput over the baseline's is known to {median} (95 % interval, median of"
+            f"throughput relative to the baseline is known to {median} (95 % interval, median of"
             f" {self.cells} cells; nine in ten: {nine_in_ten})"
         )
 

@@ -26,23 +26,23 @@ _DECISION = (
     " at least 0.5 %; at most one in 200 comparisons of equal cells should be a false alarm"
 )
 COMPARISON_METHOD = (
-    "geometric mean of the ratios within rounds with Student's paired t interval of their"
+    "geometric mean of the ratios within rounds, with Student's paired t interval on their"
     f" logarithms, {100 * PAIR_CONFIDENCE:g} %; {_DECISION}"
 )
 ESTIMATE_METHOD = (
-    "geometric mean over trials with a 95 % interval. A trial is an independent launch and counts"
-    " once: by the mean of its timed steps if a control ran, else by their median. The interval is"
-    " Student's t of the logarithms, with spreads moderated over all cells of the run (Smyth,"
-    " Statistical Applications in Genetics and Molecular Biology 3, 2004)"
+    "geometric mean over trials, with a 95 % interval. A trial is an independent launch and"
+    " counts once: by the mean of its timed steps if a control ran, else by their median. The"
+    " interval is Student's t on the logarithms, with variances moderated over all cells of the"
+    " run (Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004)"
 )
 ESTIMATES_COMPARED = (
-    "ratio of the geometric means over trials with Student's t interval of their logarithms,"
-    f" {100 * PAIR_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run and"
-    f" an allowance for what a strategy does to its control; {_DECISION}"
+    "ratio of the geometric means over trials, with Student's t interval on their logarithms,"
+    f" {100 * PAIR_CONFIDENCE:g} %; variances are moderated over all cells of the run, with an"
+    f" allowance for a strategy's effect on its control; {_DECISION}"
 )
 TURNS_METHOD = (
-    "for interleaved launches, the ratio within a round is the median over all turns of a turn's"
-    " figure over the geometric mean of the other launch's turns before and after it"
+    "for interleaved launches, a round's ratio is the median over all turns, each compared with"
+    " the geometric mean of the other launch's turns just before and after it"
 )
 SliceRates = Sequence[tuple[float, float]]
 """Start in seconds, ascending, and throughput of each turn of an interleaved trial."""

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from harness.record.trial import TrialRecord
 
 FORMULA = (
-    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit"
-    " model, 2 per multiply-add, attention over the full square, counted by"
-    " torch.utils.flop_counter; recomputation does not count (hardware FLOPs have it); MFU = FLOPs"
-    " x steps/s / (devices x peak of the device in the precision)"
+    "FLOPs of matrix products, convolutions and attention in one forward and backward pass of"
+    " the unsplit model, counted by torch.utils.flop_counter: 2 per multiply-add, attention over"
+    " the full square, no recomputation (hardware FLOPs include it); MFU = FLOPs x steps/s /"
+    " (devices x peak of the device in the precision)"
 )
 
 

@@ -79,7 +79,7 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     if workload.kind == "custom":
         raise UsageError(
             f"{cell.workload} has no export: its model is not a plain transformers model; use a"
-            " workload of transformers"
+            " transformers workload"
         )
     if not set(workload.suffixes) <= {FLOAT8}:
         raise UsageError(
@@ -144,8 +144,8 @@ def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
     reason = _plan_or_reason(strategy, cell, to)
     why = f": {reason}" if isinstance(reason, Refused) else ""
     return (
-        f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}{why}; {instead},"
-        f" and {to} takes {', '.join(takes)}"
+        f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}{why};"
+        f" {instead}, and these have one to {to}: {', '.join(takes)}"
     )
 
 

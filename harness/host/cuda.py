@@ -73,6 +73,6 @@ def missing_compiler() -> str:
     if shutil.which(compiler):
         return ""
     return (
-        f"torch.compile needs a C++ compiler, and there is no {compiler}: install Debian's package"
-        " g++, or name another compiler in the environment variable CXX"
+        f"torch.compile needs a C++ compiler, but {compiler} is not installed: install the Debian"
+        " package g++, or name another compiler in the environment variable CXX"
     )

@@ -79,8 +79,9 @@ def unused_gpus() -> str | None:
             return None
         found = ", ".join(f"{number} x {name}" for name, number in amd.items())
         return (
-            f"this host has AMD GPUs ({found}), but this suite finds GPUs by NVIDIA's NVML and has"
-            " never run on ROCm; every cell runs on the CPU, with a ROCm build of torch too"
+            f"this host has AMD GPUs ({found}), but the suite finds GPUs through NVIDIA's NVML"
+            " and has never run on ROCm; every cell runs on the CPU, even with a ROCm build of"
+            " torch"
         )
     import torch
 
@@ -88,7 +89,7 @@ def unused_gpus() -> str | None:
 
     build, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
-        return f"{build} is built without CUDA; install a build for CUDA to use {devices[0].name}"
+        return f"{build} is built without CUDA; install a CUDA build to use {devices[0].name}"
     major, installed = int(needed.split(".")[0]), driver()
     if installed.cuda and installed.cuda[0] < major:
         least = f"driver {_DRIVERS[major]} or newer" if major in _DRIVERS else "a newer driver"
@@ -106,7 +107,7 @@ def unused_gpus() -> str | None:
                 instead = f"run `{_OLDER_CUDA}`"
             return (
                 f"{build} has no code for compute capability {version} of GPU {device.index}"
-                f" ({device.name}); {instead}, or hide this GPU by CUDA_VISIBLE_DEVICES"
+                f" ({device.name}); {instead}, or hide this GPU with CUDA_VISIBLE_DEVICES"
             )
     return None
 

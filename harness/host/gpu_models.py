@@ -145,4 +145,4 @@ def gpu_named(text: str) -> GpuModel:
     if len(sizes) == 1:
         return models[sizes[0]]
     near = sizes or difflib.get_close_matches(name, models, 3, 0.4) or list(models)
-    raise UsageError(f"GPU {text!r} is not in the table; nearest are {', '.join(near)}")
+    raise UsageError(f"GPU {text!r} is not in the table; the nearest are {', '.join(near)}")

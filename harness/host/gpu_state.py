@@ -281,7 +281,7 @@ def _during(uses: Iterable[GpuUse]) -> list[GpuFinding]:
 
 def _limit(state: GpuState) -> str:
     now, default = state.power_limit_watts, state.default_power_limit_watts
-    return f"held back by a power limit of {now:.0f} W, where {default:.0f} W is the default"
+    return f"held back by a power limit of {now:.0f} W; the default is {default:.0f} W"
 
 
 def _of(seconds: float, use: GpuUse) -> str:

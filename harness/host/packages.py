@@ -155,8 +155,8 @@ class Unbuilt:
 
     @property
     def reason(self) -> str:
-        failure = f"set-up could not build {self.library} {self.version}: {self.error}"
-        return f"{failure}; {self.remedy}, then `make setup` tries again; log: {self.log}"
+        failure = f"setup could not build {self.library} {self.version}: {self.error}"
+        return f"{failure}; {self.remedy}, then run `make setup` again; log: {self.log}"
 
 
 def reason_file(library: str) -> Path:

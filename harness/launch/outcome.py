@@ -171,7 +171,7 @@ def ending(exit_code: int | None, by: str) -> str:
         return f"{by} was killed by {name}, from outside" + (
             " or by the kernel's out-of-memory killer" if name == "SIGKILL" else " or it crashed"
         )
-    return f"{by} left with exit code {exit_code or 0} before its steps were done"
+    return f"{by} exited with code {exit_code or 0} before its steps were done"
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:

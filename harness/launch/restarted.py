@@ -128,8 +128,8 @@ def not_restored(
             )
         if tensors and before.tensors != after.tensors:
             return (
-                f"rank {rank}'s parameters or optimizer states are not those that it saved, which"
-                " its tolerance would hide"
+                f"rank {rank}'s parameters or optimizer states differ from those that it saved,"
+                " which its tolerance would hide"
             )
     return ""
 

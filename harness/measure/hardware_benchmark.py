@@ -30,10 +30,10 @@ RANKS = 2
 WARMUP = 3
 MOST_MESSAGES, LEAST_MESSAGES, BYTES_PER_SIZE = 50, 7, 2**26
 METHOD = (
-    f"{RANKS} ranks on this host, each on a core of its own; a message is what one rank gives;"
-    f" median of 7 to 50 repetitions after {WARMUP} that do not count, a repetition being as long"
-    " as its slowest rank's; point-to-point is half of there and back; latency + bytes /"
-    " bandwidth, neither below 0, is fitted by least squares of the relative error"
+    f"{RANKS} ranks on this host, each on its own core; a message is one rank's contribution;"
+    f" median of 7 to 50 repetitions after {WARMUP} warm-up ones, each timed on its slowest rank;"
+    " point-to-point is half a round trip; latency + bytes / bandwidth, both at least 0, is"
+    " fitted by least squares of the relative error"
 )
 
 
@@ -215,9 +215,7 @@ def _operations(
         and (other == 2 - rank).all()
     )
     if not is_right:
-        raise RuntimeError(
-            f"rank {rank} received other numbers than were sent, in messages of {size} bytes"
-        )
+        raise RuntimeError(f"rank {rank} received wrong numbers in messages of {size} bytes")
     work.zero_()  # repeated sums would overflow
     return {
         "all_reduce": (lambda: dist.all_reduce(work), 1),

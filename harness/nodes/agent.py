@@ -134,8 +134,9 @@ def main() -> None:
     parser.add_argument(
         "rendezvous",
         help=(
-            "File in which the coordinator says where it listens, or its HOST:PORT, with the run's"
-            f" key in {KEY} or a file named by {KEY_FILE}. The coordinator may start later."
+            "File in which the coordinator publishes its address, or its HOST:PORT with the"
+            f" run's key in {KEY} or in a file named by {KEY_FILE}. The coordinator may start"
+            " later."
         ),
     )
     parser.add_argument(

@@ -138,7 +138,7 @@ def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
                 sha256.update(part)
                 received += sink.write(part)
         if (received, sha256.hexdigest()) != (fact.bytes, fact.digest):
-            raise OSError("the coordinator sent something else than it announced")
+            raise OSError("the coordinator sent a different file than it announced")
         times = (fact.modified_nanoseconds, fact.modified_nanoseconds)
         os.utime(temporary, ns=times)
         temporary.replace(file)

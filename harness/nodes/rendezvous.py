@@ -57,8 +57,8 @@ class Rendezvous:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
                 raise UsageError(
-                    f"{str(file)!r} must belong to this user, and nobody else may read it: whoever"
-                    " can decides what this node runs"
+                    f"{str(file)!r} must belong to this user and be readable by nobody else,"
+                    " because its key lets anyone run code on this node"
                 )
             try:
                 content = json.load(source)
@@ -85,7 +85,7 @@ def parse_rendezvous(text: str) -> Path | Rendezvous:
         return Path(text)
     host, port = match[1], int(match[2])
     if port > 65535:
-        raise UsageError(f"--rendezvous {text}: ports end at 65535")
+        raise UsageError(f"--rendezvous {text}: the port must be at most 65535")
     return Rendezvous(machine_id(), (host,) if host else (), port, _key_from_environment())
 
 
@@ -102,7 +102,7 @@ def _key_from_environment() -> str:
             raise UsageError(f"{KEY_FILE}: {file!r} is not a readable key: {error}") from None
     if not key:
         raise UsageError(
-            f"nodes that meet by address need the same secret in {KEY}, or in a file named by"
+            f"nodes that connect by address need the same secret in {KEY}, or in a file named by"
             f" {KEY_FILE}; make one with: openssl rand -hex 32"
         )
     if len(key) < LEAST_KEY_DIGITS or len(key) % 2 or not re.fullmatch(r"[0-9a-fA-F]+", key):

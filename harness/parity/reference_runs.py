@@ -244,8 +244,9 @@ def make_room(cells: Iterable[Cell]) -> None:
     free = shutil.disk_usage(home).free
     if free < missing:
         raise UsageError(
-            f"reference runs need {missing / 2**30:.1f} GiB in {home}, where {free / 2**30:.1f} GiB"
-            " are free: free some, or let PARALLELISM_BENCH_CACHE name a folder on another disk"
+            f"reference runs need {missing / 2**30:.1f} GiB in {home}, but only"
+            f" {free / 2**30:.1f} GiB are free: free some space, or set PARALLELISM_BENCH_CACHE"
+            " to a folder on another disk"
         )
 
 

@@ -127,7 +127,7 @@ KINDS = (
         20.0,
         "an element of {} is off by {:.1e} of the update's root mean square",
     ),
-    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.1e} of its update"),
+    Kind("decays", 0.1, 0.1, "the norm of {} is off by {:.1e} of its update"),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.1e} of its change"),
     Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.1e} of its norm"),
 )
@@ -173,7 +173,9 @@ def parity_verdict(
     off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
         word = "diverged"
-        reason = f"{len(missing)} parameters were not shown to the harness, {missing[0]} for one"
+        reason = (
+            f"{len(missing)} parameters were not registered with the harness, such as {missing[0]}"
+        )
     elif max(gaps) > allowed.loss:
         word, reason = "diverged", _loss_reason(gaps, allowed.loss)
     elif off:

@@ -100,8 +100,8 @@ def workload_of(model: str) -> str:
         return make_workload(model).name
     except UsageError:
         raise UsageError(
-            f"the planner knows only the sizes of model {model!r}; give hf:PATH of its config.json,"
-            " or a workload of the suite such as llama-7b, to have its cells written"
+            f"the planner knows only the sizes of model {model!r}; to write its cells, give"
+            " hf:PATH of its config.json, or a workload of the suite such as llama-7b"
         ) from None
 
 

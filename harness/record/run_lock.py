@@ -32,8 +32,8 @@ def sole_writer(
                 held.callback(_release, file, _locked(file, how, deadline))
             except BlockingIOError:
                 raise UsageError(
-                    f"run {run_id!r} in {str(folder)!r} is being run by another process: wait for"
-                    " its end, or stop it"
+                    f"another process is running run {run_id!r} in {str(folder)!r}: wait until it"
+                    " ends, or stop it"
                 ) from None
             except OSError:  # No locks here, or a read-only folder, which is reported elsewhere.
                 continue

@@ -87,8 +87,8 @@ class Store:
         """Raises NotRecorded if the run's file is gone: readers would miss its trials."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
-                f"run {run_id!r} is not in results folder {str(self.folder)!r} any more: somebody"
-                " removed or moved the folder, or it is not mounted"
+                f"run {run_id!r} is no longer in results folder {str(self.folder)!r}: the folder"
+                " was removed or moved, or is not mounted"
             )
 
     def write_run(self, run: RunRecord) -> bool:
@@ -234,8 +234,8 @@ def require_plain_name(run_id: str) -> str:
     """Returns the run id; raises UsageError if it is not a plain name, e.g. a path elsewhere."""
     if not _PLAIN_NAME.fullmatch(run_id):
         raise UsageError(
-            f"run name {run_id!r} cannot be the name of a file: use up to 100 letters, digits, '.',"
-            " '_' and '-', the first a letter or digit"
+            f"run name {run_id!r}: use up to 100 letters, digits, '.', '_' and '-', beginning"
+            " with a letter or digit"
         )
     return run_id
 

@@ -111,8 +111,8 @@ class ReferenceRuns:
         again = split_differently(reference_cell(cell))
         if again and reference.exists and reference.noise is None:
             announce(
-                f"the same with its batch in {again.micro_batches} parts: how far rounding alone"
-                " leads"
+                f"the same with its batch in {again.micro_batches} parts, to measure the effect"
+                " of rounding alone"
             )
             outcome = _launch(launcher, again, data, reference=reference.folder)
             if outcome.status == "ok" and (found := outcome.trained[0].deviations):
@@ -131,7 +131,10 @@ class ReferenceRuns:
         alone, ranks = without_exchange(cell)
         if ranks == 1 or declared(cell).update <= CAPPED_ABOVE or reference.no_exchange(ranks):
             return
-        announce(f"the same on {ranks} ranks without any exchange, which no limit may allow")
+        announce(
+            f"the same on {ranks} ranks that exchange nothing, whose deviation every limit must"
+            " exclude"
+        )
         outcome = _launch(launcher, alone, _data_of(cell), ranks, reference=reference.folder)
         if outcome.status == "ok":
             losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])

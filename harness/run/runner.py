@@ -143,8 +143,8 @@ class Runner:
         wanted = [trial.cell for trial in pending]
         if self.plan.interleaved:
             listener.preparing(
-                f"importing what ranks need, once for each of {len(self.cells)} cells, which will"
-                " train interleaved"
+                f"importing packages, once for each of {len(self.cells)} cells, which will train"
+                " interleaved"
             )
         with (
             contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
@@ -336,5 +336,5 @@ class Runner:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
             if needs_at_least_as_much_as(cell, other):
-                return f"{other.name} ran out of memory and this needs more"
+                return f"{other.name} ran out of memory, and this needs at least as much"
         return None

@@ -80,8 +80,8 @@ class AccelerateEngine(Strategy):
         if self.engine != "fsdp2" or cell.device != "cpu":
             return None
         return (
-            "Accelerate has FSDP2 on GPUs only: told to be on one, its own preparation then runs"
-            " over gloo"
+            "Accelerate supports FSDP2 on GPUs only: it is told that it has one, and its own"
+            " preparation runs over gloo"
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
@@ -242,21 +242,22 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
     wanted = DistributedType.FSDP if fsdp2 else DistributedType.DEEPSPEED if deepspeed else plain
     if accelerator.num_processes != job.cell.devices:
         raise RuntimeError(
-            f"Accelerate sees {accelerator.num_processes} of {job.cell.devices} processes: no"
-            " gradient is averaged"
+            f"Accelerate sees only {accelerator.num_processes} of {job.cell.devices} processes,"
+            " so it would not average gradients"
         )
     if accelerator.distributed_type != wanted:
         raise RuntimeError(
-            f"Accelerate would train by {accelerator.distributed_type}, not by {wanted}"
+            f"Accelerate would train with {accelerator.distributed_type} instead of {wanted}"
         )
     if accelerator.mixed_precision != mixed_precision(job.cell):
         raise RuntimeError(
-            f"Accelerate would train in mixed precision {accelerator.mixed_precision}, not in"
+            f"Accelerate would train in mixed precision {accelerator.mixed_precision} instead of"
             f" {job.cell.precision}"
         )
     if torch.get_num_threads() != job.threads:
         raise RuntimeError(
-            f"Accelerate took {torch.get_num_threads()} threads a rank, the cell has {job.threads}"
+            f"Accelerate uses {torch.get_num_threads()} threads per rank, but the cell has"
+            f" {job.threads}"
         )
 
 

@@ -202,9 +202,9 @@ class ZeroOptions(Strategy):
         for what, size in largest.items():
             if size < SWAPPED_BYTES:
                 raise Refused(
-                    f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of"
-                    f" {cell.devices} ranks, and DeepSpeed keeps all below 1 MiB in memory; use a"
-                    " larger model or fewer devices"
+                    f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each"
+                    f" of {cell.devices} ranks, and DeepSpeed keeps everything below 1 MiB in"
+                    " memory; use a larger model or fewer devices"
                 )
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -212,7 +212,7 @@ class ZeroOptions(Strategy):
         moved = " and ".join(what for what, place in places.items() if place == "cpu")
         if not moved or cell.device != "cpu":
             return None
-        return f"no device to leave: {moved} are already in host memory"
+        return f"nothing to offload on a CPU: {moved} are already in host memory"
 
     def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
         places = self.offload_optimizer, self.offload_parameters

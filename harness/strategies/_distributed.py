@@ -94,7 +94,7 @@ def check_version() -> None:
 def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
     """Raises Refused if the model lacks a required plan, or sizes do not match."""
     if cell.devices == 1:
-        raise Refused("1 device makes no mesh; use 2 devices or more")
+        raise Refused("a mesh needs at least 2 devices")
     if workload.kind == "image" or workload.suffixes:
         raise Refused(
             f"transformers splits only unmodified language models, and {workload.name} is not one;"

@@ -61,10 +61,10 @@ def missing(controller: str, device: str) -> str:
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
-            return f"Horovod was built for the CPU alone: {failure.reason}"
+            return f"Horovod was built for the CPU only: {failure.reason}"
         return (
-            "Horovod was built for the CPU alone: PARALLELISM_BENCH_CUDA=packages make setup builds"
-            " it with NCCL, where torch has CUDA"
+            "Horovod was built for the CPU only: PARALLELISM_BENCH_CUDA=packages make setup"
+            " builds it with NCCL, if torch has CUDA"
         )
     if controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
         return (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOST = Tolerance(
     EXACT.loss,
     EXACT.update,
-    "weights are half: an update smaller than half a unit in their last place is lost",
+    "weights are in half precision: an update smaller than half a unit in their last place is lost",
 )
 
 
@@ -44,9 +44,11 @@ class Amp(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.opt_level == "O2" and cell.checkpoint not in ("none", "full"):
-            raise Refused("the optimizer of O2 has masters without names: use checkpoint full")
+            raise Refused(
+                "the optimizer of O2 has master weights without names: use checkpoint full"
+            )
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
-            levels = f"{self.opt_level} does not go with {cell.precision}"
+            levels = f"{self.opt_level} cannot be combined with {cell.precision}"
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:

@@ -18,7 +18,9 @@ from harness.workloads import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-REASON = "ranks step on their own gradients and average their parameters: the optimizer sees other"
+REASON = (
+    "ranks step on their own gradients and then average parameters, so the optimizer sees different"
+)
 LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
     2: Tolerance(0.3, 0.75, f"{REASON} gradients"),
     1: Tolerance(0.3, 1.5, f"{REASON} gradients"),
@@ -49,7 +51,7 @@ class Collectives(Strategy):
                 " one rank's; use average gradients, or post_local_sgd"
             )
         if self.average == "gradients" and self.period > 1:
-            only = f"period={self.period} goes with average=parameters only"
+            only = f"period={self.period} needs average=parameters"
             raise Refused(f"gradients are averaged at every step: {only}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:

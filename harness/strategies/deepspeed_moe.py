@@ -50,8 +50,8 @@ class DeepspeedMoe(Strategy):
             )
         if cell.balance_weight:
             raise Refused(
-                "DeepSpeed's gate balances each layer by itself, transformers' loss all layers"
-                " together: another training; use distributed_config, or balance_weight 0"
+                "DeepSpeed's gate balances each layer separately, but transformers' loss"
+                " balances all layers together; use distributed_config, or balance_weight 0"
             )
         for what, count in (("devices", cell.devices), ("experts", workload.experts)):
             if count % self.expert:

@@ -71,8 +71,8 @@ class DiLoCo(Strategy):
         return Tolerance(
             0.3,
             0.75 + abs(gain - 1),
-            "ranks train on their own gradients for a period, and the outer optimizer moves"
-            " further or less far than they did",
+            "ranks train on their own gradients for a period, and the outer optimizer then takes"
+            " a larger or smaller step than they did",
         )
 
     @property

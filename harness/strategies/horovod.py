@@ -63,7 +63,7 @@ class Horovod(Strategy):
 
     def _check_adasum(self, cell: Cell) -> None:
         if self.controller != "mpi":
-            raise Refused("Horovod has Adasum over MPI only: set controller to mpi")
+            raise Refused("Horovod supports Adasum over MPI only: set controller to mpi")
         if cell.devices & (cell.devices - 1):
             raise Refused(
                 f"Adasum combines ranks in pairs: it needs a power of two, not {cell.devices}"
@@ -84,7 +84,9 @@ class Horovod(Strategy):
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)
-            reason = "Adasum adds what differs between the ranks' updates: another training"
+            reason = (
+                "Adasum adds the parts in which the ranks' updates differ, so it trains differently"
+            )
             reasons.append(Tolerance(3e-2 * steps, 1.0 * steps, reason))
         return widest(*reasons)
 

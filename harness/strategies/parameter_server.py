@@ -77,7 +77,8 @@ class ParameterServer(Strategy):
         return Tolerance(
             0.2 * lacking,
             0.5 + 0.25 * lacking,
-            "each worker's gradients are applied alone, to parameters that have moved on",
+            "each worker's gradients are applied separately, to parameters that others have"
+            " updated meanwhile",
         )
 
     @property

@@ -47,8 +47,8 @@ class TransformersTrainer(AccelerateEngine):
             )
         if workload.kind == "seq2seq":
             raise Refused(
-                f"Trainer would let {workload.name} make its decoder's inputs from the labels, and"
-                " a sample has others; use ddp"
+                f"Trainer would let {workload.name} make its decoder's inputs from the labels,"
+                " but samples have their own; use ddp"
             )
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:

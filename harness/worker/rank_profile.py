@@ -88,8 +88,8 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         memory=None,
         unseen_buffers=None,
         memory_reason=(
-            "torch's memory tracker sees the thread that calls the step only, and the library"
-            " trains in one of its own"
+            "torch's memory tracker sees only the thread that calls the step, but the library"
+            " trains in another"
         ),
         private_bytes=None,
     )

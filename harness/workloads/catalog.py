@@ -158,7 +158,6 @@ def _kind(name: str, config: PretrainedConfig, architecture: str) -> Kind:
         if architecture.endswith(ending) and type(config) in mapping:
             return kind
     raise UsageError(
-        f"workload {name!r}: architecture {architecture or 'unknown'!r} is none that can be trained"
-        f" here; give a model whose config.json names a ...{', a ...'.join(_KINDS)}, of text or"
-        " images"
+        f"workload {name!r}: architecture {architecture or 'unknown'!r} cannot be trained here;"
+        f" give a text or image model whose config.json names a ...{', a ...'.join(_KINDS)}"
     )

@@ -136,5 +136,5 @@ def _cannot_train(config: PretrainedConfig, kind: Kind) -> str:
     ):
         return f"is for {problem}, and samples have one class each; leave problem_type out"
     if kind == "image" and _number(config, "num_channels") not in (0, 3):
-        return f"takes images of {config.num_channels} channels, and they have 3"
+        return f"takes images of {config.num_channels} channels, but the suite's have 3"
     return ""

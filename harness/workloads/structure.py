@@ -177,7 +177,9 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
         if not modules or not full.startswith(tuple(f"{blocks}." for blocks in paths)):
             continue
         if style not in STYLES:
-            return TensorPlan(missing=f"its tensor-parallel plan has {full} as {style}")
+            return TensorPlan(
+                missing=f"its tensor-parallel plan uses the unsupported style {style} for {full}"
+            )
         kind = STYLES[style]
         if kind != "heads" and not all(isinstance(module, nn.Linear) for module in modules):
             return TensorPlan(

@@ -255,8 +255,8 @@ def _check_ids(name: str, tokens: Array, workload: Workload) -> None:
     largest = int(tokens.max()) if len(tokens) else 0
     if largest >= workload.vocabulary:
         raise UsageError(
-            f"data {name!r}: the tokenizer of {workload.name} gives the id {largest}, and the model"
-            f" has a vocabulary of {workload.vocabulary}"
+            f"data {name!r}: the tokenizer of {workload.name} gives the id {largest}, but the"
+            f" model's vocabulary has only {workload.vocabulary}"
         )
 
 
@@ -324,8 +324,8 @@ def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
             return encode, f"tokenizer of {workload.pretrained}"
     if workload.vocabulary < 256:
         raise UsageError(
-            f"workload {workload.name!r}: its {workload.vocabulary} tokens are too few for bytes"
-            " and it brings no tokenizer; 256 would do"
+            f"workload {workload.name!r}: its vocabulary of {workload.vocabulary} is too small"
+            " for bytes, and it brings no tokenizer; it needs at least 256"
         )
     return lambda text: np.frombuffer(text, np.uint8), "bytes"
 

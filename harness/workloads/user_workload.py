@@ -144,7 +144,7 @@ class UserWorkload(Workload):
             alone = sum(self._loss(model, [sample]) for sample in (0, 1))
         weighted = self.weight([0, 1]) is not None
         if self._differ(both, alone if weighted else alone / 2):
-            kind = "sum, as it has weight()" if weighted else "mean"
+            kind = "sum (because it has weight())" if weighted else "mean"
             self.reject(f"loss() must be the {kind} of the samples' losses, for any batch")
 
     def _loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:

@@ -176,7 +176,7 @@ KINDS: dict[str, Inject] = {
     "a rank raises": of_a_rank("raises", "failed", "rank 1: ValueError: the planted mistake"),
     "a rank raises in set-up": of_a_rank("raises_in_setup", "failed", "mistake in setup"),
     "a rank is killed": of_a_rank("killed", "failed", "rank 1 was killed by SIGKILL"),
-    "a rank exits": of_a_rank("exits", "failed", "rank 1 left with exit code 0"),
+    "a rank exits": of_a_rank("exits", "failed", "rank 1 exited with code 0"),
     "a rank has a segmentation fault": of_a_rank("segfaults", "failed", "killed by SIGSEGV"),
     "a loss is no number": of_a_rank("nan", "diverged", "not finite at step"),
     "a rank floods its log": of_a_rank("floods_its_log", "failed", "the planted flood"),

@@ -108,7 +108,7 @@ def test_a_gpu_that_torch_has_no_code_for_means_cpu(
     remedy = "`PARALLELISM_BENCH_TORCH_CUDA=12 make setup`" if older else "install a torch that has"
     reason = (
         f"torch 2.13.0+cu130 has no code for compute capability {words} of GPU 0 (Tesla V100);"
-        f" {'run ' if older else ''}{remedy}, or hide this GPU by CUDA_VISIBLE_DEVICES"
+        f" {'run ' if older else ''}{remedy}, or hide this GPU with CUDA_VISIBLE_DEVICES"
     )
     assert unused_gpus() == (None if usable else reason)
 
@@ -117,7 +117,7 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, rtx_4090())
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    words = "torch 2.13.0+cpu is built without CUDA; install a build for CUDA to use"
+    words = "torch 2.13.0+cpu is built without CUDA; install a CUDA build to use"
     assert unused_gpus() == f"{words} NVIDIA GeForce RTX 4090"
     assert device_type() == "cpu"
 

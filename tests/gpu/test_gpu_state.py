@@ -156,7 +156,7 @@ def test_another_process_before_or_after_marks_the_trial() -> None:
 def test_a_power_limit_below_the_default_is_marked_where_it_held_the_gpu_back() -> None:
     """Finding 14: a capped GPU is slower; at its default limit a busy one is capped as a rule."""
     lowered = replace(COOL, power_limit_watts=450.0, reasons=("power cap",))
-    words = "GPU 3: held back by a power limit of 450 W, where 700 W is the default"
+    words = "GPU 3: held back by a power limit of 450 W; the default is 700 W"
     use = GpuUse(("GPU-x",), 10.0, {"power": 9.0}, (lowered,))
     assert [one.words for one in record(use=use).findings()] == [words]
     at_default = replace(use, states=(replace(COOL, reasons=("power cap",)),))

@@ -100,7 +100,7 @@ def test_what_could_not_be_built_is_unavailable_with_the_first_error(
     with pytest.raises(
         Unavailable,
         match=(
-            r"not installed: set-up could not build .*common.h:343.*mend that, then `make"
+            r"not installed: setup could not build .*common.h:343.*mend that, then run `make"
             r" setup`.*build\.log"
         ),
     ):

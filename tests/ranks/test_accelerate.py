@@ -62,7 +62,7 @@ def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> Non
         for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows()
     )
     assert told["status"] == "failed"
-    assert "Accelerate sees 1 of 2 processes" in told["reason"]
+    assert "Accelerate sees only 1 of 2 processes" in told["reason"]
     assert silent["status"] == "diverged"
 
 
@@ -75,7 +75,7 @@ def test_it_takes_all_cores(run_cells: RunCells) -> None:
         0
     ]
     assert trial["status"] == "failed"
-    assert "threads a rank, the cell has 1" in trial["reason"]
+    assert "threads per rank, but the cell has 1" in trial["reason"]
 
 
 def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
@@ -89,7 +89,7 @@ def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
         for _, row in run_cells(*traps).trials.sort_values("options", ascending=False).iterrows()
     )
     assert told["status"] == "failed"
-    assert "would train by DistributedType.MULTI_CPU" in told["reason"]
+    assert "would train with DistributedType.MULTI_CPU" in told["reason"]
     assert silent["status"] == "ok"
     assert list(silent["held_parameters"]) == [silent["parameters"]] * 2, "whole on each rank: DDP"
 

@@ -45,7 +45,7 @@ def test_a_failure_in_setup_is_the_cause(run_cells: RunCells) -> None:
     ("fault", "said", "how"),
     [
         ("killed", "was killed by SIGKILL", "elastic"),
-        ("exits", "left with exit code 0", "elastic"),
+        ("exits", "exited with code 0", "elastic"),
         ("killed", "was killed by SIGKILL", "spawn"),
     ],
 )

@@ -144,7 +144,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     ("fault", "status", "reason"),
     [
         ("raises", "failed", "rank 1: ValueError: the planted mistake"),
-        ("killed", "failed", "mpirun left with exit code 137"),
+        ("killed", "failed", "mpirun exited with code 137"),
         ("hangs", "timeout", "still running after its time limit"),
     ],
 )

@@ -125,6 +125,6 @@ def test_numbers_that_were_not_sent_are_noticed(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(dist, name, lambda *_: None)
     with pytest.raises(
         RuntimeError,
-        match="rank 0 received other numbers than were sent, in messages of 4096 bytes",
+        match="rank 0 received wrong numbers in messages of 4096 bytes",
     ):
         links._operations(0, 4096, torch.device("cpu"))

@@ -111,4 +111,4 @@ def test_deepspeeds_mixture_keeps_no_dot_products(run_cells: RunCells) -> None:
 def test_a_strategy_that_recomputes_nothing_is_told_so(run_cells: RunCells) -> None:
     """One that builds its model itself would train as if the cell did not ask for it."""
     trial = run_cells(cell("broken", recompute="full")).trials.iloc[0]
-    ended(trial, "failed", "did not build its model by job.model()")
+    ended(trial, "failed", "did not build its model with job.model()")

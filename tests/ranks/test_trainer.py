@@ -78,14 +78,14 @@ def test_other_axes(run_cells: RunCells) -> None:
             "failed",
             "DDP's find_unused_parameters is True, the plain script's is False",
         ),
-        ("no_cpu", "ddp", "failed", "Accelerate sees 1"),
+        ("no_cpu", "ddp", "failed", "Accelerate sees only 1"),
         ("own_optimizer", "ddp", "diverged", "off by"),
         ("own_optimizer_without_exemption", "ddp", "ok", ""),
         ("shifted_twice", "ddp", "diverged", "loss is off"),
         ("none", "zero2", "ok", ""),
         ("deepspeed_clipping", "zero2", "diverged", "loss is off"),
-        ("no_cpu", "zero2", "failed", "Accelerate sees 1"),
-        ("fsdp_on_cpu", "fsdp2", "failed", "would train by DistributedType.MULTI_CPU"),
+        ("no_cpu", "zero2", "failed", "Accelerate sees only 1"),
+        ("fsdp_on_cpu", "fsdp2", "failed", "would train with DistributedType.MULTI_CPU"),
     ],
 )
 def test_what_goes_wrong_without_a_precaution(

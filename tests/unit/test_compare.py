@@ -147,7 +147,7 @@ def test_findings_come_first_and_the_headline_counts_them() -> None:
         4,
         2,
     ), "throughput and memory of two cells"
-    assert "4 were made here, so up to 0.02 are" in found.method["False alarms"]
+    assert "4 were made here, so expect up to 0.02" in found.method["False alarms"]
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,8 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
     assert line["ratio"] == pytest.approx(0.5, rel=1e-3)
     for words, said in (
         ([OLD, "--cells", "dpp", "ddp"], "'dpp'"),
-        ([OLD, "--cells", "ddp", "ddp"], "in one setting"),
-        ([OLD, NEW, "--cells", "ddp", "fsdp2"], "cells of one run"),
+        ([OLD, "--cells", "ddp", "ddp"], "has the same workload"),
+        ([OLD, NEW, "--cells", "ddp", "fsdp2"], "two cells of one run"),
         ([OLD], "two runs or folders"),
         ([], "two runs"),
         ([OLD, NEW, "--baseline", OLD], "two runs"),

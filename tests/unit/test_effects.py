@@ -109,4 +109,4 @@ def test_tune_leaves_out_what_does_not_fit() -> None:
     assert not [left for left in all_there.left_out if "GiB" in left.reason]
     little = expand(matrix, Host("cpu", 2, 2**31))
     assert not little.cells
-    assert "of each device by its formulas, which has 1.0 GiB" in little.left_out[0].reason
+    assert "per device by its formulas, but a device has 1.0 GiB" in little.left_out[0].reason

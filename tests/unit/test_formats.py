@@ -324,13 +324,13 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--section", "verdict", "--format", "csv"], "leave --section out"),
         (["--format", "md", "--json"], "name a file with --out"),
         (["--format", "csv", "--open"], "--open shows a file"),
-        (["--index", "--all"], "--index writes the index"),
+        (["--index", "--all"], "--index writes only the index"),
         (["--all", RUN_ID], "--all"),
         (["nonsense"], "no run 'nonsense'"),
         (["--section", "parts", "--format", "md"], "section"),
         (["--baseline-cell", "nonsense"], "'nonsense' is not a cell"),
         (["--section", "largest"], "no data for it"),
-        (["--all"], "comparing takes two runs"),
+        (["--all"], "a comparison needs two runs"),
     ],
 )
 def test_command_mistakes(

@@ -367,7 +367,7 @@ def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
     three = MaxsizeResult("stage 3", parameters=51, **known)  # type: ignore[arg-type]
     assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
-    assert note.startswith("not the theory's order: stage 2 reaches 0.0M, no more than stage 1")
+    assert note.startswith("not in theory's order: stage 2 reaches 0.0M, no more than stage 1")
     assert "fp32 master partition 30 MiB" in note
 
 
@@ -464,7 +464,7 @@ def ended(scratch: Path) -> Outcome:
     [
         (["--budget", "lots"], ["'lots' is not an amount of memory"]),
         (["--budget", "0"], ["--budget '0'", "more than 0"]),
-        (["--budget", "999TiB"], ["--budget '999TiB'", "no more than"]),
+        (["--budget", "999TiB"], ["--budget '999TiB'", "at most"]),
         (["--only", "dpp"], ["--only 'dpp'", "ddp"]),
         (["--hidden", "100"], ["multiple of 64"]),
         (["--cells", "nowhere.yaml"], ["nowhere.yaml"]),

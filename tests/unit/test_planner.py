@@ -180,7 +180,7 @@ def test_a_sequence_that_no_number_of_devices_holds_gets_the_longest_that_fits()
         plan(asked, CALIBRATION)
     longest = int(str(error.value).rsplit("sequence of ", 1)[1].split()[0])
     assert plan(dataclasses.replace(asked, sequence_length=longest), CALIBRATION).candidates
-    with pytest.raises(UsageError, match="fits 8 x h100-80gb in none"):
+    with pytest.raises(UsageError, match="does not fit 8 x h100-80gb in any"):
         plan(dataclasses.replace(asked, sequence_length=2 * longest), CALIBRATION)
 
 
@@ -189,7 +189,7 @@ def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None
     with pytest.raises(UsageError) as error:
         plan(asked, CALIBRATION)
     text = str(error.value)
-    least = float(text.split("one needs is ")[1].split()[0])
+    least = float(text.split("the smallest of them needs ")[1].split()[0])
     assert least * 1e9 > asked.cluster.memory_bytes
     assert "others offload more than a node's memory and disks hold; it fits" in text
 
@@ -199,14 +199,14 @@ def test_a_batch_too_small_for_every_pipeline_gets_one_that_is_enough() -> None:
     shape = parse_shape("layers=70,hidden=7168,heads=7,feed_forward=7919")
     asked = ClusterQuestion(shape, cluster, 1001, 1, 16)
     calibration = dataclasses.replace(CALIBRATION, links="playbook-h100")
-    with pytest.raises(UsageError, match=r"too few micro-batches; one of 15 gives enough"):
+    with pytest.raises(UsageError, match=r"too few micro-batches; a batch of 15 is enough"):
         plan(asked, calibration)
     assert plan(dataclasses.replace(asked, global_batch=15), calibration).candidates
 
 
 def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
     asked = question("gpt2", 4096, 7)
-    with pytest.raises(UsageError, match="nearest that does is 64") as error:
+    with pytest.raises(UsageError, match="nearest that can is 64") as error:
         plan(asked, CALIBRATION)
     nearest = int(str(error.value).rsplit(" ", 1)[1])
     assert plan(dataclasses.replace(asked, global_batch=nearest), CALIBRATION).candidates

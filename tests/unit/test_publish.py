@@ -232,7 +232,7 @@ def test_command(store: Store, tmp_path: Path) -> None:
     )
     assert (
         ask("tensorboard", str(tmp_path / "tb"), "--all", *folder)
-        == f"{tmp_path / 'tb'}: 4 cells written, 4 were there already\n"
+        == f"{tmp_path / 'tb'}: 4 cells written, 4 already there\n"
     )
     told = json.loads(ask("prometheus", str(tmp_path / "prom"), "latest~1", "--json", *folder))
     assert told == {

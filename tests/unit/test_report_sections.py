@@ -215,8 +215,8 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
         "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less"
         in page.text
     )
-    assert "Measured: more 0.0M < less 0.0M; theory has less < more" in page.text
-    assert "not the theory's order" in page.text
+    assert "Measured order: more 0.0M < less 0.0M; theory predicts less < more" in page.text
+    assert "not in theory's order" in page.text
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:
         shown.setdefault(field, []).append(value)
@@ -243,7 +243,7 @@ def test_the_terminal_names_systems_that_are_not_on_this_host(
     sharded_results: Results, results: Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show.ranking(show.console(), cell_results(sharded_results.trials))
-    assert "not on this host: 6 Rare; each reason below" in capsys.readouterr().out
+    assert "not on this host: 6 Rare; the reasons below" in capsys.readouterr().out
     here = sharded_results.trials[sharded_results.trials["system"] == "3 wrapped"]
     show.ranking(show.console(), cell_results(here))
     assert "not on this host" not in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_flags_and_failures_are_told(page: Page) -> None:
     flags = (
         "stand-in threads instead of devices",
         "oversubscribed more ranks than cores",
-        "1 trial its interval is from the spread of the other cells",
+        "1 trial its interval comes from the spread of the other cells",
         "expected to diverge",
     )
     failures = (
@@ -88,7 +88,7 @@ def test_flags_and_failures_are_told(page: Page) -> None:
     )
     for words in (
         *flags,
-        "steps still changed by 7 %",
+        "step time still changed by 7 %",
         *failures,
         *left,
         "the run ended before it; resume the run to launch it",

@@ -136,10 +136,10 @@ def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
         == [section.name for section in SECTIONS]
     )
     assert (
-        f"Against the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly"
+        f"Compared with the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly"
         " failing 1." in page.text
     )
-    assert "the level changed for good in 2 of 6 series" in page.text
+    assert "the level of 2 of 6 series changed for good" in page.text
     assert re.search(r"ddp .{0,80}▼ 10\.0 % slower since 2026-01-08", page.text)
     assert re.search(r"fsdp2 .{0,80}▲ 20\.0 % more since 2026-01-08", page.text)
     assert "newly failing failed: rank 1: it broke" in page.text
@@ -201,7 +201,7 @@ def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> No
     (other,) = found.shown
     assert other.against is not None
     assert other.against.headline == "1 regression: slower 1"
-    assert other.why_not == "of another matrix: 1 cells are in one of the two only"
+    assert other.why_not == "of another matrix: 1 cells are in only one of the two"
 
 
 def test_runs_without_anything_in_common(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def nvml(device: str) -> Finding:
     answers = NvmlAnswers(installed, kind, child, _view())
     lost = [name for name, value in answers.parent.items() if value and not child.get(name)]
     reason = (
-        f"NVML does not tell a forked rank {', '.join(lost)}" if lost else "it tells both the same"
+        f"NVML does not give a forked rank {', '.join(lost)}"
+        if lost
+        else "NVML gives both the same answers"
     )
     return Finding.of(not lost and "error" not in child, str(child.get("error") or reason), answers)
 

@@ -21,9 +21,8 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 class TimeConstants:
     matmul_efficiency: float = constant(
         Prior(0.8, spread=0.08, low=0.5, high=1.0, unit="1"),
-        "share of what the device's best matrix product reaches that large products of a training"
-        " reach",
-        "searches for the best product choose its sizes; a training cannot (hardware.yaml)",
+        "speed of a training's large matrix products, as a share of the device's best one",
+        "a search for the best product chooses its sizes; a training cannot (hardware.yaml)",
     )
     matmul_half_size: float = constant(
         Prior(1.5, spread=0.7, low=0.3, high=6.0, unit="1"),
@@ -39,9 +38,10 @@ class TimeConstants:
     )
     elementwise_passes: float = constant(
         Prior(30.0, spread=12.0, low=8.0, high=90.0, unit="1"),
-        "times that forward and backward of a layer read or write its activations of 2 bytes"
-        " (hidden + feed-forward size for each token) outside of matrix products",
-        "count of the reads and writes of unfused norms, rotations, activations, residuals",
+        "number of times that forward and backward of a layer read or write its activations (2"
+        " bytes for each token and element of hidden and feed-forward size) outside matrix"
+        " products",
+        "count: reads and writes of unfused norms, rotations, activations and residuals",
     )
     logit_bytes: float = constant(
         Prior(30.0, spread=12.0, low=4.0, high=90.0, unit="bytes"),
@@ -55,19 +55,19 @@ class TimeConstants:
     )
     launch_tensor: float = constant(
         Prior(1.0e-3, spread=1.0e-3, low=0.0, high=5e-3, unit="s"),
-        "additional time to launch a layer whose tensors are split over ranks",
+        "extra time to launch a layer whose tensors are split over ranks",
         "some 20 collectives and copies of a layer at 50 to 70 microseconds each",
     )
     launch_sharpness: float = constant(
         Prior(4.0, spread=1.5, low=1.5, high=12.0, unit="1"),
-        "exponent of the maximum of device and processor: 1 would add them, a large one takes the"
-        " longer; a layer has kernels that are longer and ones that are shorter than their launch",
+        "exponent that combines device and processor time: 1 adds them, a large one takes the"
+        " longer; some of a layer's kernels take longer than their launch and some less",
         "assumed; at equal times 4 gives a time 19 % longer than either",
     )
     pipeline_stall: float = constant(
         Prior(1.0e-3, spread=1.5e-3, low=0.0, high=6e-3, unit="s"),
-        "additional time to launch a layer, for each rank of the tensor axis, where a pipeline"
-        " crosses nodes: collectives wait behind sends on the device's single launch queue",
+        "extra time to launch a layer, for each rank of the tensor axis, if a pipeline crosses"
+        " nodes: collectives wait behind sends on the device's single launch queue",
         "measured runs of nanotron; taken as zero on other clusters (Calibration.time_on)",
     )
     tensor_latency: float = constant(
@@ -82,7 +82,7 @@ class TimeConstants:
     )
     tensor_exposed: float = constant(
         Prior(0.8, spread=0.2, low=0.2, high=1.0, unit="1"),
-        "share of tensor-parallel communication that no compute hides",
+        "share of tensor-parallel communication that compute does not hide",
         "nothing to everything may be hidden; asynchronous products hide some",
     )
     network_bandwidth: float = constant(
@@ -98,8 +98,8 @@ class TimeConstants:
     )
     data_overlap: float = constant(
         Prior(0.5, spread=0.25, low=0.0, high=1.0, unit="1"),
-        "share of the last backward pass that hides the reduction of gradients",
-        "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
+        "share of the last backward pass that can hide the reduction of gradients",
+        "anything from none to all of the backward pass may hide it (DDP, arXiv 2006.15704)",
     )
     bucket_latency: float = constant(
         Prior(0.3e-3, spread=0.15e-3, low=0.0, high=1e-3, unit="s"),
@@ -109,8 +109,8 @@ class TimeConstants:
     )
     prefetch_overlap: float = constant(
         Prior(0.9, spread=0.05, low=0.0, high=1.0, unit="1"),
-        "share of a micro-batch's compute that hides the gathers and scatters of sharded parameters"
-        " and gradients",
+        "share of a micro-batch's compute that can hide the gathers and scatters of sharded"
+        " parameters and gradients",
         "layers are gathered one ahead of their use, on a stream of their own (PyTorch FSDP,"
         " arXiv 2304.11277, section 3.3); communication takes some multiprocessors from compute",
     )
@@ -136,8 +136,8 @@ class MemoryConstants:
 
     fragmentation: float = constant(
         Prior(1.15, spread=0.15, low=1.0, high=1.7, unit="1"),
-        "bytes reserved for each byte of activations: blocks do not fit what is asked for next",
-        "1 is none; reserved over allocated memory of long runs is 1.1 to 1.4",
+        "bytes reserved for each byte of activations: freed blocks do not fit later requests",
+        "1 means none; long runs reserve 1.1 to 1.4 times what they allocate",
     )
     layer_hidden: float = constant(
         Prior(16.0, spread=0.2, low=10.0, high=24.0, unit="bytes"),
@@ -154,9 +154,9 @@ class MemoryConstants:
     gathered: float = constant(
         Prior(4.0, spread=0.1, low=0.0, high=16.0, unit="bytes"),
         "per token and element of the hidden size of each layer that tensor parallelism does not"
-        " split, while the device has yet to do what the processor has launched",
-        "count: what attention and feed-forward give before it is scattered, 2 bytes each; memory"
-        " that another stream reads is not used again before that is done (PyTorch,"
+        " split, while the device lags behind the processor's launches",
+        "count: outputs of attention and feed-forward before they are scattered, 2 bytes each;"
+        " memory that another stream reads is reused only after that (PyTorch,"
         " Tensor.record_stream)",
     )
     logit: float = constant(
@@ -171,12 +171,12 @@ class MemoryConstants:
     )
     overhead: float = constant(
         Prior(1.0, spread=0.5, low=0.0, high=4.0, unit="GB"),
-        "of workspaces that are always there",
+        "of permanent workspaces",
         "workspaces of matrix products and collectives",
     )
     knee: float = constant(
         Prior(0.8, spread=0.1, low=0.5, high=1.0, unit="1"),
-        "share of the device's memory from which the allocator frees what it had reserved",
+        "share of the device's memory at which the allocator frees its reserves",
         "assumed: below the limit of every device",
     )
 

@@ -54,7 +54,7 @@ PART_WORDS = {
     "activation_exchange": "exposed communication of tensor, context and expert parallelism",
     "data": "exposed communication of gradients and parameters",
     "bubble": "waiting in the pipeline",
-    "launch": "waiting for the processor to launch work",
+    "launch": "waiting for the processor's launches",
     "offload": "moving offloaded tensors",
     "update": "the optimizer's update",
 }
@@ -260,11 +260,12 @@ def _nothing_fits(
     if not result.fed.any():
         return (
             f"a batch of {question.global_batch} gives the pipelines of all {count} layouts of"
-            f" {name} too few micro-batches; one of {_fed_batch(result)} gives enough"
+            f" {name} too few micro-batches; a batch of {_fed_batch(result)} is enough"
         )
     words = (
-        f"{name} with {question.sequence_length} tokens in a sequence fits {question.devices} x"
-        f" {cluster.device} in none of {count} layouts: {_what_is_missing(question, result)}"
+        f"{name} with sequences of {question.sequence_length} tokens does not fit"
+        f" {question.devices} x {cluster.device} in any of {count} layouts:"
+        f" {_what_is_missing(question, result)}"
     )
     if devices := _more_devices(question, calibration):
         return f"{words}; it fits {devices} of them"
@@ -291,8 +292,8 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
     if stored.any():
         least = float(np.min(result.memory.allocated[stored]))
         words.append(
-            f"the least memory that one needs is {least / 1e9:.1f} GB on a device, which has"
-            f" {cluster.memory_bytes / 1e9:.1f} GB"
+            f"the smallest of them needs {least / 1000000000.0:.1f} GB per device, and a device"
+            f" has {cluster.memory_bytes / 1000000000.0:.1f} GB"
         )
     if not result.stored.all():
         words.append("others offload more than a node's memory and disks hold")
@@ -423,13 +424,13 @@ def explanation(plan: ClusterPlan) -> list[str]:
         )
     if plan.goal == "cost":
         sentences.append(
-            "For a given number of devices, the fastest layout is the cheapest; compare prices of a"
-            " billion tokens for several numbers of devices."
+            "For a given number of devices, the fastest layout is the cheapest; try several"
+            " numbers of devices to compare the price of a billion tokens."
         )
     if plan.goal == "energy":
         sentences.append(
-            f"Energy is that of the devices alone, assumed to draw {COMPUTING:.0%} of their maximum"
-            f" power while they compute and {WAITING:.0%} while they wait."
+            f"Energy counts only the devices, which are assumed to draw {COMPUTING:.0%} of their"
+            f" maximum power while they compute and {WAITING:.0%} while they wait."
         )
     return [sentence for sentence in sentences if sentence]
 

@@ -56,7 +56,7 @@ class ModelShape:
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UsageError(
-                    f"model {self.name!r}: hidden size {self.hidden} does not divide by"
+                    f"model {self.name!r}: hidden size {self.hidden} is not divisible by"
                     f" {self.heads} heads; give heads that divide it, or head_size"
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
@@ -64,7 +64,7 @@ class ModelShape:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.heads % self.kv_heads:
             raise UsageError(
-                f"model {self.name!r}: {self.heads} heads do not divide by kv_heads ="
+                f"model {self.name!r}: {self.heads} heads are not divisible by kv_heads ="
                 f" {self.kv_heads}"
             )
         if self.experts_per_token > self.experts:

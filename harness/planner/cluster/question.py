@@ -280,6 +280,6 @@ def _nothing(question: ClusterQuestion, least: int) -> str:
     batch = question.global_batch
     nearest = max(least, round(batch / least) * least)
     return (
-        f"a batch of {batch} sequences does not divide over {question.devices} devices in any"
-        f" layout of {question.shape.name}; the nearest that does is {nearest}"
+        f"a batch of {batch} sequences cannot be divided over {question.devices} devices in any"
+        f" layout of {question.shape.name}; the nearest that can is {nearest}"
     )

@@ -123,8 +123,8 @@ class CpuTimeConstants:
     )
     bf16_gain: float = constant(
         Prior(2.0, spread=0.25, low=0.02, high=20.0, unit="1"),
-        "factor by which matrix products are faster in bf16",
-        "a fraction where bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
+        "speed-up of matrix products in bf16",
+        "below 1 if bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
     )
     fp16_rate: float = constant(
         Prior(5.5, spread=1.5, low=0.5, high=1500.0, unit="GFLOP/s"),
@@ -135,13 +135,14 @@ class CpuTimeConstants:
     memory_rate: float = constant(
         Prior(30.0, spread=12.0, low=2.0, high=200.0, unit="GB/s"),
         "at which a core reads and writes in operators other than matrix products",
-        "between one core's share of the memory and its caches",
+        "between the rate of one core's share of the memory and that of its caches",
     )
     working_set: float = constant(
         Prior(0.3, spread=0.15, low=0.0, high=1.0, unit="1"),
-        "power of the activations' bytes over 32e6 by which that rate falls, because caches hold"
-        " less of them",
-        "misses of caches follow a power of about one half of size (Hartstein and others, 2006)",
+        "exponent by which that rate falls with the activations' bytes over 32e6, because caches"
+        " hold less of them",
+        "cache misses follow a power law of size with an exponent of about one half (Hartstein"
+        " and others, 2006)",
     )
     operator: float = constant(
         Prior(5e-6, spread=2e-6, low=1e-6, high=40e-6, unit="s"),
@@ -155,23 +156,23 @@ class CpuTimeConstants:
     )
     tensor_update: float = constant(
         Prior(40e-6, spread=25e-6, low=2e-6, high=400e-6, unit="s"),
-        "to update and clear one parameter tensor, besides its bytes",
+        "to update and clear one parameter tensor, in addition to its bytes",
         "several operators for each tensor",
     )
     coded: float = constant(
         Prior(15e-9, spread=6e-9, low=0.1e-9, high=100e-9, unit="s"),
-        "to update an element of optimizer state that is kept in a code of 8 bits",
+        "to update an element of 8-bit optimizer state",
         "a search among 256 values takes 8 comparisons; bitsandbytes on a CPU: 13 to 25 each",
     )
     convolution: float = constant(
         Prior(0.15e-3, spread=0.08e-3, low=0.0, high=2e-3, unit="s"),
-        "of a convolution besides its arithmetic: oneDNN reorders its arguments in blocks",
+        "of a convolution in addition to its arithmetic: oneDNN reorders its arguments into blocks",
         "products of 8 to 32 channels: measured 0.05 to 0.3 ms each",
     )
     local_rate: float = constant(
         Prior(0.7, spread=0.2, low=0.05, high=20.0, unit="GB/s"),
         "of a collective's bytes between ranks on one machine: copies, sums and system calls",
-        "gloo over loopback, whose work takes the cores that compute",
+        "gloo over loopback, whose work runs on the cores that compute",
     )
     shared_rate: float = constant(
         Prior(4.0, spread=2.0, low=0.3, high=100.0, unit="GB/s"),
@@ -180,30 +181,30 @@ class CpuTimeConstants:
     )
     message: float = constant(
         Prior(1.3e-3, spread=0.2e-3, low=0.02e-3, high=10e-3, unit="s"),
-        "of a collective or transfer besides its bytes: handing over to a thread and waiting for"
-        " the slower rank",
-        "tens of microseconds for gloo alone, milliseconds where ranks wait for each other",
+        "of a collective or transfer in addition to its bytes: handing over to a thread and"
+        " waiting for the slower rank",
+        "tens of microseconds for gloo alone, milliseconds if ranks wait for each other",
     )
     unit: float = constant(
         Prior(3.0e-3, spread=1.0e-3, low=0.05e-3, high=20e-3, unit="s"),
         "of a library's gather of parameters or scatter of gradients in hooks around a module, with"
         " copies to and from flat buffers",
-        "a collective's, and tens of operators for each of a module's parameters",
+        "one collective, and tens of operators for each of a module's parameters",
     )
     disk_rate: float = constant(
         Prior(1.5, spread=0.7, low=0.02, high=20.0, unit="GB/s"),
-        "of what all ranks together read from a disk and write to it",
-        "0.1 for a magnetic disk, several for NVMe and for a cache in memory",
+        "of all ranks' reads from a disk and writes to it",
+        "0.1 for a magnetic disk, several for NVMe or a cache in memory",
     )
     emulated: float = constant(
         Prior(1.3, spread=0.3, low=0.7, high=4.0, unit="1"),
-        "factor by which a collective's work is longer between emulated nodes",
-        "their packets pass a switch and shaping, which take time of the same cores",
+        "factor by which a collective's work takes longer between emulated nodes",
+        "their packets pass a switch and shaping, which run on the same cores",
     )
     link_hidden: float = constant(
         Prior(0.3, spread=0.25, low=0.0, high=1.0, unit="1"),
-        "share of the backward pass that hides the transfer over a link between nodes",
-        "nothing to the whole backward pass may hide it (DDP, arXiv 2006.15704)",
+        "share of the backward pass that can hide the transfer over a link between nodes",
+        "anything from none to all of the backward pass may hide it (DDP, arXiv 2006.15704)",
     )
     step: float = constant(
         Prior(2.0e-3, spread=2.0e-3, low=0.0, high=50e-3, unit="s"),
@@ -218,28 +219,28 @@ class CpuMemoryConstants:
 
     overhead: float = constant(
         Prior(8.0, spread=6.0, low=0.0, high=200.0, unit="MB"),
-        "that training any model takes: threads, code that is loaded late, batches",
-        "megabytes for each thread's heap and stack",
+        "that training takes with any model: threads, code that is loaded late, batches",
+        "megabytes for the heap and stack of each thread",
     )
     node_overhead: float = constant(
         Prior(4.0, spread=2.0, low=0.0, high=50.0, unit="MB"),
-        "that a rank on an emulated node takes in addition",
-        "its agent and its connections; measured on one machine: 3 to 6",
+        "that a rank on an emulated node takes extra",
+        "for its agent and connections; measured on one machine: 3 to 6",
     )
     activations: float = constant(
         Prior(1.2, spread=0.2, low=0.7, high=2.5, unit="1"),
-        "resident bytes for each byte of activations: the heap does not give all back",
-        "1 is none; glibc keeps freed blocks below its threshold",
+        "resident bytes for each byte of activations: the heap does not return everything",
+        "1 means none; glibc keeps freed blocks below its threshold",
     )
     transient: float = constant(
         Prior(1.3, spread=0.5, low=0.0, high=4.0, unit="1"),
-        "resident bytes for each byte that is needed temporarily",
-        "1, and temporaries of the update",
+        "resident bytes for each byte of temporary memory",
+        "1 plus temporaries of the update",
     )
     exchanged: float = constant(
         Prior(0.5, spread=0.4, low=0.0, high=4.0, unit="1"),
         "resident bytes of a collective's buffers for each byte that the ranks reduce or gather",
-        "gloo and libraries copy what they send",
+        "gloo and libraries copy the data they send",
     )
 
 

@@ -277,8 +277,8 @@ def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
-        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory that shall be"
-        " pinned is",
+        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory to be"
+        " pinned counts as pinned",
         values,
     ),
     Substitution(
@@ -287,8 +287,8 @@ SUBSTITUTIONS = (
         moved_modules,
     ),
     Substitution(
-        "transformers' question whether a tensor has data",
-        "yes: it would make attention masks that a training with data does not need",
+        "transformers' check for whether a tensor has data",
+        "answers yes, or it would make attention masks that a training with data does not need",
         data_in_masks,
     ),
     Substitution("`torch.save`", "writes an empty file", files),
@@ -301,11 +301,13 @@ SUBSTITUTIONS = (
     ),
     Substitution(
         "a pipeline's messages",
-        "the same, but a message keeps its tensor as long as it can be waited for, as gloo's do",
+        "the same, but a message keeps its tensor until it has been waited for, as gloo's do",
         messages,
     ),
     Substitution(
-        "`DeviceMesh`", "made and read on real tensors: the ranks in it are needed", meshes
+        "`DeviceMesh`",
+        "made and read with real tensors, because the ranks in it are needed",
+        meshes,
     ),
     Substitution(
         "DDP's reducer, which is C++",
@@ -314,13 +316,13 @@ SUBSTITUTIONS = (
         ddp_reducer,
     ),
     Substitution(
-        "FSDP1's question whether a tensor has memory",
+        "FSDP1's check for whether a tensor has memory",
         "answered by the size of its storage instead of its address",
         flat_parameter_memory,
     ),
     Substitution(
         "a pipeline's exchange of shapes between stages",
-        "what the neighbour would send is worked out from batch, sequence and hidden size",
+        "computes what the neighbour would send from batch, sequence and hidden size",
         neighbouring_stages,
     ),
     Substitution(
