@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100
-"""Label of a token without one, as in torch and transformers."""
+"""Label of a token that has none, as in torch and transformers."""
 Tensors = dict[str, "Tensor"]
-"""Tensors by field of `Batch`."""
 
 
 @dataclass(frozen=True)
 class BatchRecipe:
-    """What batches are like."""
+    """Optional features of a rank's batches."""
 
     padded: bool = False
-    """Whether only a random number of each sample's first tokens have labels."""
+    """Whether only a prefix of random length has labels in each sample."""
     packed: bool = False
-    """Whether a sample holds several documents."""
+    """Whether each sample holds several documents."""
     dropout: bool = False
-    """Whether tokens have keys of dropout masks."""
+    """Whether each token has a key for its dropout masks."""
 
     @classmethod
     def of(cls, cell: Cell) -> BatchRecipe:
@@ -48,10 +47,10 @@ PLAIN = BatchRecipe()
 
 
 class Batches:
-    """A rank's rows of each global batch, on its device.
+    """This rank's rows of each global batch, on its device.
 
-    On a CPU, batches are created on request. For a GPU, a thread prepares the next one during a
-    step: drawing 32 images of 224 x 224 pixels takes a core about 60 ms, longer than a step.
+    For a GPU, a thread prepares the next batch during a step. Drawing 32 images of 224 x 224 pixels
+    takes a core about 60 ms, which is longer than a step.
     """
 
     def __init__(
@@ -74,7 +73,8 @@ class Batches:
         self._next: tuple[int, Future[Tensors]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
-            # Pinning creates a context on the thread's current GPU, by default the first.
+            # Pinning creates a context on the thread's current GPU, which is the first one by
+            # default.
             import torch
 
             self._pool = ThreadPoolExecutor(
@@ -82,9 +82,9 @@ class Batches:
             )
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
-        """Returns a training step's batch; its copy to a GPU may still be running on its stream.
+        """Returns a training step's batch; its copy to a GPU may still be in progress.
 
-        `number`: the step number given to the strategy, if it differs because of a rewind.
+        `number`: step number for the strategy, if rewinds make it differ from `step`.
         """
         shown = step if number is None else number
         if self._pool is None:
@@ -100,7 +100,7 @@ class Batches:
         return Batch(shown, label_tokens=self._label_tokens(step), **there)
 
     def close(self) -> None:
-        """Ends the thread; optional in a rank, whose exit ends it."""
+        """Stops the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -122,14 +122,12 @@ class Batches:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _padding(self, step: int) -> NDArray[np.bool_]:
-        """Returns whether each token of the global batch is padding."""
         lengths = self.data.lengths(self.seed, step, self.global_batch)
         padding: NDArray[np.bool_] = np.arange(self.data.sequence_length) >= lengths[:, None]
         return padding
 
     def _unlabelled(self, step: int) -> NDArray[np.bool_]:
-        """Returns whether each token of the global batch has no label: padding, and a document's
-        last token."""
+        """Returns a mask of tokens without a label: padding, and the last of each document."""
         shape = self.global_batch, self.data.sequence_length
         unlabelled = self._padding(step) if self.recipe.padded else np.zeros(shape, np.bool_)
         if self.recipe.packed:
@@ -138,7 +136,6 @@ class Batches:
         return unlabelled
 
     def _label_tokens(self, step: int) -> float | None:
-        """Returns the mean number of label tokens over all ranks' shares; see `Batch`."""
         weight = self.data.weight(step, self.global_batch)
         if weight is not None:
             labelled = weight

@@ -1,4 +1,4 @@
-"""Saving in a rank that is then killed, and loading in its successor."""
+"""Saves a checkpoint in a rank that is then killed, and loads it in the rank that replaces it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from harness.worker.loop import Loop
 
 STEPS_MEANWHILE = 2
-"""Steps trained during an asynchronous save, which must not change what is saved."""
+"""Steps trained during an asynchronous save."""
 _POLL_SECONDS = 0.005
 
 
 @dataclass
 class Saver:
-    """Saves a rank's state once, answers, and kills the rank together with all others."""
+    """Saves a rank's state once, reports, and kills the rank along with all others."""
 
     loop: Loop
     folder: Path
@@ -47,7 +47,7 @@ class Saver:
     _began: float = 0.0
 
     def after_step(self) -> None:
-        """Saves after the step before `step`; kills the rank once everything is saved."""
+        """Saves once `step` steps are done; kills the rank when saving has finished."""
         done = len(self.loop.steps)
         if done == self.step:
             self._save()
@@ -70,7 +70,7 @@ class Saver:
         self._saved = SavedAnswer(tuple(self.loop.steps), blocked, blocked, before)
 
     def _end(self) -> None:
-        """Never returns: the manifest is written when the last rank has answered."""
+        """Kills this rank once all ranks have answered and rank 0 has written the manifest."""
         assert self._saved is not None
         if self._finish:
             began = time.perf_counter()
@@ -90,7 +90,7 @@ class Saver:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Waits for other ranks without counting as a hang; the time limit still applies."""
+        """Waits for other ranks, which does not count as a hang."""
         while not until():
             if self.loop.heartbeat:
                 self.loop.heartbeat.beat("checkpoint")
@@ -98,9 +98,9 @@ class Saver:
 
 
 def resume(loop: Loop, folder: Path, step: int) -> None:
-    """Loads a checkpoint and continues at the step read from it.
+    """Loads a checkpoint and continues from its step.
 
-    Raises RuntimeError if that is not the step at which it was saved.
+    Raises RuntimeError if it was saved at another step.
     """
     job, train_state = loop.job, loop.job.train_state
     assert train_state is not None
@@ -133,7 +133,6 @@ def _state_of(train_state: TrainState) -> CheckpointedState:
 
 
 def _trained(train_state: TrainState) -> Iterator[object]:
-    """Yields parameters and optimizer states, in an order that loading does not change."""
     yield from train_state.model.parameters()
     yield from train_state.model.buffers()
     for optimizer in train_state.optimizers:
@@ -144,7 +143,7 @@ def _trained(train_state: TrainState) -> Iterator[object]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    """Copies them: NumPy would hold on to a storage that FSDP1 resizes."""
+    """Returns a copy; NumPy would keep a storage alive that FSDP1 resizes."""
     import torch
 
     copied = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)

@@ -11,8 +11,7 @@ from harness.spec.cell import Cell
 def prepare_to_compile(cell: Cell) -> None:
     """Imports what torch.compile needs before memory is measured, and sets its cache folder.
 
-    All ranks and later trials share that folder. After too many recompilations torch would run a
-    block uncompiled and mislabel the trial, so that is an error here.
+    Makes it an error to exceed torch's recompilation limit, which would leave blocks uncompiled.
     """
     if cell.compile == "none":
         return
@@ -24,14 +23,14 @@ def prepare_to_compile(cell: Cell) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns torch.compile's seconds so far, including cached graphs."""
+    """Returns the seconds spent in torch.compile so far."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
 
 
 def skipped_graphs() -> int:
-    """Returns the number of compiled graphs without CUDA graphs."""
+    """Returns the number of compiled graphs that have no CUDA graph."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["cudagraph_skips"])
@@ -40,8 +39,8 @@ def skipped_graphs() -> int:
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
     """Returns `compile_seconds` at a trial's end; None if the cell compiles nothing.
 
-    Raises RuntimeError if nothing was compiled, timed steps compiled, or CUDA graphs are missing.
-    `before_timed_steps`: `compile_seconds` before the first timed step.
+    Raises RuntimeError if nothing was compiled, if a timed step compiled, or if CUDA graphs are
+    missing.
     """
     if cell.compile == "none":
         return None

@@ -1,11 +1,11 @@
-"""Control of a rank: a separate process on its cores repeats a small computation between steps.
+"""Control of a rank: a process on the rank's cores that repeats a small computation between steps.
 
 Its time shows how fast the machine is at that moment. The control must not depend on the strategy,
-or it would bias that strategy's result. So it has its own memory and allocator, and all threads of
-the rank are stopped meanwhile.
+or it would bias that strategy's result. It therefore has its own memory and allocator, and runs
+while all threads of the rank are stopped.
 
-Work that a step leaves to the rank's threads continues in the next step and counts there. Their CPU
-time around the stop, once the slowest rank's step has ended, is added to the step.
+Work that a step leaves to the rank's threads counts in the next step. If it runs around the stop,
+its CPU time is added to its own step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 OWN_SECONDS = 0.0005
-"""Largest CPU time in a pause that is attributed to the waiting."""
+"""CPU time in a pause up to which it is attributed to waiting."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (glibc's maximum), in bytes."""
 
@@ -41,10 +41,10 @@ _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 @dataclass(frozen=True)
 class Pause:
     control_seconds: float | None
-    """Time of one sample's forward and backward; None for a rank without a control."""
+    """Time of one sample's forward and backward pass; None for a rank without a control."""
     left_over_seconds: float
-    """CPU time of the rank's threads after all ranks' steps have ended: leftover work of the step.
-    Earlier, libraries may poll endlessly for slower ranks."""
+    """CPU time of the rank's threads after all ranks' steps have ended. Before that, libraries may
+    poll while they wait for slower ranks."""
     control_cpu_seconds: float
     largest: float
 
@@ -52,16 +52,15 @@ class Pause:
 class Control:
     """Control process of one rank.
 
-    All ranks pause together: controls start when every step is over, and ranks resume when every
-    control has ended. The control computes once per pause, as warm caches make a second run a
-    seventh faster. A server has no cores of its own, so it is stopped but computes nothing.
+    All ranks pause together, from the end of the slowest rank's step until every control has
+    finished. A control computes once per pause; warm caches would make a second run a seventh
+    faster. A server has no cores of its own, so its control computes nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
         """Forks the process; call before the rank has threads."""
         cell = spec.cell
         self.every = max(1, round(spec.samples_per_control * cell.devices / cell.global_batch))
-        """Steps between pauses."""
         self.serves = make_strategy(cell).layout(cell.devices).serves(rank)
         self.threads = threads_of(cell, cores)
         self.line, other = socket.socketpair()
@@ -81,7 +80,7 @@ class Control:
             os.waitpid(self.process, 0)
 
     def pause(self, number: float = 0.0) -> Pause:
-        """Waits while the control computes; the result has the ranks' largest `number`.
+        """Waits while the control computes; returns the largest `number` of all ranks too.
 
         Raises ConnectionError if the control process has died.
         """
@@ -92,7 +91,7 @@ class Control:
         seconds, cpu_seconds, largest, before = _ANSWER.unpack(answer)
         left_over = (time.process_time() - before) / self.threads
         left_over = left_over if left_over > OWN_SECONDS else 0.0
-        # A running thread stops a little late, and the control may have to wait for it.
+        # A running thread stops a little late, so the control may have to wait for it.
         own = max(seconds - left_over, cpu_seconds)
         return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
 
@@ -100,11 +99,10 @@ class Control:
 def _serve(
     spec: TrialSpec, rank: int, process: int, line: socket.socket, computes: bool
 ) -> NoReturn:
-    """Runs the control process: computes for each request until its rank ends.
+    """Runs the control process: computes once per request until its rank ends.
 
-    `process`: id of the rank's process. In a session of its own, Linux schedules it separately
-    (autogroup, sched(7)). In the rank's session it reordered the rank's threads, and DDP's next
-    step took 4 % less time.
+    It has its own session, so that Linux schedules it separately (autogroup, sched(7)). In the
+    rank's session, DDP's next step took 4 % less time. `process`: id of the rank's process.
     """
     keep = line.detach()
     os.closerange(3, keep)
@@ -127,8 +125,8 @@ def _serve(
                 seconds = time.perf_counter() - began
                 cpu_seconds = time.process_time() - cpu_began
                 others.wait(0.0)
-                # Before the rank resumes, as one of its threads may take the core first, and for
-                # long.
+                # Answer before the rank resumes, as one of its threads may then keep the core for a
+                # long time.
                 line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
         status = 0
     os._exit(status)
@@ -144,7 +142,7 @@ def _processor_clock(process: int) -> int:
 
 @contextlib.contextmanager
 def _stopped(process: int) -> Iterator[None]:
-    """Stops a process and its threads, which would slow the control down or work unmeasured."""
+    """Stops a process, whose threads would slow the control down or work unmeasured."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -155,8 +153,8 @@ def _stopped(process: int) -> Iterator[None]:
 def _keep_memory() -> None:
     """Makes the allocator keep freed memory.
 
-    glibc's default thresholds depend on earlier frees (mallopt(3)): one strategy's control would
-    have twice the page faults of another's.
+    glibc's default thresholds depend on earlier frees (mallopt(3)), so page faults would differ
+    between strategies by a factor of two.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -189,7 +187,6 @@ class _Others:
         self.addresses = [str(scratch / f"control{restarts}.{r}") for r in range(processes)]
         self.rank = rank
         self.came: list[int] = [0] * processes
-        """Number of arrivals by rank."""
         self.numbers: dict[tuple[int, int], float] = {}
         """Numbers by arrival and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
 
 gc.disable()  # see harness/host/gc_tuning.py
-die_with_parent()  # before the imports that take seconds
+die_with_parent()  # before the slow imports
 # The parent died before the kernel was told, or Python restarted a killed fork server.
 if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
     os._exit(1)
@@ -24,23 +24,23 @@ import harness.worker.worker  # noqa: E402
 from harness.host.cuda import cuda_is_initialized  # noqa: E402
 from harness.host.nvml import end_nvml  # noqa: E402
 
-# A killed rank leaves its control process to this one.
+# Orphaned control processes of killed ranks become children of this process.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
-"""The import that initialised CUDA, so that ranks cannot use it."""
+"""Import that initialised CUDA, which makes it unusable in ranks."""
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:
     global INITIALIZED_CUDA
-    # Whoever uses the library gets the error.
+    # Users of the library get the error.
     with contextlib.suppress(Exception):
         load()
     if INITIALIZED_CUDA is None and cuda_is_initialized():
         INITIALIZED_CUDA = name
 
 
-with open(os.devnull, "w") as nowhere:  # output on import concerns no trial
+with open(os.devnull, "w") as nowhere:  # output of an import belongs to no trial
     copies = os.dup(1), os.dup(2)
     os.dup2(nowhere.fileno(), 1)
     os.dup2(nowhere.fileno(), 2)
@@ -59,8 +59,8 @@ with open(os.devnull, "w") as nowhere:  # output on import concerns no trial
         os.close(copy)
 end_nvml()
 
-# The libraries' objects are not garbage. Unfrozen, each collection in a rank would walk, and copy,
-# a million objects.
+# These objects live forever. Unfrozen, each collection in a rank would traverse a million of them,
+# and thereby copy their pages.
 gc.collect()
 gc.freeze()
 gc.enable()

@@ -55,7 +55,7 @@ def states_of(train_state: TrainState, workload: Workload, device_type: str) -> 
     )
     return RankStates(
         parameter_dtypes=names(parameters),
-        # Gradients are gone after zero_grad; autograd accumulates them in the parameter's dtype.
+        # zero_grad has dropped the gradients; autograd accumulates them in the parameter's dtype.
         gradient_dtypes=names(gradients) or names(p for p in parameters if p.requires_grad),
         optimizer_state_dtypes=names(state),
         held_parameters=sum(
@@ -67,11 +67,10 @@ def states_of(train_state: TrainState, workload: Workload, device_type: str) -> 
 
 
 MOST_TIMED_STEPS = 200
-"""Largest number of timed steps, even for short ones."""
 
 
 class Loop:
-    """Steps, peaks and parity check of one rank."""
+    """Training steps, memory peaks and parity checks of one rank."""
 
     def __init__(
         self,
@@ -86,10 +85,9 @@ class Loop:
         self.spec, self.job, self.step, self.meter = spec, job, step, meter
         self.control, self.heartbeat, self.rewinds = control, heartbeat, rewinds
         self.first_step = 0
-        """Index of this process's first step: more than 0 after a restart."""
         self.loaded: LoadedAnswer | None = None
         self.training_step = 0
-        """Index of the next training step, for its batch and the reference's step."""
+        """Index of the next training step, which selects the batch."""
         self.paused_seconds = 0.0
         """Time of the control while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
@@ -98,20 +96,16 @@ class Loop:
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether the peaks are final: after a rewind, its leftovers on the heap would count."""
+        """Whether the peaks are final; after a rewind, its garbage on the heap would count."""
         self.deviations: list[Deviations] = []
-        """Deviations after the parity segment and each replay."""
         cell = job.cell
         self.statistics: RunningStatistics | None = None
-        """BatchNorm's statistics, in a reference run."""
         if spec.reference_output and job.train_state is not None:
             self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
-        """Tokens by expert; None without a known router."""
         self.settling = False
         self.compile_seconds = 0.0
-        """Seconds before the first timed step."""
         self.timed = 0
         self.planned = job.cell.timed_steps
         self.traffic = Traffic(
@@ -124,7 +118,6 @@ class Loop:
         self._counted_from: int | None = None
         self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
-        """First step and start of each turn, in seconds after the epoch."""
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
         rows = slice(share * size, (share + 1) * size)
@@ -161,7 +154,7 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """Returns disk traffic per step and bytes on disk, if the strategy keeps any there."""
+        """Returns disk traffic per step and bytes on disk, if the strategy offloads there."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -173,7 +166,7 @@ class Loop:
 
     @property
     def counted(self) -> bool:
-        """Whether the trial runs until enough steps are timed: interleaved, or timed by seconds."""
+        """Whether the trial runs until enough steps are timed."""
         timed = self.control is not None and self.spec.timed_seconds > 0
         return self.spec.turns is not None or timed
 
@@ -182,16 +175,14 @@ class Loop:
         return self.first_step + len(self.steps)
 
     def continue_at(self, step: int, loaded: LoadedAnswer) -> None:
-        """Continues a training of this many steps. The next one does not count, as caches are
-        cold."""
+        """Continues from this step. The next one is not timed, because caches are cold."""
         self.first_step = self.training_step = step
         self.loaded, self.settling = loaded, True
 
     def over(self) -> bool:
         """Returns whether all steps are done.
 
-        Interleaved and timed trials take more steps than the cell's number. With rewinds, there is
-        at least one, and its replay is complete.
+        With rewinds, at least one rewind and its replay must be complete.
         """
         if self.rewinds and (
             not self.rewinds.count or self.training_step < self.job.cell.parity_steps
@@ -202,7 +193,7 @@ class Loop:
         )
 
     def save_or_rewind(self, rewinds: Rewinds) -> None:
-        """Saves or rewinds the state before a step, which does not count, as caches are cold."""
+        """Saves or rewinds the state if due. The next step is then not timed."""
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if rewinds.keeps(self.training_step):
@@ -218,7 +209,7 @@ class Loop:
             self.training_step = rewinds.from_step
 
     def _knows_what_is_left(self) -> bool:
-        """Returns whether the ranks agreed on the number of timed steps, or many are left."""
+        """Returns whether the ranks have agreed on the number of timed steps, or many remain."""
         steps_left = self.job.cell.timed_steps - self.timed
         many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
         return self.control is None or steps_left <= 0 or many
@@ -231,10 +222,8 @@ class Loop:
         self.settling = True
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Counts each expert's tokens in the last warm-up step.
-
-        Tensor-parallel ranks see the same samples, so only one counts.
-        """
+        """Counts each expert's tokens in the last warm-up step, on one rank per tensor-parallel
+        group."""
         job = self.job
         counts = index == job.cell.warmup_steps - 1 and job.rank % job.layout.tensor == 0
         if self.expert_tokens is None or job.train_state is None or not counts:
@@ -243,7 +232,7 @@ class Loop:
         return counted(routers, self.expert_tokens)
 
     def take_turn(self, index: int) -> None:
-        """Waits for a turn. The next step does not count, as caches are cold."""
+        """Waits for a turn. The next step is not timed, because caches are cold."""
         assert self.turn_client is not None
         self.stop_counting()
         last = self.steps[-1].step_seconds
@@ -261,7 +250,7 @@ class Loop:
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
             self.compile_seconds = compile_seconds()
-            self.meter.reset()  # a compiler's memory is not training memory
+            self.meter.reset()  # the compiler's memory is not training memory
         if index + 1 == self.job.cell.total_steps and not (self.timed or self.counted):
             self.settling = False  # no other step could be timed
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
@@ -320,7 +309,7 @@ class Loop:
         return sum(seconds) / len(seconds)
 
     def joules_per_step(self) -> float | None:
-        """Returns energy per timed step, less the control's share of the time."""
+        """Returns energy per timed step, without the control's share of the time."""
         joules = self.per_step(self.energy.joules)
         if joules is None or not self.load.seconds:
             return joules
@@ -337,7 +326,7 @@ class Loop:
         self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
-        """Compares or saves the parameters. Neither its memory nor the next step counts."""
+        """Compares or saves the parameters. The next step is not timed."""
         self.stop_counting()
         self.note_peak()
         train_state, workload = self.job.train_state, self.job.workload
@@ -362,8 +351,8 @@ class Loop:
         self.settling = True
 
     def _replicas(self) -> int | None:
-        """Returns how many replicas have running statistics of their own; None if this is not the
-        first."""
+        """Returns how many replicas have their own running statistics; None unless this is the
+        first rank of its share."""
         cell, layout = self.job.cell, self.job.layout
         if layout.share(self.job.rank):
             return None
@@ -377,7 +366,7 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 def busy_share(loop: Loop) -> float | None:
-    """Returns this rank's busy share, from a separate pass."""
+    """Returns this rank's busy share, measured in a separate pass."""
     train_state = loop.job.train_state
     assert train_state is not None
     if not train_state.compute:

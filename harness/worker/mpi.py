@@ -1,4 +1,4 @@
-"""Rank of an external launcher: `mpirun ... python -m harness.worker.mpi SPEC`."""
+"""A rank started by an external launcher: `mpirun ... python -m harness.worker.mpi SPEC`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(spec_file: str) -> None:
             _KEPT.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
         os.environ |= CLIENT
     run_rank(spec)
-    # mpirun kills the others when a rank leaves without MPI_Finalize, so all wait for all answers.
+    # mpirun kills all ranks when one exits without MPI_Finalize, so each waits for all answers.
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and not all(
         answer_file(spec.scratch, rank).exists() for rank in range(spec.processes)

@@ -1,4 +1,4 @@
-"""Imports of every rank, before its memory is measured."""
+"""Imports of every rank, done before its memory is measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ transformers.utils.logging.set_verbosity_error()
 def import_packages(names: Iterable[str]) -> None:
     """Imports packages; ignores failures, which setup reports.
 
-    Hides MLflow: DeepSpeed's autotuner would import it for two seconds, and no rank uses it.
+    Hides MLflow, because DeepSpeed's autotuner would spend two seconds importing it.
     """
     hide("mlflow")
     try:

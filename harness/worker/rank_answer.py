@@ -20,36 +20,30 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankStep:
     data_seconds: float
-    """Time to prepare the batch and move it to the device."""
     step_seconds: float
-    """Step time including data, between two synchronisations of the device."""
+    """Step time including data, measured between two device synchronisations."""
     step: int
-    """Step index, from 0."""
     phase: str
-    """Phase: warmup, settling or timed."""
+    """`warmup`, `settling` or `timed`."""
     loss: float | None
-    """Mean loss of this rank's samples; None without samples."""
     control_seconds: float | None = None
-    """Seconds of the control after the step, if any."""
     left_over_seconds: float | None = None
-    """CPU seconds of this rank's threads in the pause after the step, for its leftover work;
-    included in `step_seconds`."""
+    """CPU seconds of the step's leftover work, included in `step_seconds`."""
     training_step: int | None = None
-    """Index of the training step from 0: less than `step` after a rewind."""
+    """Index of the training step from 0, which is less than `step` after a rewind."""
     gradient_norm: float | None = None
     """Global norm of the gradients before clipping; None if not clipped, or unknown to the rank."""
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds over all stretches of timed steps."""
+    """CPU and wall-clock time over all timed steps."""
 
     seconds: float
-    """Total length of the stretches."""
     own: float
-    """Seconds of this rank's process."""
+    """CPU seconds of this rank's process."""
     busy: float | None
-    """Seconds of the whole machine."""
+    """CPU seconds of the whole machine."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +57,19 @@ class Offload:
 
 @dataclass(frozen=True)
 class CheckpointedState:
-    """What must be the same before saving and after loading."""
+    """State that must be equal before saving and after loading."""
 
     random: str
-    """Digest of torch's random state."""
     tensors: str
-    """Digest of this rank's parameters, buffers and optimizer states."""
+    """Digest of parameters, buffers and optimizer states."""
     counters: tuple[int, ...]
-    """Values of the library's step counters."""
 
 
 @dataclass(frozen=True)
 class LoadedAnswer:
     load_seconds: float | None
-    """None if the library loads while it is set up."""
+    """Seconds to load; None if the library loads during setup."""
     state: CheckpointedState
-    """State after loading."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,6 @@ class RankStates:
     gradient_dtypes: tuple[str, ...]
     optimizer_state_dtypes: tuple[str, ...]
     held_parameters: int
-    """Number of elements."""
     state_bytes: dict[str, int]
     """Bytes of distinct storages: parameters, gradients, optimizer, library, host."""
     library_buffers: dict[str, int]
@@ -99,21 +89,19 @@ class TrainedAnswer:
     setup_peak_memory_bytes: int | None
     restarts: int
     cores: str
-    """Cores that the rank was pinned to, such as 0-7,16."""
+    """Cores in the kernel's notation, such as 0-7,16."""
     steps: tuple[RankStep, ...]
     time_slices: tuple[tuple[int, float], ...]
-    """First step of each slice, and its start in seconds after the epoch."""
+    """First step of each turn, and its start in seconds after the epoch."""
     peak_memory_bytes: int | None
     reserved_memory_bytes: int | None
     host_peak_bytes: int | None
     memory_method: str
     gpu_use: GpuUse | None
     deviations: Deviations | None
-    """Deviations from the reference run, if compared."""
     replayed_deviations: tuple[Deviations, ...]
-    """Deviations after each replay."""
     busy_fraction: float | None
-    """Share of time that its pipeline stage computes, if measured."""
+    """Fraction of time in which the pipeline stage computes."""
     offload: Offload | None
     sent_bytes_per_step: float | None
     cpu_time: CpuTime
@@ -122,44 +110,37 @@ class TrainedAnswer:
     sketches: dict[str, float] | None = None
     """Each parameter's sum with random signs after the last step; None if not compared."""
     compile_seconds: float | None = None
-    """Seconds before the timed steps; None without compilation."""
     loaded: LoadedAnswer | None = None
-    """How it loaded its checkpoint; None without one."""
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """Tokens of this rank's samples per expert in the last warm-up step, by block; None without
-    experts. Empty if another rank counts the same samples."""
+    """Tokens per expert in the last warm-up step, by block; empty if another rank counts the same
+    samples."""
 
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """What a rank reports after saving, before it is killed."""
+    """Report of a rank that has saved a checkpoint."""
 
     steps: tuple[RankStep, ...]
-    """Steps before the checkpoint."""
     save_seconds: float
     blocked_seconds: float
-    """Part of that in which the rank could not train."""
+    """Part of `save_seconds` in which the rank could not train."""
     state: CheckpointedState
-    """State when it saved."""
 
 
 @dataclass(frozen=True)
 class ProfiledAnswer:
     plain_seconds: tuple[float, ...]
     profiled: tuple[dict[str, float | None], ...]
-    """Seconds of each profiled step's components, `overlapped`, `operators`, and `step` by the
-    clock."""
+    """Seconds of each component of each profiled step, plus `overlapped`, `operators` and
+    `step`."""
     calls: tuple[tuple[str, int, int, int], ...] | None
-    """Collectives of a step, if visible: operation, bytes, group size, count."""
+    """Collectives of a step as (operation, bytes, group size, count); None if not visible."""
     sent_bytes_per_step: float | None
     wire: str
     """How the backend moves a collective's bytes (see harness/measure/rank_traffic.py)."""
     memory: dict[str, int] | None
-    """Bytes by kind at the peak, and their sum `peak`."""
     unseen_buffers: dict[str, int] | None
-    """Bytes of C++ buffers by name."""
     memory_reason: str
-    """Why the peak was not split."""
     private_bytes: int | None
     """Peak memory in that step, measured as in trials."""
 
@@ -167,21 +148,19 @@ class ProfiledAnswer:
 @dataclass(frozen=True)
 class FailureAnswer:
     status: str
-    """Status: failed or out_of_memory."""
+    """`failed` or `out_of_memory`."""
     reason: str
     failed_at: float
-    """Time of the failure, in seconds after the epoch."""
     consequence: bool
-    """Whether it only lost another rank, which failed first."""
+    """Whether another rank failed first."""
     failed_in: str | None = None
-    """Phase in which a rank ran out of memory."""
     holding: Mapping[str, object] | None = None
-    """Bytes held (see harness/measure/memory_kinds.py)."""
+    """Bytes held at that moment (see harness/measure/memory_kinds.py)."""
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank: at most one of four parts; none if it ended silently."""
+    """Result of a rank: at most one of four parts; none if it ended without a report."""
 
     rank: int
     pid: int | None = None
@@ -192,9 +171,7 @@ class RankAnswer:
     saved: SavedAnswer | None = None
     failure: FailureAnswer | None = None
     machine: str | None = None
-    """Machine of a rank on another node."""
     node: int | None = None
-    """Node index of a rank on another node."""
 
     @property
     def succeeded(self) -> bool:
@@ -205,7 +182,7 @@ class RankAnswer:
         return not self.succeeded and self.failure is None
 
     def on_node(self, node: int, machine: str, shift: float) -> RankAnswer:
-        """Returns the answer as from another node, with times shifted in seconds."""
+        """Returns the answer as from another node, with times shifted by `shift` seconds."""
         entered_at = None if self.entered_at is None else self.entered_at + shift
         failure = self.failure and replace(self.failure, failed_at=self.failure.failed_at + shift)
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)

@@ -1,7 +1,5 @@
-"""Profile of a cell's time, bytes and memory, in a separate trial of a few steps.
-
-This is the rank's side; harness/run/profile.py launches it.
-"""
+"""The rank's side of a profile (harness/run/profile.py): time, bytes and memory in a separate
+trial."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 PLAIN_STEPS = 5
 PROFILED_STEPS = 6
-"""The first is dropped, as ranks start their profilers at different times."""
+"""Includes a first step that is dropped, as ranks start their profilers at different times."""
 _MARK = "bench:"
 _MARKS: dict[str, Kind] = {
     "wait": "wait",
@@ -44,7 +42,7 @@ _MARKS: dict[str, Kind] = {
 }
 _NOT_COMPUTING = ("autograd::", "torch::autograd::", "profiler::")
 _FUNCTION = 0
-"""Scope of an operator; annotations have another."""
+"""Scope of operators; annotations have another one."""
 _HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")
@@ -62,14 +60,14 @@ class RawEvent(Protocol):
 
 
 def profiled_cell(cell: Cell) -> Cell:
-    """Returns the cell with the steps after warm-up: plain, profiled, counted, tracked."""
+    """Returns the cell with the steps to take after warm-up: plain, profiled, counted, tracked."""
     return cell.model_copy(
         update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
     )
 
 
 def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
-    """Profiles this rank. `answer`: its answer so far. `traces`: folder for its rankN.json.gz."""
+    """Profiles this rank. `traces`: folder for its rankN.json.gz."""
     cell, train_state = loop.job.cell, loop.job.train_state
     assert train_state is not None
     indices = iter(range(cell.total_steps))
@@ -83,7 +81,7 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         profiled=tuple(profiled),
         calls=calls,
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
-        # NCCL's algorithms send as much as a ring.
+        # NCCL's algorithms send as many bytes as a ring.
         wire="ring" if loop.job.device.type == "cuda" else train_state.wire,
         memory=None,
         unseen_buffers=None,
@@ -107,8 +105,8 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
             train_state, loop.job.device.type, lambda: loop.step(loop.fetch(next(indices)))
         )
     except Exception as error:
-        # Other ranks wait for this one in mid-step. Its exit frees them; their answers already have
-        # what is known.
+        # Other ranks wait for this one in the middle of a step. Its exit frees them, and their
+        # answers already have the results so far.
         write(f": {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         os._exit(1)
     return replace(
@@ -123,10 +121,6 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
 def _counted(
     loop: Loop, train_state: TrainState, index: int
 ) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
-    """Returns a step's collectives, if visible, and whether any operator was.
-
-    A collective is (operation, bytes, group size, count).
-    """
     import torch.distributed as dist
 
     calls: Counter[Call] = Counter()
@@ -181,7 +175,7 @@ def _profiled(
         for e in raw
         if e.name() == f"{_MARK}step" and _on_host(e)
     )
-    zero = steps[0][0]  # seconds since the epoch would lose nanoseconds in a double
+    zero = steps[0][0]  # as seconds since the epoch, a double would lose nanoseconds
     events = events_of(raw, zero)
     thread = training_thread(events, steps[0][2])
     layout = loop.job.layout
@@ -192,7 +186,7 @@ def _profiled(
             events, thread, begin, end, pipeline=layout.pipeline > 1, alone=layout.processes == 1
         )
         parts["other"] = seconds - sum(parts[name] for name in COMPONENTS if name != "other")
-        # What a library's threads send, and thus overlap, is not visible.
+        # Traffic of a library's own threads, and its overlap, is not visible.
         rows.append(
             {
                 "step": seconds,
@@ -205,7 +199,7 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[RawEvent]) -> None:
-    """Raises RuntimeError without GPU events: host events alone would show an idle GPU."""
+    """Raises RuntimeError without GPU events, because host events alone would show an idle GPU."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -219,7 +213,7 @@ def _on_host(event: RawEvent) -> bool:
 
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
-    """Converts events that show where time goes, in seconds after `zero` nanoseconds."""
+    """Converts events that show where time goes; times become seconds after `zero` nanoseconds."""
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
         for e in raw
@@ -233,17 +227,17 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
         if e.name() == f"{_MARK}backward":
             begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
             inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
-            # After all gradients are there, wrappers wait for their collectives.
+            # Once all gradients exist, wrappers wait for their collectives.
             if inside:
                 events.append(Event("hook", e.start_thread_id(), max(inside), end))
     return events
 
 
 def training_thread(events: list[Event], calling: int) -> int:
-    """Returns the thread that trains.
+    """Returns the thread that trains: the caller of the step, or a library's thread that computes
+    more.
 
-    That is the thread calling the step, unless it hardly computes and a library's thread does. Then
-    the calling thread's data events are copied there.
+    In the latter case, the calling thread's data events are copied to it.
     """
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:
@@ -287,7 +281,7 @@ def _device_kind(event: RawEvent, name: str) -> Kind | None:
         return "device optimizer" if name.startswith("Optimizer.step#") else None
     if "nccl" in name.lower():
         return "device transfer" if "SendRecv" in name else "device communication"
-    # Before torch 2.12 events have no type; names identify copies and fills.
+    # Before torch 2.12, events have no type; copies and fills are recognised by name.
     named = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
     activity = event.activity_type() if hasattr(event, "activity_type") else named
     if activity == "gpu_memcpy":
@@ -317,7 +311,7 @@ def _named(train_state: TrainState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits() -> Iterator[None]:
-    """Marks waits for collectives from Python, and backward."""
+    """Marks waits for collectives from Python, and the backward pass."""
     import torch
     import torch.distributed as dist
 
@@ -335,7 +329,7 @@ def _waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts collectives outside torch.distributed, in functions named by the strategy."""
+    """Counts collectives outside torch.distributed, made by functions that the strategy names."""
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

@@ -20,17 +20,15 @@ RENDEZVOUS = "process group"
 @dataclass(frozen=True)
 class Beat:
     steps: int
-    """Number of finished steps."""
     at: float
-    """Seconds of time.monotonic, shared by a machine's processes."""
+    """Time of the beat by time.monotonic."""
     longest: float
-    """Seconds of the longest phase or step."""
     doing: str
-    """Phase or step begun then."""
+    """Phase or step that began with the beat."""
 
 
 class Heartbeat:
-    """Writer to a memory-mapped file: a beat costs a microsecond and no system call."""
+    """Writes heartbeats to a memory-mapped file, without system calls."""
 
     def __init__(self, scratch: str | Path, rank: int) -> None:
         with open(beat_file(scratch, rank), "w+b") as file:
@@ -40,7 +38,8 @@ class Heartbeat:
         self.beat("imports")
 
     def beat(self, doing: str, steps: int | None = None) -> None:
-        """Records that a phase or step has ended and `doing` begins. `steps`: finished steps."""
+        """Records the end of a phase or step, and the beginning of `doing`. `steps`: finished
+        steps."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
         self._steps = self._steps if steps is None else steps
@@ -48,7 +47,7 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, self._steps, now, self._longest, doing.encode()[:64])
 
     def forget(self) -> None:
-        """Excludes the time since the last beat, spent waiting."""
+        """Excludes the time since the last beat."""
         self._last = time.monotonic()
 
 
@@ -74,9 +73,8 @@ class GroupState:
     group: str
     ranks: tuple[int, ...]
     entered: int
-    """Number of the last entered collective, from 1; 0 if none."""
+    """Number of the last collective that it entered; 0 if none."""
     operation: str
-    """Name of that collective, such as `gloo:all_reduce`."""
 
 
 def question_file(scratch: str | Path, rank: int) -> Path:
@@ -88,12 +86,12 @@ def groups_file(scratch: str | Path, rank: int) -> Path:
 
 
 def answer_questions(scratch: str | Path, rank: int) -> None:
-    """Answers each datagram with a file of GroupStates, from a thread.
+    """Starts a thread that answers each datagram with a file of GroupStates.
 
-    It works during a hanging collective, since torch waits without the GIL.
+    This works even while a collective hangs, because torch waits without the GIL.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    question_file(scratch, rank).unlink(missing_ok=True)  # from before a restart
+    question_file(scratch, rank).unlink(missing_ok=True)  # left over from before a restart
     try:
         listener.bind(str(question_file(scratch, rank)))
     except OSError:  # the path is too long for a socket
@@ -111,7 +109,7 @@ def answer_questions(scratch: str | Path, rank: int) -> None:
 
 
 def group_states() -> list[GroupState]:
-    """Returns the state of this process's groups, by torch's flight recorder, if it is on."""
+    """Returns the state of this process's groups from torch's flight recorder."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d
     from torch.distributed import distributed_c10d
@@ -134,7 +132,7 @@ def group_states() -> list[GroupState]:
 
 
 class Progress:
-    """Reports steps to the parent at most twice a second, without blocking."""
+    """Reports steps to the parent process at most twice a second, without blocking."""
 
     def __init__(self, address: str | None) -> None:
         self.address = address

@@ -1,7 +1,5 @@
-"""Rewinds of a rank's state to an earlier step, from which steps are replayed and verified again.
-
-Only the harness knows when; all ranks agree.
-"""
+"""Rewinds a rank's state to an earlier step, at steps that only the harness knows, to verify it
+again."""
 
 from __future__ import annotations
 
@@ -22,23 +20,20 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 2**24
-"""Size of copies from or to a GPU, to avoid full-size host buffers."""
 
 
 class Checkpoint:
-    """Copy of a rank's parameters, buffers, optimizer states and schedules.
+    """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
+    file.
 
-    The strategy's step counters are not restored: a training that goes wrong at some step would go
-    right again. Rewinds are whole cycles apart, so a counter's phase is the same.
-
-    An anonymous file in memory: it does not count as the rank's memory, nor cause disk writes.
+    The strategy's step counters are not restored: training that goes wrong at some step would go
+    right when repeated. Rewinds span whole cycles, so a counter's phase stays correct.
     """
 
     def __init__(self, train_state: TrainState) -> None:
         """Copies the state; call between two steps."""
         self._file = os.memfd_create("state of a rank")
         self._places: dict[Hashable, tuple[int, int]] = {}
-        """Offset and bytes of each tensor in the file."""
         self._counters: dict[Hashable, dict[str, int]] = {}
         place, copied = 0, set[tuple[str, int]]()
         for key, tensor in _tensors(train_state):
@@ -102,10 +97,7 @@ class Checkpoint:
 
 
 def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
-    """Yields all that determines further training, by stable keys.
-
-    Gradients are left out: each step computes them anew.
-    """
+    """Yields everything that determines further training, with stable keys."""
     seen: Counter[Hashable] = Counter()
     for kind, name, tensor in retained(train_state):
         if kind != "gradients" and not isinstance(tensor, int):
@@ -122,7 +114,6 @@ def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
 
 
 def _records(train_state: TrainState) -> Iterator[tuple[Hashable, dict[str, Any]]]:
-    """Yields the optimizers' parameter groups and parameter states."""
     for number, optimizer in enumerate(train_state.optimizers):
         for group, record in enumerate(optimizer.param_groups):
             yield ("group", number, group), record
@@ -138,13 +129,13 @@ def _schedules(train_state: TrainState) -> list[StepCounter]:
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yields integers such as step counts.
 
-    Learning rates and the like are not restored, so that wrong ones are noticed.
+    Floats such as learning rates are not restored, so that wrong ones are noticed.
     """
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bytes, shape (bytes,); shares memory if contiguous."""
+    """Returns a tensor's bytes, shape (bytes,); shares its memory if contiguous."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -169,30 +160,22 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
 
 
 REPLAYED_STEPS = 3
-"""Replayed steps at the end of the parity segment.
-
-Their losses, and the parameters after them, must match the reference.
-"""
+"""Number of replayed steps, whose losses and final parameters must match the reference."""
 FIRST_WITHIN = 8
-"""Most steps between the parity segment's end and the first rewind."""
+"""Most steps from the end of the parity segment to the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
-"""Steps from a replay to the next rewind, too few for rounding to separate correct trainings
+"""Steps from a replay to the next rewind: too few for rounding to separate correct trainings
 (docs/explanation/parity.md)."""
 
 
 class Rewinds:
-    """Rewind schedule of one rank.
-
-    A step's number counts all steps taken; its training step selects the batch.
-    """
+    """Rewind schedule of one rank."""
 
     def __init__(self, seed: int, parity_steps: int, cycle: int) -> None:
-        """`seed`: equal on all ranks. `parity_steps`: at least 2. `cycle`: steps after which the
-        strategy's work repeats."""
+        """`cycle`: steps after which the strategy's work repeats."""
         self.cycle = cycle
         self.random = random.Random(seed)
         self.from_step = max(parity_steps - REPLAYED_STEPS, 1)
-        """Training step before which the state is saved."""
         self.count = 0
         self._checkpoint: Checkpoint | None = None
         self._kept_at = 0

@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
     """Returns variables to set before NCCL is loaded; empty without emulated links.
 
-    Between nodes only TCP is left. Within a node, which NCCL identifies by NCCL_HOSTID,
-    peer-to-peer copies, shared memory and NVLink multicasts stay on. NCCL_P2P_DISABLE and
-    NCCL_SHM_DISABLE would disable them.
+    They leave only TCP between nodes. Within a node, identified by NCCL_HOSTID, peer-to-peer
+    copies, shared memory and NVLink multicasts stay on.
     """
     if not links:
         return {}
@@ -67,10 +66,10 @@ def nccl_variables(links: str, node_name: str) -> dict[str, str]:
 
 
 # Objects that must live until _exit. A rank that drops its DDP model can hang: the Reducer's
-# destructor holds the GIL and joins gloo's thread, which waits for the GIL.
+# destructor holds the GIL while it joins gloo's thread, which waits for the GIL.
 _KEPT: list[Any] = []
 
-# Messages of a rank that lost another one: the consequence of a failure, not its cause.
+# Messages of a rank that lost another one, so its failure is a consequence.
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -81,7 +80,7 @@ _LOST_PEER = (
     "horovod has been shut down",
     "this error originated at tensorpipe",
     "did the remote server shutdown or crash",  # torch's store
-    # From NCCL and torch. Timed-out collectives are not among them: their ranks may all be alive.
+    # From NCCL and torch. Timed-out collectives are not listed, since all their ranks may be alive.
     "remote process exited or there was a network error",
     "ncclremoteerror",
     "connection closed by remote peer",
@@ -101,7 +100,7 @@ _NO_MEMORY = (
 
 
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
-"""Environment variable with additional packages for the fork server to import."""
+"""Environment variable that names more packages for the fork server to import."""
 
 
 def run_rank(spec: TrialSpec) -> None:
@@ -133,7 +132,7 @@ def run_rank(spec: TrialSpec) -> None:
 
 @dataclass
 class RankProgress:
-    """State of a rank for its failure report."""
+    """State of a rank, for its failure report."""
 
     heartbeat: Heartbeat
     meter: MemoryMeter | None = None
@@ -182,12 +181,11 @@ def no_memory(text: str) -> str:
 
 
 def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
-    """Pins the process, redirects its output to its log, and returns its control."""
     die_with_parent()
     if spec.parent and os.getppid() != spec.parent:  # the parent died before the kernel was told
         os._exit(1)
     local_rank = int(os.environ["LOCAL_RANK"])
-    with contextlib.suppress(PermissionError):  # makes the whole tree killable
+    with contextlib.suppress(PermissionError):  # makes the whole process tree killable
         os.setsid()
     answer_file(spec.scratch, rank).unlink(missing_ok=True)
     pid_file(spec.scratch, rank).write_text(str(os.getpid()))
@@ -200,11 +198,11 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     cores = spec.cores[local_rank]
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
-    # Libraries that choose a device themselves would take a visible GPU.
+    # Libraries that choose a device themselves would use a visible GPU.
     if spec.cell.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if spec.interface:
-        # Each of these libraries listens only on the address of its interface.
+        # Each of these libraries listens only on its interface's address.
         for library in ("GLOO", "NCCL", "TP"):
             os.environ[f"{library}_SOCKET_IFNAME"] = spec.interface
     os.environ |= nccl_variables(spec.cell.links, spec.node_name)
@@ -221,7 +219,6 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
 
 
 def _device(cell: Cell, serves: bool) -> torch.device:
-    """Returns the device of the model; servers use the CPU."""
     import torch
 
     if cell.device == "cuda" and not serves:
@@ -230,7 +227,7 @@ def _device(cell: Cell, serves: bool) -> torch.device:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError, naming the culprit, if the fork server had initialised CUDA."""
+    """Raises RuntimeError, naming the import, if the fork server has initialised CUDA."""
     culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(
@@ -248,7 +245,6 @@ def _flush() -> None:
 def _train(
     spec: TrialSpec, answer: RankAnswer, progress: RankProgress, control: Control | None = None
 ) -> TrainedAnswer | ProfiledAnswer:
-    """Trains and verifies, or profiles. `answer`: this rank's answer so far."""
     require_unchanged(spec.cell)
     cell, strategy = _rank_cell(spec), make_strategy(spec.cell)
     workload = make_workload(cell.workload)
@@ -261,7 +257,7 @@ def _train(
     setup_seconds, setup_peak = time.perf_counter() - begin, meter.peak().allocated
 
     progress.heartbeat.beat("step 0")
-    # Profiled steps are followed by work of unknown length.
+    # Profiled steps are followed by work of unknown duration.
     heartbeat = None if spec.profile else progress.heartbeat
     rewinds = Rewinds.of(spec, strategy.cycle)
     loop = Loop(spec, job, step, meter, control, heartbeat, rewinds)
@@ -272,7 +268,7 @@ def _train(
     saver = _checkpoint(loop, answer)
     gc.collect()
     meter.reset()
-    gc.disable()  # a collection in a timed step would be noise
+    gc.disable()  # a garbage collection in a timed step would be noise
     while not loop.over():
         loop.run_step(loop.next_step)
         if saver:
@@ -291,7 +287,6 @@ def _train(
 
 
 def _checkpoint(loop: Loop, answer: RankAnswer) -> Saver | None:
-    """Loads a restarted trial's checkpoint, or returns what will save it."""
     how = loop.spec.checkpoint
     if how is None:
         return None
@@ -304,7 +299,6 @@ def _checkpoint(loop: Loop, answer: RankAnswer) -> Saver | None:
 def _prepare_device(
     cell: Cell, strategy: Strategy, workload: Workload, serves: bool
 ) -> torch.device:
-    """Imports what the rank needs; returns its model's device."""
     import torch
 
     import harness.worker.preload
@@ -315,7 +309,7 @@ def _prepare_device(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cell.seed)
-    show("torchao")  # transformers already looked for it
+    show("torchao")  # transformers has already looked for it
     harness.worker.preload.import_packages(
         (*strategy.requires, *strategy.capabilities.preload, *workload.requires)
     )
@@ -324,8 +318,7 @@ def _prepare_device(
 
 
 def _rank_cell(spec: TrialSpec) -> Cell:
-    """Returns the cell to build from: with another seed if all is to come from a checkpoint, so
-    that whatever it does not restore is noticed."""
+    """Returns the cell to build from, with another seed if a checkpoint must restore everything."""
     seed = spec.cell.seed + (spec.checkpoint is not None and spec.checkpoint.loads)
     return spec.cell.model_copy(update={"seed": seed})
 
@@ -338,7 +331,6 @@ def _set_up(
     rank: int,
     progress: RankProgress,
 ) -> tuple[TrainStep, Job]:
-    """Sets up the process group and the strategy; returns its step."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -347,8 +339,8 @@ def _set_up(
     cell, layout = _rank_cell(spec), strategy.layout(spec.cell.devices)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if strategy.capabilities.process_group:
-        # torchrun keeps one store over its restarts: without a prefix a rank may read the address
-        # of one that has died.
+        # torchrun keeps one store across restarts: without a prefix, a rank might read the address
+        # of a rank that has died.
         meet: Any = rendezvous
         store, _, size = next(meet("env://"))
         backend = "nccl" if device.type == "cuda" else "gloo"
