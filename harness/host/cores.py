@@ -20,16 +20,15 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def allowed_cores() -> list[int]:
-    """Returns this process's allowed CPUs, one hardware thread per core first."""
+    """Returns the CPUs that this process may use, one hardware thread per core first."""
     cores = physical_cores(os.sched_getaffinity(0))
     return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores to pin each local process to: those of its devices.
+    """Returns the cores that each local process is pinned to; shared if there are too few.
 
-    `processes`: of the whole trial; `local`: on this node. A parameter server gets as many cores as
-    a device. Cores are shared if there are too few.
+    `processes`: of the whole trial; `local`: on this node. A parameter server counts as a device.
     """
     if cell.device == "cuda":
         return _near_gpus(cell, local)
@@ -44,9 +43,8 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
     """Returns the cores of each local process of a GPU cell: the shares of its GPUs.
 
-    Parameter servers drive no GPU and may use all cores. A rank's cores also run the threads of
-    autograd, NCCL, libraries and batch preparation. On a single core, or the other socket, those
-    would dominate the measurement.
+    A rank needs several nearby cores, because autograd, NCCL and libraries have threads of their
+    own.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -72,11 +70,10 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
 def share_cores(
     cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Returns each GPU's share of the cores, as hardware threads.
+    """Returns each GPU's share of the cores, as hardware threads; shared if there are too few.
 
-    GPUs near the same cores split them evenly, or share cores if there are too few. `cores`:
-    threads of each core. `near`: threads near each GPU; if none is among `cores`, all cores count
-    as near.
+    `cores`: threads of each core. `near`: threads near each GPU; if none is among `cores`, all
+    cores count as near.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -92,7 +89,8 @@ def share_cores(
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Returns the intra-op threads of a rank pinned to these: on a GPU one per core."""
+    """Returns the number of intra-op threads of a rank pinned to these cores; on a GPU, one per
+    core."""
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
@@ -110,8 +108,8 @@ def core_ranges(cores: Iterable[int]) -> str:
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
     """Returns whether the cell's ranks need more cores than there are.
 
-    A CPU rank needs a core per thread, a GPU rank one to launch kernels. `cores`: of all nodes;
-    None if unknown. `processes`: number of ranks, if parameter servers raise it above the devices.
+    A CPU rank needs a core per thread, a GPU rank one core. `cores`: of all nodes; None if unknown.
+    `processes`: number of ranks, if it exceeds the devices.
     """
     if cores is None:
         return False
@@ -120,5 +118,5 @@ def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
 
 
 def cores_of_nodes(cell: Cell) -> int:
-    """Returns the cores of all nodes, if they are like this host."""
+    """Returns the total cores of all nodes, assuming that they are like this host."""
     return cell.nodes * len(allowed_cores())

@@ -1,7 +1,4 @@
-"""What torch can use on this host: CUDA in forked ranks, and a compiler.
-
-A fork of a process that has initialised CUDA cannot use CUDA.
-"""
+"""What torch can use on this host: CUDA in forked ranks, and a compiler."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ LEAVE_CUDA_ALONE = frozenset(
         "horovod.torch",
     },
 )
-"""Packages whose import does not initialise CUDA even if a GPU is visible.
+"""Packages whose import does not initialise CUDA, as tests/gpu/test_fork_server.py checks.
 
-tests/gpu/test_fork_server.py checks them. Others do: bitsandbytes queries the compute capability,
-and peft and transformers.trainer import bitsandbytes.
+bitsandbytes does, because it queries the compute capability; peft and transformers.trainer import
+it.
 """
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
     """Returns the packages that the fork server may import; ranks import the others.
 
-    With GPUs, only those known to leave CUDA alone, since plug-ins may require any package.
+    With GPUs, these are only packages known to leave CUDA alone.
     """
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
@@ -38,8 +35,8 @@ def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
 def architectures() -> list[str]:
     """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    Does not use torch.cuda.get_arch_list(), which initialises CUDA before torch 2.12, and returns
-    nothing without a visible GPU.
+    torch.cuda.get_arch_list() would initialise CUDA before torch 2.12, and returns nothing without
+    a visible GPU.
     """
     import torch
 
@@ -50,8 +47,8 @@ def architectures() -> list[str]:
 def cuda_is_initialized() -> bool:
     """Returns whether any library has initialised CUDA in this process.
 
-    The driver's `cuDeviceGetCount` fails only before `cuInit`. RTLD_NOLOAD keeps this check from
-    loading the driver.
+    The driver's `cuDeviceGetCount` fails only before `cuInit`. RTLD_NOLOAD avoids loading the
+    driver.
     """
     import torch
 
@@ -67,7 +64,7 @@ def cuda_is_initialized() -> bool:
 def missing_compiler() -> str:
     """Returns what is missing and how to install it; empty if nothing is.
 
-    torch.compile builds its generated C++ (CPU kernels, GPU launchers) with $CXX or g++.
+    torch.compile builds C++ code (CPU kernels, GPU launchers) with $CXX or g++.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

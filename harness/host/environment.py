@@ -1,7 +1,4 @@
-"""The environment of a measurement: versions, hardware, commit.
-
-Records only what is listed here, never all environment variables.
-"""
+"""The environment of a measurement: versions, hardware, commit; only what is listed here."""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
-"""Packages whose versions are recorded, alongside strategies' requirements."""
+"""Packages whose versions are recorded, in addition to strategies' requirements."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver for each major version of CUDA (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-"""Installs a torch for older drivers and GPUs; see scripts/setup.sh."""
+"""Command that installs a torch for older drivers and GPUs; see scripts/setup.sh."""
 _VOLTA = 7
 """Major compute capability of the oldest GPUs that torch 2.10 for CUDA 12 supports."""
 SLURM = {
@@ -115,9 +112,9 @@ def unused_gpus() -> str | None:
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Returns whether a build of torch runs on a GPU of this compute capability.
 
-    Machine code (sm_*) runs on the same major version and the same or a newer minor one. PTX
-    (compute_*) runs on the same or a newer version (CUDA C++ Programming Guide, compute
-    capability). `built`: harness.host.cuda.architectures(); if empty (unknown), returns True.
+    Machine code (sm_*) runs on the same major version with the same or a newer minor one; PTX
+    (compute_*) runs on any newer version (CUDA C++ Programming Guide, compute capability). `built`:
+    harness.host.cuda.architectures(); if empty (unknown), returns True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:
@@ -212,7 +209,7 @@ def cudnn_version() -> str | None:
 
 
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns a run's environment columns, with the installed ones of `more_libraries`."""
+    """Returns a run's environment columns; `more_libraries` are included if installed."""
     from harness.host.cores import allowed_cores
     from harness.host.memory_limits import memory_bytes
 

@@ -1,7 +1,6 @@
-"""Temporary folders that do not long outlive their process, and the cache folder.
+"""Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its temporary folder (flock), and the kernel drops the lock when the process ends.
-An unlocked folder is left over from a killed process; the next process removes it.
+A process locks its temporary folder (flock) while it lives. The next process removes unlocked ones.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ PREFIX = "parallelism-bench-scratch-"
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """Creates a private folder in `parent` or the temporary folder; removes it on exit.
 
-    Processes started by exec do not inherit the lock. Forked children leave the folder alone, even
-    if multiprocessing drops their parent's exit handlers.
+    Forked children leave it alone, even if multiprocessing drops their parent's exit handlers.
     """
     owner = os.getpid()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = _locked(folder)
-        # Before the lock, another process may have removed it as abandoned.
+        # Until it was locked, another process may have removed it as abandoned.
         if lock is not None and folder.exists():
             break
         if lock is not None:
@@ -43,24 +41,23 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_multiprocessing_files() -> None:
-    """Puts multiprocessing's sockets into a scratch folder for this process's life.
+    """Puts multiprocessing's sockets into a scratch folder while this process lives.
 
-    Its own folder (`pymp-*`) stays behind if the process is killed.
+    Its own folder (`pymp-*`) would stay behind if the process were killed.
     """
     process = multiprocessing.current_process()
     config: dict[str, object] = process._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
         stack = contextlib.ExitStack()
         config["tempdir"] = str(stack.enter_context(scratch_folder()))
-        # multiprocessing's children skip atexit. The priority runs this after its other files.
+        # multiprocessing's children skip atexit. With this priority, it runs after their other
+        # files.
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
-    """Removes and returns this user's unlocked scratch folders.
-
-    Searches `parent` or the temporary folder; skips other users'.
-    """
+    """Removes this user's unlocked scratch folders in `parent` or the temporary folder; returns
+    them."""
     removed = []
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -78,7 +75,6 @@ def remove_abandoned(parent: Path | None = None) -> list[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Locks a folder; returns the file descriptor, or None if it is locked or gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -94,7 +90,7 @@ def _locked(folder: Path) -> int | None:
 def cache_folder() -> Path:
     """Returns the folder of prepared data and reference runs, created if needed.
 
-    $PARALLELISM_BENCH_CACHE, else `parallelism-bench` in the user's cache folder.
+    It is $PARALLELISM_BENCH_CACHE, else `parallelism-bench` in the user's cache folder.
     """
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")

@@ -14,8 +14,8 @@ OBJECTS_BEFORE_COLLECTION = 50_000
 def no_collections() -> Iterator[None]:
     """Disables the cyclic garbage collector within the context.
 
-    Imported objects stay alive, so collections are wasted: a fifth of the import time of torch,
-    transformers, DeepSpeed, Accelerate and PEFT.
+    Collections take a fifth of the time to import torch and libraries, whose objects stay alive
+    anyway.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -13,9 +13,9 @@ from pathlib import Path
 from harness.host.nvml import Handle, Nvml, nvml
 
 _CORE_WORDS = 64
-"""64-bit words of a set of cores in NVML: 4096 cores."""
+"""Number of 64-bit words in NVML's sets of cores, for up to 4096 cores."""
 _NODE_WORDS = 1
-"""64-bit words of a set of NUMA nodes in NVML: 64 nodes."""
+"""Number of 64-bit words in NVML's sets of NUMA nodes, for up to 64 nodes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Gpu:
     pci_bus_id: str
     numa_node: int | None
     cores: tuple[int, ...]
-    """Nearby CPU cores, by the kernel's numbers."""
     mig: bool
 
 
@@ -40,7 +39,6 @@ class Gpu:
 class Driver:
     version: str | None
     cuda: tuple[int, int] | None
-    """Newest supported CUDA version: major, minor."""
 
 
 @functools.cache
@@ -56,11 +54,9 @@ def driver() -> Driver:
 def visible_gpus() -> tuple[Gpu, ...]:
     """Returns the devices that CUDA would show this process, in CUDA's order; never raises.
 
-    Parses CUDA_VISIBLE_DEVICES as CUDA (CUDA C++ Programming Guide, environment variables) and
-    torch.cuda.device_count() do: indices, or UUID prefixes. An entry that is neither, or is out of
-    range, ends the list; a repeated device empties it. CUDA shows only one MIG slice, and then no
-    other GPU. Indices are assumed to follow the PCI bus. On hosts with different GPUs, CUDA does so
-    only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    Parses CUDA_VISIBLE_DEVICES like CUDA (CUDA C++ Programming Guide, environment variables):
+    indices, or UUID prefixes. Other entries end the list; a repeated device empties it. CUDA
+    shows only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus.
     """
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -105,7 +101,6 @@ def _uuid(library: Nvml, handle: Handle) -> str:
 
 
 def _slices(library: Nvml, gpu: Handle) -> list[Handle]:
-    """Returns a GPU's MIG slices, whose indices may have gaps."""
     if not library.is_divided(gpu):
         return []
     most = library.number("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0
@@ -122,7 +117,6 @@ def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle |
 
 
 def _places(variable: str, uuids: Sequence[str]) -> list[int]:
-    """Returns the positions in `uuids` of the named indices or UUID prefixes."""
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
@@ -136,7 +130,6 @@ def _places(variable: str, uuids: Sequence[str]) -> list[int]:
 
 
 def _of_uuid(word: str, uuids: Sequence[str]) -> int:
-    """Returns the position of the only UUID with this prefix; -1 if not exactly one."""
     matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
     return matching[0] if len(matching) == 1 else -1
 
@@ -152,7 +145,6 @@ def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:
 
 
 def _identity(library: Nvml, handle: Handle) -> Gpu | None:
-    """Returns a device's constant facts; None if it fell off the bus."""
     physical, mig = library.whole_gpu(handle)
     name, memory = library.text("nvmlDeviceGetName", handle), library.memory(handle)
     if name is None or memory is None:
@@ -185,7 +177,7 @@ _ANCESTORS = {
 _NVLINK_VERSIONS = dict(
     enumerate(("1.0", "2.0", "2.2", "3.0", "3.1", "4.0", "5.0", "6.0"), start=1)
 )
-"""NVLink versions by NVML_NVLINK_VERSION_*, some missing in older pynvml releases."""
+"""NVLink versions by NVML_NVLINK_VERSION_*, some of which older pynvml releases lack."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,6 @@ class GpuFacts(Gpu):
     persistence: bool | None
     """Whether the driver stays loaded while no process uses the GPU."""
     power_limit_watts: float | None
-    """Enforced power limit."""
     default_power_limit_watts: float | None
 
 
@@ -208,7 +199,6 @@ def gpu_facts() -> list[GpuFacts]:
 
 
 def _physical_gpu(library: Nvml, device: Gpu) -> Handle | None:
-    """Returns the physical GPU, whose settings apply to its slices."""
     return library.handle("nvmlDeviceGetHandleByIndex", device.index)
 
 
@@ -245,9 +235,7 @@ class _End:
     bus_id: str
     version: str
     to_switch: int
-    """Links that end at an NVSwitch."""
     to_gpus: Counter[str]
-    """Links by the other GPU's bus id."""
 
 
 def _end(library: Nvml, device: Gpu) -> _End:
@@ -286,7 +274,7 @@ def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
     """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
 
     Reads the topology of the driver `amdkfd`, in which CPUs have no SIMD units. 90402 means gfx942:
-    major, minor and stepping, the last two hexadecimal.
+    major, minor and stepping, the last two in hexadecimal.
     """
     found: Counter[str] = Counter()
     for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):

@@ -20,16 +20,14 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product; None for figures not stated, or stated inconsistently."""
+    """One product; None for figures that are not stated, or stated inconsistently."""
 
     product_name: str
     """Exact NVML name without the leading `NVIDIA `."""
     host_name: str
-    """Short name for the command line."""
     memory_bytes: int
-    """Memory as reported by NVML."""
     fp32_flops_per_second: float | None
-    """Dense peak without tensor cores, so without TF32."""
+    """Dense peak without tensor cores, and thus without TF32."""
     bf16_flops_per_second: float | None
     """Dense peak of tensor cores with fp32 sums; None before Ampere, which introduced bf16."""
     fp16_flops_per_second: float | None
@@ -101,8 +99,7 @@ def _by_product_name() -> dict[str, GpuModel]:
 def gpu_model(device_name: str | None) -> GpuModel | None:
     """Returns the product with this NVML name; None if it is not in the table.
 
-    Only whole names match: an `L40` is no `L4`, and slices (MIG, vGPU) have lower peaks than their
-    GPU.
+    Only whole names match; slices (MIG, vGPU) are slower than their GPU.
     """
     if not device_name:
         return None
@@ -115,13 +112,13 @@ def peak_flops_per_second(device_name: str | None, precision: str) -> float | No
 
 
 _WORDS = ("nvidia", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
-"""Words that people add to a GPU's name and that no model needs."""
+"""Words in a GPU's name that no model needs."""
 
 
 def gpu_named(text: str) -> GpuModel:
-    """Returns the GPU that people call this: `4090`, `rtx-4090-24gb`, `h100`, `A100 80GB`.
+    """Returns the GPU that people call `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB`.
 
-    Raises UsageError with the nearest names if there is none, or if several memories are possible.
+    Raises UsageError with the nearest names if there is none, or several.
     """
     models = gpu_models()
     parts = [part for part in re.split(r"[\s_\-]+", text.lower()) if part not in _WORDS]

@@ -38,7 +38,7 @@ _SLOWED_UNLESS_IDLE = "hardware slowdown"
 
 
 _LOWERED = 0.99
-"""Share of the default power limit below which the limit counts as lowered."""
+"""Fraction of the default power limit below which the limit counts as lowered."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,15 @@ class GpuState:
     memory_mhz: int | None = None
     memory_max_mhz: int | None = None
     reasons: tuple[str, ...] | None = None
-    """Reasons for lowered clocks, from REASONS."""
     temperature_celsius: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    """Enforced power limit."""
     default_power_limit_watts: float | None = None
     corrected_errors: int | None = None
     """Corrected ECC errors since driver load."""
     uncorrected_errors: int | None = None
     used_bytes: int | None = None
-    """Memory used by all processes and the driver."""
     processes: tuple[GpuProcess, ...] | None = None
-    """All compute processes on the GPU."""
 
     @property
     def slowed(self) -> tuple[str, ...]:
@@ -93,14 +89,12 @@ class GpuUse:
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
-    """Total length of the timed steps."""
     throttled_seconds: dict[str, float] | None = None
-    """Timed seconds in which `power`, `temperature`, ... throttled the clocks; the maximum over the
+    """Timed seconds in which `power`, `temperature` etc. throttled the clocks; maximum over the
     GPUs."""
     states: tuple[GpuState, ...] = ()
-    """States at the end of the timed steps."""
     process_bytes: int | None = None
-    """The rank's memory, on the GPU with the most."""
+    """The rank's memory on the GPU where it uses most."""
     context_bytes: int | None = None
     """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
     nvml_answers: bool = True
@@ -158,7 +152,7 @@ def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
 
 @dataclass
 class GpuLook:
-    """States of the visible GPUs, read before and after each trial.
+    """Reads the visible GPUs' states before and after each trial.
 
     Keeps NVML started: without persistence mode, each start wakes every GPU for seconds.
     """
@@ -176,7 +170,7 @@ class GpuLook:
 
 
 _THROTTLED_SHARE = 0.01
-"""Share of the timed seconds throttled by heat that marks a trial."""
+"""Fraction of the timed seconds throttled by heat above which a trial is marked."""
 
 
 GIB = 2**30
@@ -212,7 +206,6 @@ class GpuRecord:
     before: tuple[GpuState, ...] = ()
     after: tuple[GpuState, ...] = ()
     use: tuple[GpuUse, ...] = ()
-    """GPU use by rank."""
 
     @classmethod
     def read(cls, before: object, after: object, use: object) -> GpuRecord:
@@ -231,7 +224,7 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Sentences about ranks that NVML did not answer."""
+        """Returns a sentence about each rank that NVML did not answer."""
         return [
             f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)

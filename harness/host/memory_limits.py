@@ -15,7 +15,7 @@ _KEY = "oom_kill"
 
 
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Returns the most bytes that this process may use.
+    """Returns the number of bytes that this process may use.
 
     The smallest of the host's memory, the control groups' limits and the SLURM job's memory on this
     node. `process`: its folder in /proc. `groups`: mount point of control groups.
@@ -27,8 +27,8 @@ def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the bytes that this process can still allocate without swapping or being killed.
 
-    Counts page cache that the kernel would drop. A SLURM limit is compared with the memory of this
-    process and its children. Arguments: see `memory_bytes`.
+    Includes page cache that the kernel would drop. A SLURM limit is compared with the memory of
+    this process and its children.
     """
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
@@ -36,11 +36,11 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 
 
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and use in bytes of a process's control group and those above it.
+    """Yields limit and use in bytes of a process's control group and of those above it.
 
-    Containers may see the host's path of their group, although only its end is mounted; the group
-    is then at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst
-    and cgroup-v2.rst.
+    Containers may see the host's path of their group although only its end is mounted; the group is
+    then at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst and
+    cgroup-v2.rst.
     """
     folder = group_folder(process, groups)
     if folder is None:
@@ -57,7 +57,6 @@ def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _inactive_file_bytes(group: Path) -> int:
-    """Returns the page cache that the kernel drops first, which `docker stats` also excludes."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
@@ -88,7 +87,6 @@ def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
 
 
 def _resident_bytes() -> int:
-    """Returns resident bytes of this process and its children; shared pages count repeatedly."""
     total = 0
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
@@ -104,7 +102,7 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":  # version 1; takes precedence over version 2
+        if controllers == "memory":  # version 1, which takes precedence over version 2
             return groups / "memory" / path.lstrip("/")
         if not controllers:
             folder = groups / path.lstrip("/")
@@ -114,9 +112,8 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """Returns the number of processes killed so far in a process's memory control group.
 
-    Counts the whole machine without such a group; None if the system does not count. Source:
-    `memory.oom_control` (version 1), `memory.events` (version 2; the kernel's
-    Documentation/admin-guide), `oom_kill` of /proc/vmstat.
+    Without such a group, counts the whole machine; None if unknown. Source: `memory.oom_control`
+    (version 1), `memory.events` (version 2), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)
     of_group = [group / "memory.oom_control", group / "memory.events"] if group else []

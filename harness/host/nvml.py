@@ -1,6 +1,6 @@
 """NVML, NVIDIA's management library, with typed answers.
 
-Used instead of CUDA: a process that has initialised CUDA can no longer fork ranks.
+Used instead of CUDA, because a process that has initialised CUDA can no longer fork ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ class GpuProcess:
 
 
 class Nvml:
-    """A started NVML.
-
-    `function`: a pynvml function. Methods return None if the GPU, driver or permissions allow no
-    answer.
-    """
+    """A started NVML. Methods return None if GPU, driver or permissions allow no answer."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -138,8 +134,7 @@ def nvml() -> Iterator[Nvml | None]:
 def end_nvml() -> None:
     """Shuts NVML down in this process, however often libraries have started it.
 
-    Call this before a fork. NVML's connection does not work in the child, where a start only
-    increments the user count. torch starts NVML to look for GPUs and never shuts it down.
+    Call this before a fork: NVML's connection does not work in the child.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -1,6 +1,6 @@
 """Python packages: required ones, hidden ones, and libraries that setup could not build.
 
-Imports only the standard library: it runs before anything that may be missing.
+Imports only the standard library, because it runs before anything that may be missing.
 
 python -m harness.host.packages LIBRARY
     prints the path of the file that says why setup could not build it
@@ -48,15 +48,15 @@ TRAINING = {
 
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2, and one line on stderr, if required packages are missing or too old."""
+    """Exits with code 2 and one line on stderr if required packages are missing or too old."""
     if sentence := missing(requirements):
         print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 
 def missing(requirements: Mapping[str, str]) -> str:
-    """Names required packages that are missing or too old, and the command that installs them;
-    empty if there are none."""
+    """Returns a sentence naming missing or outdated packages and how to install them; empty if
+    none."""
     lacking = unmet(requirements)
     if not lacking:
         return ""
@@ -98,12 +98,10 @@ def _version(spec: ModuleSpec, name: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """Returns a version's first two numbers; pre-releases count as the release."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 _MODULES = cast("dict[str, ModuleType | None]", sys.modules)
-"""Loaded modules; None blocks an import."""
 
 
 def hide(package: str) -> None:
@@ -148,9 +146,7 @@ class Unbuilt:
     library: str
     version: str
     error: str
-    """First error in the log."""
     remedy: str
-    """Suggested remedy, as a clause: `use another compiler`."""
     log: str
 
     @property

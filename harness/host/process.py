@@ -1,10 +1,9 @@
 """Lifetimes and Linux namespaces of processes.
 
-`python -m harness.host.process COMMAND...` runs a command in a network namespace with only
-loopback, so nobody outside can reach its ports. If the system forbids that, the command runs
-without one. It is for programs that insist on all interfaces, such as Open MPI.
+`python -m harness.host.process COMMAND...` runs a command in a network namespace that has only
+loopback, if the system allows it, so that nobody outside can reach its ports.
 
-Imports nothing that starts a thread: namespaces can only be created by single-threaded processes.
+Imports nothing that starts a thread: only single-threaded processes can create namespaces.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, so it can find them."""
+    """Makes orphaned descendants children of this process, so that it can find them."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 @contextlib.contextmanager
 def caller_not_imported() -> Iterator[None]:
-    """Keeps multiprocessing from running the caller's script again in each new process, as it
-    would without `if __name__ == "__main__"`."""
+    """Keeps multiprocessing from running the caller's script in each new process, as it would
+    without `if __name__ == "__main__"`."""
     caller = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -78,7 +77,7 @@ def own_hosts(file: Path) -> None:
 def own_network() -> None:
     """Gives this process its own network namespace; raises OSError if forbidden.
 
-    Without the right to one, it first becomes root in a user namespace.
+    If necessary, it first becomes root in a user namespace.
     """
     user, group = os.getuid(), os.getgid()
     try:
@@ -91,7 +90,7 @@ def own_network() -> None:
             ("gid_map", f"0 {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(text)
-    die_with_parent()  # changed credentials clear this setting
+    die_with_parent()  # a change of credentials clears this setting
 
 
 def bring_up_loopback() -> None:

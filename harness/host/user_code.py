@@ -22,10 +22,9 @@ PLACE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
 @dataclass(frozen=True)
 class UserClass:
     name: str
-    """Name with the file's absolute path."""
     loaded: type
     digest: str
-    """Sixteen hex digits of its file's SHA-256."""
+    """First sixteen hex digits of its file's SHA-256."""
 
 
 def names_user_class(name: str) -> bool:
@@ -34,7 +33,7 @@ def names_user_class(name: str) -> bool:
 
 
 def user_class(name: str) -> UserClass:
-    """Imports FILE:NAME or MODULE:NAME; raises UsageError with what is missing."""
+    """Imports FILE:NAME or MODULE:NAME; raises UsageError that says what is missing."""
     match = PLACE.fullmatch(name)
     assert match is not None
     place = match["place"]
@@ -56,7 +55,7 @@ def _imported(place: str, name: str) -> UserClass:
     shown = f"{place}:{name}"
     try:
         module = _file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever a user's file raises
+    except Exception as error:  # a user's file may raise anything
         raise UsageError(f"{place!r} cannot be imported: {first_line(error)}") from None
     loaded = getattr(module, name, None)
     if not isinstance(loaded, type):
