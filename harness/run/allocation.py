@@ -1,8 +1,5 @@
-"""Allocates trials to cells: planned ones, further rounds, and what a time budget allows.
-
-Baselines get more trials, since many cells are compared with them; cells compared with nothing get
-no long ones.
-"""
+"""Decides how many trials each cell gets: planned ones, further rounds, and what a time budget
+allows."""
 
 from __future__ import annotations
 
@@ -38,15 +35,15 @@ class PlannedHeadline:
     cells: tuple[Cell, ...]
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be advised: no stand-ins, declared to train like one process."""
+    """Cells that may be advised: no stand-ins, and declared to train like one process."""
 
 
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
-    """Returns cell id -> trials per round, for cells with more than one.
+    """Returns the trials per round by cell id, for cells with more than one.
 
-    `cores`: of each node; None if unknown. A baseline compared with k cells gets the square root of
-    k, rounded down. All k intervals are then narrowest (Dunnett, Journal of the American
-    Statistical Association 50, 1955, section 5).
+    A baseline compared with k cells gets the square root of k, rounded down. All k intervals are
+    then narrowest (Dunnett, Journal of the American Statistical Association 50, 1955, section 5).
+    `cores`: of each node; None if unknown.
     """
     return {
         baseline.id: launches
@@ -74,10 +71,7 @@ def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, l
 
 
 def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
-    """Returns the group that will lead the run if its cells run; None without cells to compare.
-
-    `cores`: of each node; None if unknown.
-    """
+    """Returns the group that will lead the run if its cells run; None without cells to compare."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -130,7 +124,7 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds over the planned ones', without a time budget."""
+"""Time for further rounds as a fraction of the planned ones', without a time budget."""
 
 
 class FurtherRound(NamedTuple):
@@ -154,19 +148,16 @@ def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
 
 class TimeBudget:
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
-        """`now`: a clock in seconds."""
         self.plan, self.now, self.began = plan, now, now()
         self.order = plan.schedule()
         self.spare = range(plan.spare_from, len(self.order))
         self.first_rounds_seconds: float | None = None
-        """Duration of the planned rounds; None before their end."""
         self.took: dict[str, float] = {}
         self.left_out = 0
-        """Planned trials dropped for lack of time."""
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial: it and all shorter ones exceed the remaining
-        time. Dropping the longest first makes most cells precise."""
+        """Returns whether to drop a planned trial, because it and all shorter ones exceed the
+        remaining time. Dropping the longest first makes most cells precise."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf

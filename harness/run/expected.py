@@ -1,4 +1,4 @@
-"""Predicts a trial's seconds, and its memory on a shared GPU, from stated inputs.
+"""Predicts a trial's duration, and its memory on a shared GPU, from stated constants.
 
 Uses no clock and no torch, so every machine predicts the same. Measurements take precedence.
 """
@@ -26,9 +26,9 @@ class Inputs:
     launch_seconds: float
     """Start and end of a trial, without ranks: forks, answers, records."""
     rank_seconds: float
-    """Per rank: process, device context, process group, model, part in the comparison."""
+    """Per rank: process, device context, process group, model, share of the comparison."""
     interpreter_seconds: float
-    """Extra for new interpreters instead of forks (spawn, mpirun, accelerate launch)."""
+    """Extra time for new interpreters instead of forks (spawn, mpirun, accelerate launch)."""
     library_seconds: float
     """Start-up of a library, such as DeepSpeed, Horovod or Accelerate."""
     compile_seconds: float
@@ -42,11 +42,11 @@ class Inputs:
     fp32_share_of_peak: float
     half_share_of_peak: float
     link_bytes_per_second: float
-    """Between two devices of a node."""
+    """Rate between two devices of a node."""
     moved_bytes_per_second: float
-    """To and from a disk, or through one process in host memory."""
+    """Rate to and from a disk, or through one process in host memory."""
     compared_bytes_per_second: float
-    """Comparison with the reference, all ranks at once."""
+    """Rate of the comparison with the reference, all ranks together."""
 
 
 CPU = Inputs(
@@ -85,19 +85,20 @@ GPU = Inputs(
     moved_bytes_per_second=1.5e9,
     compared_bytes_per_second=3e9,
 )
-"""Source: estimates without a run: PCIe 4, no NVLink, one NVMe disk, a card of 2020 if unknown."""
+"""Source: estimates without a run, for PCIe 4, no NVLink, one NVMe disk, and a card of 2020 if
+unknown."""
 
 
 NVLINK_SHARE = 0.3
-"""Fraction of NVLink's data sheet rate (both directions) that a collective reaches; an estimate."""
+"""Estimated fraction of NVLink's data sheet rate (both directions) that a collective reaches."""
 
 
 CONTEXT_SECONDS = 2.5
-"""CUDA context, library kernels and NCCL's first connections, once per trial; an estimate."""
+"""Estimated time for CUDA context, library kernels and NCCL's first connections, once per trial."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control over its steps', in a run of `full`."""
+"""Time of the control relative to its steps', in a run of `full`."""
 
 
 LIMIT_FACTOR = 8.0
@@ -223,11 +224,11 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
 
 
 MOST_RUNS = 20
-"""Recent runs searched for a cell's time; a folder may hold thousands."""
+"""Number of recent runs searched for a cell's time; a folder may hold thousands."""
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns median trial times by cell id from the newest run with any, also of other cells."""
+    """Returns median trial times by cell id, from the newest run that has any of these cells."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}
@@ -282,7 +283,7 @@ def device_bytes(cell: Cell) -> float:
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Returns why these trials do not fit a GPU together and what to omit; empty if they fit."""
+    """Returns why these trials do not fit a GPU together, and which to omit; empty if they fit."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:

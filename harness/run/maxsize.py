@@ -45,7 +45,9 @@ OVERHEAD = 60 * 2**20
 
 def hidden_size(budget: int) -> int:
     """Returns the largest hidden size in heads of 64 whose block takes at most 2.5 % of the budget.
-    Each of its 12 hidden^2 parameters needs AdamW's states in fp32 and buckets."""
+
+    Each of the block's 12 hidden^2 parameters needs AdamW's states in fp32 and buckets.
+    """
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
@@ -53,7 +55,7 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
     """Returns the largest hidden size of a four-block model for long sequences, in heads of 64 that
     divide among the ranks.
 
-    AdamW states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
+    AdamW's states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
     tenth of the budget. The activations of `tokens` tokens fit: about 136 bytes per token, block
     and hidden unit. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 in half precision,
     partly for dropout.
@@ -64,7 +66,7 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
 
 def wide_size(ranks: int) -> int:
     """Returns the smallest hidden size in heads of 64 whose matrices have at least 1 MiB of fp32
-    per rank. Libraries then keep less off a disk."""
+    per rank. Libraries then offload more of them to disk."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
@@ -97,16 +99,17 @@ class Prediction:
     step: int
     """Parameters of one block, or tokens, per search step."""
     blocks: int | None
-    """Most steps that fit the budget; None without a formula."""
     parameters: int | None
     """Parameters, or tokens, of these steps."""
     activations: tuple[int, int]
-    """Peak bytes besides model and gradients, after the first step and per further step."""
+    """Peak bytes besides model and gradients: after the first step, and per further step."""
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns a search's token step: about 1 % of the tokens whose activations fill the budget, as
-    a multiple of twice the ranks. Every strategy can divide it."""
+    """Returns a search's token step: about 1 % of the tokens whose activations fill the budget.
+
+    It is a multiple of twice the ranks, so that every strategy can divide it.
+    """
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -118,11 +121,10 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
     """Returns the fullest rank's bytes at the peak of a step; None without a formula.
 
-    Adds to the states the larger of activations and temporary memory: gradients grow as activations
-    are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's activations
-    remain until the last gradient. From the second micro-batch on, all gradients exist; a
-    pipeline's `activations` do not include them. `activations`: see Prediction; `tokens`: see
-    `cell_at_size`.
+    Adds to the states the larger of activations and temporary memory, because gradients grow as
+    activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's
+    activations remain until the last gradient. From the second micro-batch on, all gradients exist.
+    `activations`: see Prediction; `tokens`: see `cell_at_size`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
@@ -193,7 +195,7 @@ def plan_of(
     order: Sequence[Sequence[str]],
     tokens: int = 0,
 ) -> Plan:
-    """Plans a search: for each strategy, its cell after one step.
+    """Plans a search that has one cell per strategy, at one step.
 
     `order`: chains of labels by theoretical size; `tokens`: see `cell_at_size`.
     """
@@ -221,10 +223,9 @@ def plan_of(
 
 
 def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> int:
-    """Returns the steps to start with: the formula's, less what a rank takes besides tensors.
+    """Returns the steps to start with: the formula's, less a rank's memory besides tensors.
 
-    Without a formula: 16 bytes per parameter, or activations that fill the budget. Never exceeds a
-    whole model in fp32, which every rank builds.
+    Without a formula: 16 bytes per parameter, or activations that fill the budget.
     """
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
@@ -238,7 +239,7 @@ def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> 
 
 
 class Stopped(Exception):
-    """A probe failed for a reason other than memory, so the search cannot go on."""
+    """A probe failed for a reason other than memory, so the search cannot continue."""
 
 
 @dataclass
@@ -249,7 +250,6 @@ class Search:
     listener: ProgressListener
     position: int = 0
     _known: dict[tuple[str, int], list[str]] = field(default_factory=dict)
-    """(cell id, trial) -> status of each attempt."""
 
     def run(self) -> bool:
         """Returns False if interrupted."""
@@ -289,11 +289,11 @@ class Search:
             return
 
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
-        """Returns whether a probe trains. After two failures for another reason, it is too large if
-        it trains without the limit; otherwise raises Stopped.
+        """Returns whether a probe trains.
 
-        Libraries use memory that they were refused (a null pointer, so SIGSEGV) or wait for a
-        failed rank.
+        After two failures for another reason, it is too large if it trains without the limit;
+        otherwise raises Stopped. Libraries may crash on memory that they were refused, or wait for
+        a failed rank.
         """
         status = self._status(launcher, cell, 0)
         if (
@@ -305,7 +305,6 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        """Returns the trial's recorded or new status; unexpected failures get a second try."""
         known = self._known.setdefault((cell.id, trial), [])
         while (
             not known
@@ -331,8 +330,6 @@ class Search:
         return known[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
-        """Runs the trial and an unlimited reference of that size, whose parameters are not
-        cached."""
         if 24 * parameters_of(cell) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.listener.step

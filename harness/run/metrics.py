@@ -33,7 +33,6 @@ class Peaks:
 
     datasheet: float | None = None
     matmul: float | None = None
-    """Rate measured in a large matrix product."""
 
 
 def with_metrics(
@@ -46,8 +45,7 @@ def with_metrics(
 ) -> TrialRecord:
     """Adds the measurements of a trial's ranks, all of which finished training.
 
-    `cycle`: steps after which the strategy's work repeats. If it averages at every fourth step, its
-    median step does not include averaging.
+    `cycle`: steps after which the strategy's work repeats; throughput uses means over whole cycles.
     """
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
@@ -76,7 +74,6 @@ def with_metrics(
 
 
 def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
-    """Returns each training step's loss when first taken."""
     all_losses = mean_losses([[step.loss for step in rank.steps] for rank in ranks])
     losses: list[float | None] = []
     for part in passes(all_losses, [step.training_step for step in ranks[0].steps]):
@@ -119,7 +116,6 @@ def _with_speed(
 
 
 def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int) -> TrialRecord:
-    """Adds step times and the control's over windows of whole cycles, if there was a control."""
     together = list(zip(*(rank.steps for rank in ranks), strict=True))
     timed = [number for number, steps in enumerate(together) if steps[0].phase == "timed"]
     seconds = timed_seconds([rank.steps for rank in ranks])
@@ -147,7 +143,6 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
-    """Returns each rank's control seconds, for these steps that a control followed."""
     each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
     return [known for known in each if known]
 
@@ -156,9 +151,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
     finishing this one. `by_rank`: all steps of each rank.
 
-    The maximum of the ranks' times would count waiting twice: a rank that starts early waits while
-    others still run the previous step. Times are therefore summed per rank from a common start:
-    after a pause, or at the first timed step.
+    The maximum of the ranks' times would count waiting twice, so times are summed per rank from a
+    common start: after a pause, or at the first timed step.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -186,7 +180,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds peaks of ranks measured alike: a server's host memory does not compare with GPU
+    """Adds peaks of ranks measured alike; a server's host memory does not compare with GPU
     memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
@@ -205,7 +199,6 @@ def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_gpus(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds NVML's figures; a server in host memory has none."""
     driving = [(rank, rank.gpu_use) for rank in ranks if rank.gpu_use is not None]
     uses = [use for _, use in driving]
     if not uses:
@@ -278,7 +271,6 @@ def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
-    """Returns None if any machine's load is unknown."""
     by_machine: dict[str | None, list[Load]] = {}
     for answer in answers:
         if answer.trained:
@@ -289,6 +281,6 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    """Returns none if any value is None."""
+    """Returns the values, or nothing if any is None."""
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else ()

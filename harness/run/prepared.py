@@ -31,7 +31,7 @@ MOST_OF_FREE_MEMORY = 0.25
 
 
 SAMPLES_PER_CONTROL = 8
-"""A rank's samples per control; for `full`, every second step. Ranks start together after a
+"""A rank's samples per control; in `full`, every second step has one. Ranks start together after a
 control, which favours strategies that synchronise often within a step."""
 
 
@@ -51,14 +51,13 @@ class PreparedTrial:
         seed: int = 0,
         launches: int = 1,
     ) -> None:
-        """`timed_seconds`: see Plan.timed_seconds_of. `seed` and the key decide when the state is
-        rewound. `launches`: planned trials of the cell."""
+        """`timed_seconds`: see Plan.timed_seconds_of. `launches`: planned trials of the cell.
+        `seed` and the key decide when the state is rewound."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
             mark_used(self.known)
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
-        """GPUs on the first node."""
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
@@ -99,7 +98,6 @@ class PreparedTrial:
         return (self.restarted or self.launch).run(launcher, on_progress)
 
     def _why_not_rewound(self, timed_seconds: float | None) -> str:
-        """Returns why the state is never rewound; empty if it is."""
         cell = self.cell
         if self.known is None:
             return "there is no reference run to compare with"
@@ -147,7 +145,8 @@ class Surroundings:
 
 
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
-    """Whether `cell` is `other` with a larger model, batch or sequence, or fewer devices."""
+    """Returns whether `cell` is `other` with a larger model, batch or sequence, or fewer
+    devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
         return False

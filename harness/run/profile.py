@@ -58,11 +58,8 @@ class Theory:
     """Values of the strategy's formulas; None without one."""
 
     sent_bytes: float | None = None
-    """Bytes that a rank must send per step, mean of the ranks."""
     states: States | None = None
-    """States of the fullest rank."""
     activation_bytes: float | None = None
-    """For a rank's micro-batch, in fp32."""
 
 
 def profile_record(
@@ -73,7 +70,8 @@ def profile_record(
     theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """Returns a profile's record, however it ended. `servers`: trailing ranks computing little."""
+    """Returns a profile's record, however it ended. `servers`: trailing ranks that compute
+    little."""
     record = ProfileRecord(
         run_id=run_id,
         cell_id=cell.id,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARE_STEPS = 1.25
-"""Factor on a reference run's steps, because trials go on after the parity segment."""
+"""Factor on a reference run's steps, because trials continue after the parity segment."""
 
 
 @dataclass
@@ -61,7 +61,6 @@ class ReferenceRuns:
     """Caches reference runs on disk, launching missing ones."""
 
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons for failures, by reference folder."""
 
     def of(
         self,
@@ -92,7 +91,6 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Launches what a reference lacks: itself or a run for its noise."""
         data = _data_of(cell)
         if not reference.exists:
             announce(
@@ -208,7 +206,6 @@ def _on_all_cores(reference: Cell) -> Cell:
 
 
 def _losses_of(outcome: Outcome) -> list[float]:
-    """Returns nothing if the run failed."""
     if outcome.status != "ok":
         return []
     losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
@@ -222,7 +219,6 @@ def _launch(
     processes: int = 1,
     **more: Unpack[TrialOptions],
 ) -> Outcome:
-    """Raises KeyboardInterrupt if the user stopped the launch."""
     if cell.device == "cuda":
         limit = time_limit_seconds(cell, next((name for name, _ in gpus()), None))
         cell = cell.model_copy(update={"time_limit_seconds": max(limit, cell.time_limit_seconds)})
@@ -233,15 +229,14 @@ def _launch(
 
 
 def compared(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells and their fp32 twins: all that need references."""
+    """Returns the cells and their fp32 twins, which all need references."""
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
-    """Returns a trial's verdict; without a reference it is unknown, because of `why_not`.
+    """Returns a trial's verdict; unknown without a reference, because of `why_not`.
 
-    While the reference's drift is unknown, later losses must stay in the narrowest envelope, which
-    is within all others.
+    While the reference's drift is unknown, later losses must stay in the narrowest envelope.
     """
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None

@@ -88,9 +88,7 @@ class RewindCheck:
 
     count: int
     why_not: str
-    """Why the state was never rewound; or empty."""
     loss_deviation: float | None
-    """Largest deviation; None if never rewound, or not finite."""
     update_deviation: float | None
 
     @classmethod
@@ -109,10 +107,8 @@ class RewindCheck:
 @dataclass(frozen=True)
 class Verification:
     verdict: ParityVerdict | None
-    """None if the trial did not end ok."""
     reference_losses: Sequence[float]
     noise: Noise | None
-    """None if unknown."""
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
     """Relative loss deviation at each step after the parity segment."""
@@ -194,7 +190,6 @@ def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcom
 
 
 def _with_verification(trial: TrialRecord, verification: Verification) -> TrialRecord:
-    """Adds all but the verdict, which failed trials lack."""
     noise = verification.noise
     trial = replace(
         trial,
@@ -218,7 +213,7 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks an ok trial `diverged` if it does not train like its reference; as expected, where the
+    """Marks an ok trial `diverged` if it does not train like its reference, as expected if the
     strategy declares a deviation too wide to be verified."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
@@ -232,7 +227,6 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
 
 
 def _with_shortage(trial: TrialRecord, answers: Sequence[RankAnswer]) -> TrialRecord:
-    """Adds what the first rank that ran out of memory held, if reported."""
     failures = [a.failure for a in answers if a.failure and a.failure.failed_in]
     if not failures:
         return trial

@@ -48,7 +48,7 @@ class ProgressListener(Protocol):
 
 
 class SilentListener:
-    """Says nothing."""
+    """Ignores all progress."""
 
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
@@ -73,10 +73,9 @@ class Runner:
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """Share of the plan's cells: (number, of how many)."""
+    """This runner's share of the plan's cells: number, and number of shares."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
-    """Set when `run` begins."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -94,7 +93,7 @@ class Runner:
 
     @property
     def all_recorded(self) -> bool:
-        """Whether no share of the run has anything left to do."""
+        """Whether every share of the run is complete."""
         return not replace(self, share=(0, 1)).open_trials()
 
     def open_trials(self) -> list[PendingTrial]:
@@ -220,7 +219,6 @@ class Runner:
         return True
 
     def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
-        """Groups trials launched together: single trials, or a round."""
         if not self.plan.interleaved:
             return [[trial] for trial in pending]
         by_number = itertools.groupby(pending, key=lambda trial: trial.key.trial)
@@ -229,8 +227,12 @@ class Runner:
     def _is_launched(
         self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
     ) -> bool:
-        """Returns False if an earlier trial ran out of memory or time, the time budget is spent, or
-        a cell needing less memory ran out. Records the trial as skipped in the last case."""
+        """Returns whether to launch a trial; records it as skipped if a cell needing less memory
+        ran out.
+
+        Also returns False if an earlier trial of the cell ran out of memory or time, or the time
+        budget is spent.
+        """
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
@@ -331,7 +333,7 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """Returns why not to try a cell: one needing no more of anything ran out of memory."""
+        """Returns why not to try a cell: one that needs no more of anything ran out of memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue
