@@ -18,10 +18,7 @@ def timed_step(
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[R, float, float]:
     """Runs one step on the batch from `fetch`; returns its result, and the seconds of getting the
-    batch and of the whole step.
-
-    Nothing else runs between the first and the last reading of the clock `now`, in seconds.
-    """
+    batch and of the whole step."""
     synchronize()
     begin = now()
     batch = fetch()
@@ -60,8 +57,8 @@ def busy_fraction(
 ) -> float:
     """Returns the share of the wall time of `repeats` steps that this rank spends in `compute`.
 
-    `compute`: methods by owner and name, wrapped meanwhile. The added synchronisation makes GPU
-    steps slower than timed ones; only the ratio is used.
+    `compute`: methods by owner and name. Synchronising around them slows GPU steps down, so only
+    the ratio is used.
     """
     busy = 0.0
 

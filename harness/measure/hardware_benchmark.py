@@ -1,4 +1,4 @@
-"""Benchmarks of messages between two ranks, matrix products, memory copies and kernel launches."""
+"""Benchmarks messages between two ranks, matrix products, memory copies and kernel launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 SIZES = tuple(4**k * 1024 for k in range(1, 9))
-"""Message sizes in bytes: 4 KiB to 64 MiB."""
 RANKS = 2
 WARMUP = 3
 MOST_MESSAGES, LEAST_MESSAGES, BYTES_PER_SIZE = 50, 7, 2**26
@@ -55,8 +54,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fits latency and 1 / bandwidth, both at least 0, by least squares of the relative error.
 
     Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
-    `seconds`: per message. The relative error keeps large messages' noise from swamping the
-    latency.
+    `seconds`: per message.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -78,9 +76,7 @@ class LinkFit:
     backend: str
     operation: str
     sizes: tuple[int, ...]
-    """Message sizes in bytes."""
     seconds: tuple[float, ...]
-    """Median times by size."""
     fit: Fit
 
     def as_json(self) -> dict[str, object]:
@@ -107,7 +103,7 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
     """Times all operations between two ranks on this host.
 
     `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: bytes. Raises RuntimeError
-    with the reason of the first rank that fails. Leaves no process behind.
+    with the reason of the first rank that fails.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -227,7 +223,6 @@ def _operations(
 MEMORY_SHARE = 1 / 8
 """Largest share of the device's free memory that the measurement may use."""
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
-"""Rows and columns of square matrices."""
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
 SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
@@ -237,7 +232,7 @@ LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
-"""Limit for a separate process: mostly imports on a slow disk."""
+"""Limit for a separate process, which mostly imports from a slow disk."""
 _APART = """
 import dataclasses, json, sys
 from harness.host.process import die_with_parent
@@ -320,7 +315,6 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> float | None:
-    """Returns the FLOP/s of the fastest size; None if the device lacks the precision."""
     best: float | None = None
     budget = SECONDS_PER_SIZE[device.type]
     for size in PRODUCT_SIZES[device.type]:
@@ -391,7 +385,6 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget: floa
 
 
 def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """Returns bytes per second to and from the device, by kind of host memory."""
     import torch
 
     pageable = torch.ones(on_device.numel(), dtype=torch.uint8)

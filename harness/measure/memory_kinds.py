@@ -27,10 +27,8 @@ KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def retained(train_state: TrainState) -> Iterator[Retained]:
-    """Yields what a rank keeps between steps: states, then the library's buffers.
-
-    States are those named by the strategy, or else those found in model and optimizers.
-    """
+    """Yields what a rank keeps between steps: the states that the strategy names, or else those in
+    model and optimizers; then the library's buffers."""
     if train_state.states:
         yield from train_state.states()
     else:
@@ -85,7 +83,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str | None]:
-    """Returns the storage's bytes (0 if seen before) and device type."""
     if isinstance(tensor, int):
         return tensor, None
     local = local_part(tensor)
@@ -109,7 +106,6 @@ class PeakBreakdown(TypedDict):
     gradients: int
     optimizer: int
     activations: int
-    """Tensors created by forward."""
     library: int
     """Buffers named by the strategy, and C++ buffers: those that operators write to, and
     `unseen`."""
@@ -123,7 +119,7 @@ class PeakBreakdown(TypedDict):
 def peak_split(
     train_state: TrainState, device_type: str, step: Callable[[], object]
 ) -> PeakBreakdown:
-    """Splits a step's peak memory on devices of this type, using torch's MemTracker.
+    """Splits the peak memory of `step` on devices of this type, using torch's MemTracker.
 
     Runs `step` STEPS times.
     """
@@ -172,10 +168,10 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 
 def _tracker(written: list[Tensor]) -> MemTracker:
-    """Returns torch's tracker, extended to append tensors from before the step to `written`.
+    """Returns torch's tracker, extended to append to `written` older tensors that operators write
+    to.
 
-    These are tensors that operators write to and the tracker has not seen. It keeps no statistics
-    by module: modules called twice in a step, as with micro-batches, would confuse them.
+    It keeps no statistics by module, since modules called twice in a step would confuse them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
@@ -251,10 +247,9 @@ def phase(error: BaseException) -> str:
 def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
     """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
-    `other`: tensors outside the states that Python sees (gathered parameters, flat copies,
-    activations kept by a module); `largest`: their three largest groups. `stacks`: stacks of
-    threads started since the imports. Python does not see the rest of `in_use`: autograd's
-    activations, C++ buffers.
+    `other`: tensors outside the states that Python sees; `largest`: their three largest groups.
+    `stacks`: stacks of threads started since the imports. The rest of `in_use` is invisible to
+    Python: autograd's activations, C++ buffers.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []

@@ -20,7 +20,6 @@ CUDA_METHOD = "torch.cuda.max_memory_allocated; reserved by max_memory_reserved"
 
 
 def _status() -> dict[str, int]:
-    """Returns bytes by field of /proc/self/status."""
     fields: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -56,17 +55,17 @@ class Peak:
     """Peak held by the CUDA caching allocator, on the device with the most."""
     method: str
     host: int | None = None
-    """Resident memory of a GPU rank without file pages, above the baseline after imports. Pinned
-    pages count if the kernel counts them as resident."""
+    """Resident memory of a GPU rank without file pages, above the baseline after imports. Includes
+    pinned pages if the kernel counts them as resident."""
 
 
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: the kernel's peak resident memory (VmHWM) includes file pages, which only grow. So VmHWM
-    minus the file and shared pages at the end is the peak anonymous memory, or slightly less.
-    Anonymous memory at construction, after imports, is subtracted. Steps are not slowed down. CUDA:
-    the caching allocator's counters per device, and host memory, to which states may be offloaded.
+    CPU: the kernel's peak resident memory (VmHWM) minus the file and shared pages at the end, which
+    only grow, is the peak anonymous memory or slightly less. Anonymous memory at construction,
+    after imports, is subtracted. CUDA: the caching allocator's counters per device, and host
+    memory.
     """
 
     def __init__(
@@ -112,7 +111,8 @@ class MemoryMeter:
 
     @staticmethod
     def _give_pages_back() -> None:
-        """Makes glibc map tensors of 128 KiB or more separately, so freeing one returns its pages.
+        """Makes glibc map tensors of 128 KiB or more separately, so that freeing one returns its
+        pages.
 
         By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks. The
         limit would then measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
@@ -132,7 +132,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Lifts the limit within the context, for the harness's work."""
+        """Lifts the limit within the context, for the harness's own work."""
         if self.fractions:
             import torch
 

@@ -28,12 +28,12 @@ class Call:
 
 
 def _once(n: int) -> float:
-    """Each byte is sent once by all but one of n ranks."""
+    """All but one of n ranks send each byte once."""
     return (n - 1) / n
 
 
 def _twice(n: int) -> float:
-    """Each byte is sent twice by all but one of n ranks."""
+    """All but one of n ranks send each byte twice."""
     return 2 * (n - 1) / n
 
 
@@ -55,10 +55,8 @@ An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, ar
 section 7.1, which neglects the factor (n-1)/n).
 """
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-"""Factors of torch's gloo.
-
-It scatters after a full all-reduce, and reduces by a reduce-scatter and a gather to the root.
-"""
+"""Factors of torch's gloo, which scatters after a full all-reduce, and reduces by a reduce-scatter
+and a gather to the root."""
 RING = THEORY
 """Factors of a ring, as in NCCL, MPI (large messages) and Horovod's Gloo."""
 
@@ -114,10 +112,8 @@ _OPERATORS = {
 
 
 def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
-    """Returns a mode that counts collectives in `calls` and operators in `operators[0]`.
-
-    Collectives called from C++ count too.
-    """
+    """Returns a mode that counts collectives, also from C++, in `calls` and operators in
+    `operators[0]`."""
     import torch
 
     from harness.workloads.operators import OperatorObserver
@@ -153,7 +149,6 @@ def collective_call(name: str, args: Sequence[object]) -> Call | None:
 
 
 def _group_size(args: Sequence[object]) -> int:
-    """Returns the group's size; functional operators give its name, others an object."""
     import torch.distributed as dist
     from torch._C import ScriptObject
 
@@ -191,8 +186,8 @@ def tcp_bytes_sent() -> int | None:
     """Returns the payload bytes given to this process's open TCP connections; None on older
     kernels.
 
-    Bytes that the kernel still holds count; otherwise, with a slow reader, a step's last message
-    would count in the next. Retransmissions do not: they depend on the machine's load.
+    Includes bytes that the kernel still holds, or, with a slow reader, a step's last message would
+    count in the next. Excludes retransmissions, which depend on the machine's load.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -243,9 +238,7 @@ class Traffic:
     """Bytes over stretches of steps, read between steps; None if unknown."""
 
     over_tcp: bool
-    """Whether the ranks use TCP (gloo, MPI); NCCL's traffic is not visible here."""
     sent: int | None = 0
-    """Bytes sent over TCP."""
     disk_read: int | None = 0
     disk_written: int | None = 0
     steps: int = 0

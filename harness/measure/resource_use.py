@@ -24,8 +24,8 @@ WINDOW_SECONDS = 0.03
 
 
 FRESH_SECONDS = 0.2
-"""Time for which a trial's closing share serves as the next one's opening share; longer than
-writing a record takes."""
+"""Time for which a trial's closing share serves as the next one's opening share: longer than
+writing a record."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
@@ -81,7 +81,6 @@ class Load:
     own: float = 0.0
     """CPU seconds of this rank and its children, such as a compiler's workers."""
     busy: float | None = 0.0
-    """CPU seconds of all processes."""
     _start: tuple[float, float, float | None] | None = None
 
     def _read(self) -> tuple[float, float, float | None]:
@@ -139,10 +138,8 @@ NVML's newer counters are unsafe: their numbers changed between releases of its 
 
 
 class RankGpus:
-    """The GPUs that a rank drives, as NVML sees them.
-
-    NVML is not shut down, as the process ends soon.
-    """
+    """The GPUs that a rank drives, as NVML sees them. Never shuts NVML down, as the process ends
+    soon."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(device for device in devices if device.type == "cuda")
@@ -179,8 +176,8 @@ class RankGpus:
     def joules(self) -> dict[str, tuple[float, float]] | None:
         """Returns each GPU's joules since driver load, by UUID; None if any is unknown.
 
-        A slice has no counter, and its GPU's includes the other slices. The second number is where
-        the counter wraps around: 0 for never.
+        A slice has no counter, and its GPU's includes the other slices. The second number is the
+        value at which the counter wraps around; 0: never.
         """
         if self.library is None or not self.complete:
             return None
@@ -278,13 +275,10 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules over stretches of steps, of a rank's GPUs or of the host's CPU packages.
-
-    Rank 0 counts the packages for all ranks.
-    """
+    """Joules over stretches of steps, of a rank's GPUs or, on rank 0, of the host's CPU
+    packages."""
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
-    """Counters by device in joules, with their wrap-around values."""
     joules: float | None = 0.0
     _start: dict[str, tuple[float, float]] | None = None
 

@@ -40,7 +40,7 @@ def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
 
 @contextlib.contextmanager
 def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[None]:
-    """Adds up each expert's tokens on this rank in `counts`, without backward's recomputations."""
+    """Adds each expert's tokens on this rank to `counts`, without backward's recomputations."""
     import torch
 
     def count(block: int, router: Router) -> Callable[..., None]:

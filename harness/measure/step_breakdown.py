@@ -1,8 +1,7 @@
 """Breakdown of a step's time by component, and of a GPU's time by kind of kernel.
 
 The training thread's step is cut at each event boundary. Each piece is assigned to one component,
-so components sum to the step. Overlapped communication runs during other components' pieces; it is
-reported separately.
+so components sum to the step. Communication that overlaps other components is reported separately.
 
 Kernels are classified by the names in torch's NVIDIA libraries (cuBLAS, cuDNN, CUTLASS, Triton,
 FlashAttention, NCCL).
@@ -231,7 +230,7 @@ _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""Their names may contain the operator they are fused with."""
+"""Kernels whose names may contain the operator they are fused with."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -240,7 +239,7 @@ _MATMUL = re.compile(
 
 
 def kernel_kind(name: str) -> Kind:
-    """Classifies a kernel, except a collective's."""
+    """Classifies a kernel that is not a collective."""
     if _OPTIMIZER.search(name):
         return "device compute" if _LISTS_OF_TENSORS.search(name) else "device update"
     if _TORCHS_OWN.search(name):
@@ -268,8 +267,8 @@ def gpu_parts(
     """Returns the seconds of each of GPU_PARTS in [begin, end], with names prefixed by `gpu_`.
 
     Empty without device events. If kernels overlap, the first of GPU_PARTS counts. Compute kernels
-    in the optimizer's step count as the optimizer. `step_seconds`: the step by the clock, which the
-    parts sum to; time without events is idle.
+    in the optimizer's step count as the optimizer. Time without events is idle. `step_seconds`: the
+    step by the clock, which the parts sum to.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:
