@@ -62,8 +62,8 @@ def known_target(to: str) -> str:
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Returns content by file name, and a note on missing requirements; raises UsageError without
-    any."""
+    """Returns content by file name, and a note on missing requirements; raises UsageError if the
+    cell has no export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -112,7 +112,7 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's export, not an inherited one, which trains differently."""
+    """Returns the strategy's own export; an inherited one would train differently."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
@@ -127,8 +127,8 @@ def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused
 
 
 def taken_by(to: str) -> list[str]:
-    """Returns strategies that export to this target, tried with four devices, which 3D parallelism
-    divides in two ways."""
+    """Returns strategies that export to this target, tried on four devices, which 3D parallelism
+    can divide in two ways."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()

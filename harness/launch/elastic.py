@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
-"""Seconds that ranks get between SIGTERM and SIGKILL."""
 
 
 @functools.cache

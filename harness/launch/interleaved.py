@@ -1,4 +1,4 @@
-"""Interleaves trials, a few steps each, so that all meet the same machine conditions."""
+"""Interleaves trials, a few steps each, so that all run under the same machine conditions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MOST_CELLS = 8
-"""Most interleaved cells; all are in memory at once."""
+"""Largest number of interleaved cells, which are all in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         interleave: bool = True,
     ) -> list[Outcome]:
-        """Runs all trials interleaved; the first turn of each is its start, set-up and warm-up.
+        """Runs all trials interleaved; the first turn of each is its start, setup and warm-up.
 
-        Meanwhile, the others' ranks are stopped. Time limits and wall times count a trial's own
-        turns. KeyboardInterrupt makes all `interrupted`, even finished ones: only the whole set is
+        While one runs, the others' ranks are stopped. Time limits and wall times count a trial's
+        own turns. KeyboardInterrupt makes all `interrupted`, because only the whole set is
         comparable.
         """
         with scratch_folder() as folder:
@@ -96,7 +96,6 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None,
         interleave: bool,
     ) -> list[Outcome]:
-        """`folder`: for the sockets at which ranks wait."""
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
@@ -128,23 +127,22 @@ class InterleavedLauncher:
 
 
 class _LauncherProcess:
-    """A process, out of the terminal's reach, that runs one trial at a time."""
+    """A process that runs one trial at a time, out of the terminal's reach."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds that the trial waited for turns, and the current wait's start (0: none)."""
+        """Seconds that the trial has waited for turns, and the start of the current wait (0:
+        none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         with caller_not_imported():
             self._pid = self.pool.submit(_warm)
 
     def ready(self) -> int:
-        """Waits until warm; returns its process id."""
         return self._pid.result()
 
     def alive(self) -> _LauncherProcess:
-        """Returns this process, or a replacement if killed."""
         try:
             self.pool.submit(os.getpid).result()
         except BrokenProcessPool:
@@ -153,7 +151,6 @@ class _LauncherProcess:
         return self
 
     def start(self, launch: Launch, turns: TimeSlices | None) -> Future[Outcome]:
-        """Starts a trial; if the process was killed, the future has the error."""
         more: LaunchOptions = {**launch.more, "turns": turns}
         try:
             return self.pool.submit(_launch, launch.cell, launch.data, launch.processes, more)
@@ -178,7 +175,6 @@ class _Slot:
         self.turns = TimeSlices.of(str(address), launch.cycle) if address else None
         self.future: Future[Outcome] | None = None
         self.stopped: dict[socket.socket, int] = {}
-        """Process ids of waiting ranks, by their sockets."""
         self.selector = selectors.DefaultSelector()
         self.ended, self._end = socket.socketpair()
         self.selector.register(self.ended, selectors.EVENT_READ)
@@ -215,7 +211,7 @@ class _Slot:
         self.process.waited[1] = time.monotonic()
 
     def _wake(self, _: Future[Outcome]) -> None:
-        with contextlib.suppress(OSError):  # closed: the waiting thread already saw the end
+        with contextlib.suppress(OSError):  # closed: the waiting thread has already seen the end
             self._end.send(b".")
 
     def _receive(self, line: socket.socket) -> None:
@@ -236,7 +232,6 @@ class _Slot:
                 self.on_progress(int(message[1]), float(message[2]))
 
     def interrupt(self) -> None:
-        """Ends the trial, whose ranks may be stopped."""
         if self.future and not self.future.cancel() and not self.over:
             _signal(self.process.ready(), signal.SIGINT)
 

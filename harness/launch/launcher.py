@@ -58,7 +58,6 @@ class TrialOptions(TypedDict, total=False):
 
 class LaunchOptions(TrialOptions, total=False):
     command: Command
-    """The strategy's own command (`Strategy.own_launcher`)."""
 
 
 class LauncherProtocol(Protocol):
@@ -102,7 +101,7 @@ class Launcher:
         self._start_fork_server()
 
     def _start_fork_server(self) -> None:
-        # The last keeps imports from initialising CUDA in the fork server, which would make it
+        # The last one keeps imports from initialising CUDA in the fork server, which would make it
         # unusable in forked ranks.
         for_server = {
             LAUNCHER: str(os.getpid()),
@@ -177,14 +176,14 @@ class Launcher:
         """Runs this node's ranks; returns what they left, and who started them.
 
         `store`: node 0's rendezvous store, created here for a single node. `stop`: ends the ranks
-        once set. If the system refuses a port or temporary files, returns only the reason.
+        once set.
         """
         try:
             if not self._fork_server_runs():
                 self._restart_fork_server()
             try:
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-            # The fork server was just killed; if its socket had closed, the connection is refused.
+            # The fork server was just killed. If its socket has closed, the connection is refused.
             except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
@@ -202,7 +201,6 @@ class Launcher:
         stop: threading.Event | None,
         waited: Callable[[], float],
     ) -> tuple[RankOutputs, str]:
-        """Raises OSError, RuntimeError or EOFError if the ranks cannot start."""
         cell, killed_before = spec.cell, oom_kills()
         left, by = RankOutputs(), str(cell.launcher)
         with scratch_folder() as folder:
@@ -266,14 +264,11 @@ class Launcher:
 
 
 def _pid_of_fork_server() -> int:
-    """Returns the id of Python's fork server, which may have ended."""
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:
-    """Uses torch.multiprocessing.spawn, a fresh interpreter per rank; returns the first failure's
-    exit code."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     store = open_store(LOOPBACK)
@@ -285,7 +280,6 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
 
 
 def _run_command(command: list[str], spec: TrialSpec) -> int:
-    """Runs another launcher, logging to rank 0's log; returns its exit code."""
     file = Path(spec.scratch) / "spec.json"
     file.write_text(spec.to_json())
     place = {
@@ -315,7 +309,6 @@ def _free_port() -> int:
 
 
 def _is_python(program: str) -> bool:
-    """Returns whether Python runs this program, such as pip's commands."""
     file = shutil.which(program)
     if not file:
         return False

@@ -36,11 +36,8 @@ class Outcome:
     log_tail: str = ""
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """Facts of its nodes (harness/nodes/node.py), if not this process's own."""
     link: dict[str, Any] = field(default_factory=dict)
-    """Record columns of the emulated link, if any."""
     checkpoint: CheckpointFacts | None = None
-    """Facts of the checkpoint from which its ranks went on, if any."""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -62,22 +59,18 @@ class RankOutputs:
 
     answers: dict[int, RankAnswer] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
-    """End of each rank's log."""
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """Known exit codes of the first ranks to end."""
     groups: dict[int, list[GroupState]] = field(default_factory=dict)
-    """Entered collectives of asked ranks; empty without an answer."""
+    """Entered collectives of each rank asked; empty without an answer."""
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
     not_started: str = ""
-    """Why no rank could start."""
     oom_kills: int = 0
-    """Processes of this control group that the OOM killer ended."""
+    """Number of processes in this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended, if any. Only it knows which rank ended first, and logs that
-    for rank 0."""
+    """How a library's launcher ended, if any. Only it knows which rank ended first."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -142,7 +135,7 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
     )
     causes = [(rank, failure) for rank, failure in failed if not failure.consequence]
     if not causes and silent:
-        # A rank that left without an answer makes others fail. If several did, the launcher knows
+        # A rank that exits without an answer makes others fail. If several did, the launcher knows
         # the first.
         rank = next((r for r in outputs.exit_codes if r in silent), silent[0])
         reason = outputs.ended or ending(outputs.exit_codes.get(rank), by=f"rank {rank}")

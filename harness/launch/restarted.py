@@ -1,4 +1,4 @@
-"""Trials that are killed at a checkpoint and go on in new ranks."""
+"""Trials that are killed at a checkpoint and continue in new ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from harness.worker.spec import Checkpointing
 
 @dataclass(frozen=True)
 class RestartedLaunch:
-    """A launch that saves and is killed, and one that loads and goes on."""
+    """A launch that saves and is killed, and one that loads and continues."""
 
     saves: Launch
     loads: Launch
     after: int = field(kw_only=True)
-    """Number of steps before the checkpoint."""
     bitwise: bool = False
-    """Whether each rank must have its saved tensors again, bit by bit: a wide tolerance would hide
+    """Whether each rank must get its saved tensors back bit by bit; a wide tolerance would hide
     lost ones."""
 
     @property
@@ -91,9 +90,9 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 def checkpoint_facts(
     manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
 ) -> CheckpointFacts:
-    """Returns a trial's columns about its checkpoint; those of loading are null if it failed.
+    """Returns a trial's columns about its checkpoint; those about loading are null if it failed.
 
-    `same`: whether the same strategy on as many ranks saved it.
+    `same`: whether the same strategy on the same number of ranks saved it.
     """
     before, after = [rank.state for rank in saved], [rank.state for rank in loaded]
 
@@ -137,7 +136,7 @@ def not_restored(
 def joined(saved: Sequence[SavedAnswer], answers: Sequence[RankAnswer]) -> tuple[RankAnswer, ...]:
     """Returns the new ranks' answers, with the steps before the checkpoint put in front.
 
-    There may be another number of ranks, so each step has the mean loss of those that took it.
+    As the number of ranks may differ, each step has the mean loss of those that took it.
     """
     ranks = [rank.steps for rank in saved]
     losses = mean_losses([[step.loss for step in steps] for steps in ranks])

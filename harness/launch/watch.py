@@ -27,12 +27,11 @@ VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 """Environment variable with the seconds of silence that count as a hang; 0: only the time limit
 ends ranks."""
 SECONDS = 15.0
-"""Default of VARIABLE."""
 COLD_GPU_SECONDS = 60.0
 """Seconds of silence that count as a hang before the first GPU step. Initialising idle GPUs and
 NCCL's first connections wait in the kernel without using a core."""
 TIMES_LONGEST = 10
-"""Multiple of a rank's longest phase or step that it may be silent, if longer."""
+"""Multiple of its longest phase or step for which a rank may be silent."""
 LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
 """Share of a core that counts as work."""
@@ -53,9 +52,7 @@ class Hang:
     """Ranks that finished no phase or step for too long."""
 
     seconds: float
-    """Seconds since these ranks' last heartbeat."""
     doing: dict[int, str]
-    """Unfinished phase or step by silent rank."""
 
     def words(self) -> str:
         doing = sorted(set(self.doing.values()))
@@ -63,11 +60,11 @@ class Hang:
 
 
 class Silence:
-    """Tracks how long each rank has been silent while it could run.
+    """Tracks how long each rank has been silent while it could run, neither suspended nor out of
+    turn.
 
-    Time counts in small steps only: not while suspended or waiting for a turn. Before the first
-    step, a rank's work on a core or disk counts too: imports and compilation have no steps, and
-    other ranks wait for them.
+    Before the first step, a rank's work on a core or disk counts as a sign of life, since imports
+    and compilation have no steps.
     """
 
     def __init__(
@@ -178,8 +175,8 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
     """Describes which ranks the others wait for; empty if unknown.
 
-    Compares entered collectives; a rank without an answer is missing if its group answered. Without
-    any answer, missing ranks are those outside communication libraries while others are inside.
+    Compares entered collectives. Without any answer, the missing ranks are those outside
+    communication libraries while others are inside.
     """
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
@@ -218,7 +215,7 @@ _COMMUNICATES = (
     "_parameter_server",
 )
 _INNERMOST = 6
-"""Innermost stack frames searched for a communication library."""
+"""Number of innermost stack frames searched for a communication library."""
 
 
 def _communicates(stack: str) -> bool:
@@ -304,7 +301,6 @@ class Watch:
         self.scratch, self.ranks, self.seconds = scratch, ranks, seconds
         self.kill, self.waited = kill, waited
         self.passed = False
-        """Whether the time limit was reached."""
         self.hang: Hang | None = None
         self._silence = Silence(
             scratch, ranks, lambda: pids_by_rank(scratch, ranks), other_nodes, on_gpus

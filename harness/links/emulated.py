@@ -52,14 +52,13 @@ class _Process:
         )
 
     def ask(self, request: Request) -> str:
-        """Returns the answer; raises NoLinks if it is an error."""
         assert self.process.stdin
         assert self.process.stdout
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # the process ended, and may have written the reason before
+            pass  # the process has ended, and may have written the reason before
         line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": "its process is gone"}
         if "error" in answer:
@@ -67,7 +66,6 @@ class _Process:
         return str(answer["answer"])
 
     def end(self) -> None:
-        """Kills the process, and thereby its children."""
         self.process.kill()
         self.process.communicate()
 
@@ -177,8 +175,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Returns bits per second and one-way latency in seconds (harness/nodes/node.py). Raises
-    NoLinks if the nodes cannot connect, or an agent ends."""
+    """Returns bits per second and one-way latency in seconds. Raises NoLinks if the nodes cannot
+    connect, or an agent ends."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -210,7 +208,6 @@ def _cards() -> list[str]:
 
 
 MakesLauncher = Callable[[Sequence[str]], LauncherProtocol]
-"""Factory of launchers, from the packages that ranks need."""
 
 
 class LinksLauncher:
@@ -232,7 +229,7 @@ class LinksLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """A cell whose links cannot be emulated is `unavailable`."""
+        """Returns the outcome `unavailable` if the cell's links cannot be emulated."""
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:

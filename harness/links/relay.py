@@ -2,8 +2,7 @@
 without netem.
 
 Replaces the kernel's bridge by packet sockets. Large frames pass unsegmented; the virtio header
-tells the kernel how to segment them. The kernel still limits the ports' rates. Starts quickly, as
-it imports nothing from the suite.
+tells the kernel how to segment them. Imports nothing from the suite, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _PR_SET_TIMERSLACK = 32, 33, 29
 _HEADER = 10
 """Size of struct virtio_net_hdr in bytes (linux/virtio_net.h)."""
 _LARGEST = 2**17
-"""Largest frame in bytes."""
 _BUFFER_BYTES = 2**26
 _AT_ONCE = 16
-"""Frames read from a port per turn."""
 
 
 def open_port(name: str) -> socket.socket:
@@ -48,7 +45,7 @@ def open_port(name: str) -> socket.socket:
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
     """Forwards frames forever, each `seconds` after it arrived.
 
-    Uses the port where the destination was last seen as a source, else all others.
+    Uses the port on which the destination was last seen as a source, else all others.
     """
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}

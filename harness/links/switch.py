@@ -2,8 +2,8 @@
 children.
 
 Each agent has its own namespace and host name. Namespaces are unnamed and processes die with their
-parent, so the kernel always removes interfaces and shaping. The process answers each line of JSON
-on standard input with a line, and exits at end of input.
+parent, so the kernel always cleans up. The process answers each line of JSON on standard input with
+a line, and exits at end of input.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from harness.host.process import (
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Interface of each node. No machine may have this name: /sys shows the machine's interfaces inside
-a namespace."""
+"""Interface of each node. No machine may have this name, since /sys shows the machine's interfaces
+inside a namespace."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"
@@ -43,12 +43,15 @@ _QUEUE = "50ms"
 class NodeShare(TypedDict):
     cores: list[int]
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES; None: as here."""
+    """CUDA_VISIBLE_DEVICES; None leaves it as in this process."""
 
 
 class Request(TypedDict, total=False):
-    """`nodes` and `rendezvous_file`: start these agents, which wait for that file. `link`: set rate
-    and delay, written as in a cell. Empty: check whether this is permitted."""
+    """Request to start agents, or to set the link's rate and delay, written as in a cell.
+
+    `nodes`, `rendezvous_file`: agents to start, which wait for that file. Empty: check whether
+    links are permitted.
+    """
 
     nodes: list[NodeShare]
     rendezvous_file: str
@@ -167,8 +170,8 @@ def address(number: int) -> str:
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
-    """Starts a node's agent and returns once it is in its namespaces. It waits for
-    `rendezvous_file` and logs next to it."""
+    """Starts a node's agent, which waits for `rendezvous_file` and logs next to it; returns once it
+    is in its namespaces."""
 
     def enter_namespaces() -> None:
         die_with_parent()

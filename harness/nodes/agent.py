@@ -126,8 +126,11 @@ class Agent:
 
 
 def main() -> None:
-    """python -m harness.agent RENDEZVOUS [--node N] [--name NAME] [--interface IF]; under srun,
-    SkyPilot or mpirun, or in an indexed Kubernetes Job, their variables replace the options."""
+    """python -m harness.agent RENDEZVOUS [--node N] [--name NAME] [--interface IF].
+
+    Under srun, SkyPilot or mpirun, or in an indexed Kubernetes Job, their variables replace the
+    options.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m harness.agent", description="A node of a run over several nodes."
     )

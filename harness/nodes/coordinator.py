@@ -44,8 +44,7 @@ class Nodes:
         """Listens on one address, and writes it and a new key to the file `where` if it is a path.
 
         `interface`: reaches all nodes; None: that of the host's name, or the default route.
-        `socket_file`: Unix socket instead, reachable from any local network namespace, bypassing
-        links.
+        `socket_file`: Unix socket to use instead, which bypasses emulated links.
         """
         self.count = count
         self.rendezvous_file = where if isinstance(where, Path) else None
@@ -138,7 +137,7 @@ class Nodes:
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
-        """Drops agents that left between trials: a readable connection has ended then."""
+        """Drops agents that left between trials; their connections are readable."""
         lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
             node = lines[connection]  # type: ignore[index]
@@ -226,7 +225,7 @@ class NodesLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """A cell with missing nodes is `unavailable`."""
+        """Returns the outcome `unavailable` if nodes are missing."""
         if cell.nodes == 1:
             return self.local.run(
                 cell, data, processes, command=command, on_progress=on_progress, **more

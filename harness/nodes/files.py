@@ -1,7 +1,7 @@
-"""A trial's reference and data: sent to the nodes that lack them, and verified by digest.
+"""A trial's reference and data: sent to nodes that lack them, and verified by digest.
 
-The agent asks for one chunk at a time, so neither side holds more than that in memory. Each node
-keeps the files in its own cache, under the names of the coordinator's.
+The agent asks for one chunk at a time, which bounds memory on both sides. Each node keeps the files
+in its own cache, under the coordinator's names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.worker.spec import TrialSpec
 CHUNK_BYTES = 2**24
 """Less than protocol.MOST_BYTES as base64."""
 LEAST_READ_RATE = 2e7
-"""Bytes per second at which a node reads its copies, at least."""
+"""Minimum bytes per second at which a node is assumed to read its copies."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class FileFact:
     bytes: int
     modified_nanoseconds: int
     digest: str
-    """sha256."""
 
     def __post_init__(self) -> None:
         path = PurePosixPath(self.name)
@@ -42,7 +41,8 @@ class FileFact:
 
 @functools.cache
 def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
-    """The last arguments are part of the cache's key: a changed file is read again."""
+    """Returns the file's SHA-256; size and time are part of the cache's key, so a changed file is
+    read again."""
     with open(file, "rb") as source:
         sha256 = hashlib.sha256()
         while part := source.read(2**20):
@@ -51,20 +51,19 @@ def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
 
 
 def _below_cache(path: str) -> PurePosixPath:
-    """Returns `data/FILE` or `references/FOLDER`."""
     return PurePosixPath(*PurePosixPath(path).parts[-2:])
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What the coordinator has for the nodes of a trial."""
+    """Files that the coordinator has for the nodes of a trial."""
 
     files: tuple[Path, ...]
     facts: tuple[FileFact, ...]
 
     @classmethod
     def of(cls, spec: TrialSpec) -> Offer:
-        """`reference.json` comes last, since it marks a reference as complete."""
+        """Lists `reference.json` last, since it marks a reference as complete."""
         names: dict[Path, str] = {}
         if folder := spec.reference:
             for name in ("final.safetensors", "reference.json"):
@@ -96,7 +95,7 @@ class OwnFiles:
 
     def __init__(self) -> None:
         self.problem = ""
-        """Why the last trial's files are not there; empty if they are."""
+        """Reason why the last trial's files are missing; empty if they are complete."""
 
     def complete(self, facts: Sequence[FileFact], chunk: Callable[[int, int], str]) -> None:
         """Gets missing and different files by `chunk(number, offset)`, and sets `problem`."""
@@ -112,7 +111,7 @@ class OwnFiles:
 
 
 def _is_copy(file: Path, fact: FileFact) -> bool:
-    """A file of the same size and age is not read: on a shared disk it is the coordinator's."""
+    """Compares size and age before reading: on a shared disk, the file is the coordinator's own."""
     try:
         of = file.stat()
     except FileNotFoundError:
@@ -125,7 +124,6 @@ def _is_copy(file: Path, fact: FileFact) -> bool:
 
 
 def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
-    """Raises OSError if the disk is full or the content is not that of `fact`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     sha256, received = hashlib.sha256(), 0

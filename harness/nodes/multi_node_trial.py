@@ -17,7 +17,7 @@ from harness.worker.spec import TrialSpec
 OTHERS_SECONDS = 3.0
 """Seconds that other nodes have to report the effect of a failure before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds in which a coordinator notices that the whole job ends, and the trial is interrupted."""
+"""Seconds in which a coordinator notices that the whole job is ending, and interrupts the trial."""
 ANSWER_SECONDS = 15.0
 """Seconds for a node to answer after a kill or the time limit; then it is lost."""
 
@@ -39,7 +39,6 @@ class Trial:
         self.left = RankOutputs()
         self.lost: list[str] = []
         self.open: dict[Any, Node] = {}
-        """Running nodes, by connection."""
         self.sent_at = 0.0
 
     def run(self) -> Outcome:
@@ -95,8 +94,6 @@ class Trial:
         return True
 
     def _provide(self, node: Node, offer: Offer) -> bool:
-        """Sends the node what it lacks of the trial's reference and data; returns False if it was
-        lost."""
         if not self._say(node, "files", list(offer.facts)):
             return False
         try:
@@ -129,7 +126,6 @@ class Trial:
         return True
 
     def _gather(self, seconds: float) -> None:
-        """Collects answers until all nodes reported, or had time to after a failure."""
         deadline, hurried = time.monotonic() + seconds, False
         while self.open:
             ready = wait(list(self.open), max(0.0, deadline - time.monotonic()))

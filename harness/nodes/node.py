@@ -52,8 +52,8 @@ def node_facts(number: int, name: str) -> dict[str, object]:
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""The stream is measured between these. Before, a shaped link passes a burst and TCP finds its
-rate."""
+"""Start and end of the measured part of a stream. Before, a shaped link passes a burst and TCP
+finds its rate."""
 _TIMEOUT_SECONDS = 20.0
 _CHUNK = 2**18
 

@@ -5,11 +5,10 @@ unpickled; a wrong type ends the connection.
 
 Each side sends a nonce, and its first tag proves that it knows the key. Each direction's key is
 derived from it and both nonces, so recorded connections are useless. Numbered tags prevent
-repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted. An unproved
-peer can make this side read at most 64 bytes.
+repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
 
-`multiprocessing.connection` authenticates only the connection (by HMAC-MD5 before Python 3.12), so
-anyone on the path could forge, change or repeat messages.
+`multiprocessing.connection` authenticates only the connection, so anyone on the path could forge,
+change or repeat messages.
 """
 
 from __future__ import annotations
@@ -95,11 +94,10 @@ MOST_BYTES = 2**26
 _PURPOSE = b"parallelism-bench nodes 2"
 """Prefix of the first tag, so that keys are useless to other protocol versions."""
 _SIZE = 32
-"""Bytes of a nonce or tag."""
 _HEADER = struct.Struct(">II")
 """Bytes of the message and of the padding after its tag."""
 _TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
-# A node without power sends nothing: the kernel gives up after 10 idle seconds and four probes.
+# A node that lost power sends nothing: the kernel gives up after 10 idle seconds and four probes.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
@@ -192,8 +190,8 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
             _tag(secret, _PURPOSE, direction, nonces) for direction in (_TO_AGENT, _TO_COORDINATOR)
         )
         sends, hears = (to_agent, to_coordinator) if coordinator else (to_coordinator, to_agent)
-        # The agent proves first, so the coordinator tells strangers nothing that depends on the
-        # key.
+        # The agent proves itself first, so the coordinator tells strangers nothing that depends on
+        # the key.
         if not coordinator:
             raw.sendall(_tag(sends, b"proof"))
         if not hmac.compare_digest(read_exactly(raw, _SIZE, deadline), _tag(hears, b"proof")):

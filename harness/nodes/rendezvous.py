@@ -21,20 +21,17 @@ KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
 LEAST_KEY_DIGITS = 32
 _ADDRESS = re.compile(r"([\w.-]*):(\d{1,5})", re.ASCII)
 _ROUTE_UP = 1
-"""RTF_UP of linux/route.h."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The coordinator's addresses and key, from a private file in a folder that all nodes share, or
-    given to each node."""
+    """The coordinator's addresses and key, from a private shared file or given to each node."""
 
     machine: str
     addresses: tuple[str, ...]
     """Hosts to try in order, or the path of a socket on this machine."""
     port: int
     key: str = field(repr=False)
-    """Secret hex digits."""
 
     @property
     def secret(self) -> bytes:
@@ -51,8 +48,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        """Raises UsageError if others own, may read or may change the file: an agent obeys whoever
-        holds its key."""
+        """Raises UsageError if others own, may read or may change the file, because its key
+        controls an agent."""
         with open(file) as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
