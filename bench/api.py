@@ -41,7 +41,7 @@ class RecordedRuns(Results):
 
     @functools.cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per run and cell: ranked first, then fastest first."""
+        """One row per run and cell: ranked cells first, fastest first."""
         from harness.analysis.summary import cells
 
         return cells(self.trials, self.baseline)
@@ -69,8 +69,8 @@ def load(
 ) -> RecordedRuns:
     """Returns recorded runs of a results folder, by default all.
 
-    `runs`: ids, their first letters, `latest` or `latest~1`. `baseline`: strategy, id or pattern
-    of the cell that others are compared with. Raises UsageError for an unknown one.
+    `runs`: ids or their prefixes, `latest` or `latest~1`. `baseline`: strategy, id or pattern of
+    the cell that others are compared with. Raises UsageError for an unknown one.
     """
     from bench.select import baseline_choice, find_run
     from harness.spec.cell import Cell
@@ -99,12 +99,12 @@ def run(
     profile: bool = False,
     listener: ProgressListener | None = None,
 ) -> RecordedRuns:
-    """Trains, verifies and records cells, or a matrix; returns what was recorded.
+    """Trains, verifies and records cells, or a matrix; returns the recorded results.
 
     `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
     set in all cells. `precision`: relative half width, such as 0.02, that every throughput's
     interval must reach. `run_id`: name of the run, which is continued if it exists. `listener`:
-    hears about progress. The other parameters are options of `bench run`.
+    receives progress. The other parameters are options of `bench run`.
 
     Raises UsageError for a mistake. KeyboardInterrupt ends the run; `run_id` continues it.
     """
@@ -141,7 +141,6 @@ def run(
 
 
 def _check(cells: bool, matrix: bool, trials: int | None, precision: float | None) -> None:
-    """Raises UsageError if `bench.run` cannot run here, or not what it was asked for."""
     from harness.host.packages import TRAINING, missing
 
     if threading.current_thread() is not threading.main_thread():
@@ -203,7 +202,7 @@ def fits(
     rank: int = 16,
     link: str | None = None,
 ) -> FitAnswer:
-    """Says whether a fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
+    """Predicts whether a fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
     `bench fits`. Raises UsageError."""
     from harness.planner.finetune.answer import answer
 

@@ -98,7 +98,6 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 
 def _state(state: GpuState) -> Iterator[Trouble]:
-    """Checks a GPU that no rank of ours is using."""
     subject, number = f"GPU {state.index}", state.index
     others = [process for process in state.processes or () if process.pid != os.getpid()]
     if others:
@@ -160,7 +159,6 @@ def _software() -> Iterator[Trouble]:
 
 
 def _stand_ins() -> Iterator[Trouble]:
-    """Yields strategies with a substitute on GPUs, for a library built without NCCL."""
     from importlib.util import find_spec
 
     from harness.spec.cell import Cell

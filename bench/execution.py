@@ -38,7 +38,7 @@ REQUEUED_SECONDS = 180.0
 StartListener: TypeAlias = Callable[
     [Plan, int], contextlib.AbstractContextManager[ProgressListener]
 ]
-"""Returns the listener of a plan with this many open trials, entered as the run begins."""
+"""Returns the listener for a plan with this many open trials, entered as the run begins."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class RunOptions:
     dry_run: bool = False
     baseline_cell: str = ""
     profile: bool = False
-    """Whether to profile each cell afterwards."""
     with_parent: bool = False
     """Whether to end with the parent process, as another job continues the run."""
     agents: AgentOptions = AgentOptions()
@@ -73,7 +72,6 @@ class Prepared:
     plan: Plan
     begun: bool
     host: Host
-    """Host that the plan is for."""
     part: tuple[int, int]
     baseline: Choice | None
     trials_to_run: int
@@ -88,7 +86,6 @@ class Prepared:
 class Ended:
     plan: Plan
     finished: bool
-    """False if it was interrupted."""
     wall_seconds: float
     all_recorded: bool
     """Whether every share is complete."""
@@ -136,7 +133,7 @@ def execute(
     listener: StartListener,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Ended:
-    """Runs all open trials. `say`: takes what happens before the first one."""
+    """Runs all open trials. `say`: receives messages about what happens before the first one."""
     began_at = time.monotonic()
     plan = _begin(prepared, say)
     store, part = prepared.store, prepared.part
@@ -155,7 +152,6 @@ def execute(
 
 
 def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
-    """Records the start of a new run; returns the plan to run."""
     plan = prepared.plan
     runner = Runner(prepared.store, plan, share=prepared.part)
     runner.make_room()

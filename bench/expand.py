@@ -57,8 +57,8 @@ def expand(
     """Returns a matrix's cells on a host.
 
     `only`, `skip`: strategies or patterns (bench/select.py). `model`: workload of all cells, to
-    which their suffixes are added. Raises UsageError for an unknown axis,
-    value or pattern, and if no cell can run because of its data.
+    which their suffixes are added. Raises UsageError for an unknown axis, value or pattern, and if
+    no cell can run because of its data.
     """
     if model:
         make_workload(model)
@@ -98,7 +98,6 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
 
 
 def _require_fit(cell: Cell, host: Host) -> None:
-    """Raises Refused if the cell exceeds a device's memory, or its share of the host's."""
     need = device_bytes(cell)
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
     if need > there:
@@ -109,7 +108,6 @@ def _require_fit(cell: Cell, host: Host) -> None:
 
 
 def _require_variant(cell: Cell) -> None:
-    """Raises Refused if the workload has no such suffixes."""
     try:
         make_workload(cell.workload)
     except UsageError as error:
@@ -117,14 +115,12 @@ def _require_variant(cell: Cell) -> None:
 
 
 def _limited(cell: Cell, host: Host) -> Cell:
-    """Sets a GPU cell's missing time limit from its expected time."""
     if cell.device != "cuda" or "time_limit_seconds" in cell.model_fields_set:
         return cell
     return cell.model_copy(update={"time_limit_seconds": time_limit_seconds(cell, host.name)})
 
 
 Cells = dict[str, Cell]
-"""Cells by id, in matrix order."""
 
 
 def _timed_and_checked(
@@ -162,7 +158,6 @@ def _combinations(axes: Axes) -> Iterator[Axes]:
 
 
 def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
-    """Raises UsageError for an invalid axis."""
     named_numbers = {
         axis: sizes.numbers[value]
         for axis, value in axes.items()

@@ -12,7 +12,6 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 _HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^,]+?) \s* (?:, \s* ([1-9]\d*) \s* cores? \s*)?"
-"""Number of GPUs, their name, and cores."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,7 @@ class Host:
     memory_bytes: int
     """Memory of one GPU, or of the host."""
     nodes: int = 1
-    """Nodes of the run, including this host."""
     name: str | None = None
-    """GPU name from NVML, if known."""
     elsewhere: bool = False
     """Whether this is another host, about which local installations tell you nothing."""
     cores: int | None = None
@@ -53,8 +50,8 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError with the
-    nearest GPUs for an unknown one."""
+    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError with the nearest
+    GPUs for an unknown one."""
     from harness.host.gpu_models import gpu_named
 
     if not text:
@@ -77,7 +74,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 class UnsuitableData(Refused):
-    """The cell's data and model do not go together, which is a mistake if no cell is left."""
+    """The cell's data and model do not go together; a mistake if no cell is left."""
 
 
 def admit_here(cell: Cell, host: Host) -> None:
@@ -113,7 +110,6 @@ def admit_here(cell: Cell, host: Host) -> None:
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:
-    """Raises Unavailable if the cell, or its strategy at any size, needs more GPUs."""
     needed = max(cell.devices, make_strategy(cell).capabilities.min_devices)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:

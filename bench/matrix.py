@@ -69,7 +69,7 @@ _AXES_SCHEMA = {
     },
 }
 Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
-"""Values by axis, from YAML. Names and lists stand for values: a schema checks only the axes."""
+"""Values by axis, from YAML. Names and lists stand for values, so a schema checks only the axes."""
 
 
 class Sizes(BaseModel):
@@ -81,7 +81,7 @@ class Sizes(BaseModel):
     defaults: Axes = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
-        """Merges another one into this one, whose values win."""
+        """Merges these sizes into others; these win."""
         return Sizes(
             workloads={**other.workloads, **self.workloads},
             numbers={**other.numbers, **self.numbers},

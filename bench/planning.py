@@ -1,4 +1,4 @@
-"""What a run does: its plan, new or continued."""
+"""Plans a run: a new one, or one to continue."""
 
 from __future__ import annotations
 
@@ -30,18 +30,14 @@ class PlanOptions:
     changes: Axes = field(default_factory=dict)
     """Axes set in all cells."""
     model: str = ""
-    """Workload of every cell; empty: the matrix's."""
     trials: int | None = None
     precision: float | None = None
     """Relative half width of every throughput's interval; None: no such target."""
     time_budget_seconds: float | None = None
     interleave: bool = False
     timed_seconds: float | None = None
-    """Length of timed steps; None: the matrix's."""
     run_id: str = ""
-    """Name of the run; empty: its time."""
     host: str = ""
-    """Host to plan for; empty: this one."""
     nodes: int = 1
 
     @property
@@ -81,7 +77,6 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
 
 
 def _matrix(options: PlanOptions) -> Matrix:
-    """Raises UsageError for a mistaken matrix or cell."""
     if not options.cells:
         return read_matrix(options.matrix)
     axes = [axes_of(cell) if isinstance(cell, Cell) else cell for cell in options.cells]

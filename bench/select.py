@@ -1,7 +1,7 @@
 """Resolves the run and cell arguments of all commands.
 
-Runs: an id, its first letters, `latest`, or `latest~1` for the one before. Cells: an id, a
-strategy, or a pattern (`ddp*x2*`) over labels or names.
+Runs: an id, its prefix, `latest`, or `latest~1` for the one before. Cells: an id, a strategy, or a
+pattern (`ddp*x2*`) over labels or names.
 """
 
 from __future__ import annotations

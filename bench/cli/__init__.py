@@ -48,7 +48,7 @@ COMMANDS = {
         "slurm status": "slurm:status",
     },
 }
-"""Module and function of each command, in the order of the help, by panel."""
+"""Module and function of each command by panel, in the order of the help."""
 
 TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
 """Commands that always need torch and transformers."""
@@ -83,8 +83,6 @@ slurm_app = typer.Typer(no_args_is_help=True, help="Follow a run on a SLURM clus
 
 
 def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command that first requires the packages that train."""
-
     @functools.wraps(run)
     def checked(*args: object, **options: object) -> None:
         require(TRAINING)
@@ -110,7 +108,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a user's mistake or a refused file, empty for the suite's errors."""
+    """Returns the message for a user's mistake or a refused file; empty for the suite's errors."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -124,7 +124,7 @@ def _write(comparison: RunComparison, format_name: str, out: Path | None) -> Non
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
-    """Compares cells that differ only in what the two patterns name."""
+    """Compares pairs of cells that match the two patterns and are otherwise equal."""
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
@@ -236,7 +236,6 @@ def _colour(regression: bool, kind: str) -> str:
 def _show_history(
     results: Path, pattern: str | None, figure: Literal["throughput", "memory"], json_output: bool
 ) -> None:
-    """Prints one line per run of a single cell, else one per cell."""
     from bench.cli import terminal
     from harness.analysis.history import MIN_RUNS, histories, method
 
@@ -286,7 +285,6 @@ def _mark(series: Series, change: float) -> str:
 
 
 def _runs(out: Console, series: Series) -> None:
-    """Prints one line per run; bars span the smallest to the largest value."""
     from rich.markup import escape
 
     from bench.cli import terminal

@@ -1,4 +1,4 @@
-"""bench doctor: what this host has, what skews its results, and whether stored files are intact."""
+"""bench doctor: this host's properties, conditions that skew its results, and damaged files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class CheckOptions:
     device: CheckDevice = "cuda"
     again: tuple[str, ...] = ()
     plan: Path | None = None
-    """Plan to run; None: the suite's."""
 
 
 def doctor(
@@ -93,7 +92,7 @@ def doctor(
     """Check this host, its GPUs or a results folder.
 
     Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
-    skew results. With --results the exit code is 1 if damaged files remain, or files of a newer
+    skew results. With --results, the exit code is 1 if damaged files remain, or files of a newer
     version of the suite.
 
     Example: [bold]python -m bench doctor --results results --repair[/bold]
@@ -112,7 +111,6 @@ def doctor(
 
 
 def _check_host(links: bool, json_output: bool) -> None:
-    """Prints what this host has; exit code 1 if links cannot be measured."""
     from harness.host.packages import TRAINING, require
 
     require(TRAINING)
@@ -158,7 +156,6 @@ def _show_parts(out: Console, parts: dict[str, dict[str, str]]) -> None:
 
 
 def _check_results(results: Path, repair: bool, json_output: bool) -> int:
-    """Prints the files of a results folder that are not intact; returns the exit code."""
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -214,8 +211,6 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
 
 
 def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
-    """Measures gloo between two cores and NCCL between two GPUs; returns fits, and reasons by
-    failed backend."""
     from harness.host.environment import device_type, gpus
     from harness.measure.hardware_benchmark import RANKS, measure_links
 
@@ -379,7 +374,7 @@ def _strategies() -> dict[str, str]:
 
 
 def check_gpu(options: CheckOptions) -> None:
-    """Runs the steps and prints what each showed.
+    """Runs the steps of a GPU check and prints each one's outcome.
 
     Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
     a GPU.

@@ -29,7 +29,7 @@ def export(
     """Write a cell as scripts that run without the suite.
 
     Writes a script, config files and a command line. CELL may be recorded in the results folder.
-    With --json files are written only if --out is given.
+    With --json, files are written only if --out is given.
 
     Example: [bold]python -m bench export fsdp2 --to slurm --set devices=4[/bold]
     """

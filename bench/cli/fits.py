@@ -1,4 +1,4 @@
-"""bench fits: says whether a fine-tuning fits GPUs, how fast it is, and what to turn on."""
+"""bench fits: whether a fine-tuning fits GPUs, how fast it is, and what to turn on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.planner.finetune.answer import Answer, FitQuestion
 
 USUAL = Path(__file__).parents[1] / "fits.yaml"
-"""The usual strategy by how states are sharded."""
+"""Default strategy for each way of sharding states."""
 GIB = 2**30
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 
@@ -120,7 +120,6 @@ def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
 
 
 def _command(model: str, question: FitQuestion, result: Answer) -> str:
-    """Returns the command that measures the recipe with the suite; empty if nothing fits."""
     from harness.planner.cluster.recipe import SUITE_CELLS
     from harness.workloads import make_workload
 

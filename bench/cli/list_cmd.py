@@ -24,7 +24,7 @@ class StrategyEntry:
 
 @dataclass(frozen=True)
 class WorkloadEntry:
-    """A workload, a suffix or a kind of name."""
+    """A workload, a suffix, or a kind of name."""
 
     name: str
     kind: str

@@ -33,7 +33,7 @@ CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
 """Default memory per rank, by what grows. Step time grows with the square of sequence length."""
 LONG_TOKENS = 4096
-"""Tokens whose activations about fill the budget, at the default width."""
+"""Tokens whose activations about fill the budget at the default width."""
 
 Grow: TypeAlias = Annotated[
     Literal["model", "sequence"] | None,
@@ -186,7 +186,6 @@ class SearchRequest:
     grow: Literal["model", "sequence"]
     budget: str
     ranks: int | None
-    """Ranks; None: as many as fit this host."""
     hidden: int | None
     """Hidden size; None: one that fits the budget."""
     file: Path
@@ -218,7 +217,6 @@ class SearchRequest:
 
 
 def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
-    """Raises UsageError for what this host cannot do."""
     from pydantic import Field
 
     from bench.expand import expand
@@ -249,7 +247,6 @@ def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
 
 
 def _with_ranks(matrix: Matrix, many: int) -> Matrix:
-    """Returns the matrix with `devices: many` and the number `ranks` resolved."""
     entries = [
         {**entry, "devices": many} if entry.get("devices") == "many" else entry
         for entry in matrix.cells
@@ -310,7 +307,7 @@ class Progress:
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, the bytes responsible, and departures from the theoretical order; returns
+    """Prints the table, what used the memory, and departures from the theoretical order; returns
     these notes."""
     from rich.markup import escape
 
@@ -355,7 +352,6 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
 
 
 def _filled(rows: list[MaxsizeResult]) -> Table:
-    """Returns what filled each budget at the smallest size that does not train."""
     from rich.markup import escape
 
     from bench.cli import terminal

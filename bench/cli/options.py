@@ -1,4 +1,4 @@
-"""Options and arguments of several commands, each declared once."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 

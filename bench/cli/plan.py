@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from harness.planner.follow_up import StrategyOptions
 
 MAX_EXPORTED = 1000
-"""Best layouts that are searched for one with an export."""
+"""Number of best layouts that are searched for one with an export."""
 TRIED_MATRIX = "full"
-"""Source of each strategy's options to try."""
+"""Matrix whose options are tried for each strategy."""
 
 Model: TypeAlias = Annotated[
     str,
@@ -57,9 +57,7 @@ class Files:
     """Files to write next to the answer, if any."""
 
     matrix: Path | None
-    """New file for the cells that would settle which strategy is best."""
     export: Path | None
-    """New folder for an export of the choice."""
     html: Path | None
 
 
@@ -126,7 +124,6 @@ def _written(
     files: Files,
     model: str,
 ) -> list[str]:
-    """Writes the requested files; returns sentences to print."""
     written = _matrix_written(answer, model, files.matrix) if files.matrix else []
     question, goal = answer.question, answer.goal
     if files.export:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from harness.planner.local.local_plan import LocalCandidate, LocalPlan, LocalVariant
 
 MAX_REASONS = 6
-"""Reasons for left-out strategies on a terminal."""
+"""Most reasons for left-out strategies on a terminal."""
 
 Unseen: TypeAlias = Annotated[
     bool,
@@ -138,7 +138,6 @@ def _written(answer: LocalPlan, variants: Sequence[LocalVariant], files: Files) 
 
 
 def _table(plan: LocalPlan, top: int) -> Table:
-    """Lists cells with identical training first, best first."""
     from rich.markup import escape
 
     from bench.cli import terminal

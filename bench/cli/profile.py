@@ -69,8 +69,7 @@ def _require_runnable(cell: Cell) -> None:
 
 
 def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
-    """Runs a cell under the profiler; returns its record and traces, which replace the folder's on
-    success."""
+    """Profiles a cell; returns its record and traces, which replace the folder's on success."""
     from harness.launch.launcher import Launcher
     from harness.links.emulated import over_links
     from harness.run.prepared import packages
@@ -91,8 +90,8 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name; else the matrix's plainest with this strategy
-    and options."""
+    """Returns the recorded cell of this id or name; else the matrix's simplest cell with this
+    strategy and options."""
     from bench.expand import cells_of
     from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store

@@ -27,7 +27,7 @@ def publish(
 ) -> None:
     """Write results for TensorBoard, MLflow or Prometheus.
 
-    Skips what is already there.
+    Skips results that are already there.
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """

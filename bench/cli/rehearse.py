@@ -98,7 +98,6 @@ def rehearse(
 
 
 def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> Rehearsal:
-    """Raises UsageError if the cell cannot run."""
     from harness.planner.rehearsal.rehearse import rehearse as rehearse_cell
     from harness.planner.rehearsal.world import quiet
     from harness.spec.errors import Refused, Unavailable, UsageError
@@ -111,7 +110,6 @@ def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> Rehearsal
 
 
 def _cell(word: str, common: dict[str, object]) -> Cell:
-    """Raises UsageError for invalid options."""
     from pydantic import ValidationError
 
     from bench.select import with_options
@@ -174,7 +172,6 @@ def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemo
 
 
 def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
-    """Returns one row per rehearsed rank: its peak, and what it holds then."""
     from rich.markup import escape
 
     from bench.cli import terminal

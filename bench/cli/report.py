@@ -52,7 +52,6 @@ class ReportOptions:
     format_name: Format
     sections: tuple[str, ...]
     baseline: str
-    """Cell that the others are compared with; empty: the default."""
     out: Path | None
     json_output: bool
 
@@ -110,7 +109,6 @@ def report(
 
 
 def _check(options: ReportOptions, open_browser: bool) -> None:
-    """Raises UsageError for conflicting options."""
     from harness.spec.errors import UsageError
 
     out, chosen = options.out, options.format_name

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 AS_EXPECTED = 0.1
-"""Share of a run's expected seconds assumed to go as expected. A trial that first builds a library
-tells you little about the others."""
+"""Share of a run's expected seconds that is assumed to go as expected. A trial that first builds a
+library tells you little about the others."""
 
 
 class RunProgress:
@@ -125,7 +125,8 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Scales the expected time left by how finished trials compare with expectation."""
+        """Scales the expected time left by how finished trials compare with their expected
+        times."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

@@ -279,7 +279,6 @@ def _parity(out: Console, cell: CellResult) -> None:
 
 
 def _compared(out: Console, parity: Parity) -> None:
-    """Prints deviations of what is compared beyond losses and whole tensors."""
     from reports.text import deviation
 
     if parity.max_element_deviation is None:
@@ -347,7 +346,7 @@ def bar(value: float | None, most: float) -> str:
 
 
 def sparkline_of(values: Sequence[float | None]) -> str:
-    """Returns a block per value, or the largest value in each of STEPS stretches."""
+    """Returns a block per value, or for the largest value in each of STEPS stretches."""
     from bench.cli.compare import sparkline
 
     known = [value for value in values if value is not None and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""bench submit and bench slurm status: a matrix on a cluster, and how far along its run is."""
+"""bench submit and bench slurm status: a matrix on a cluster, and the progress of its run."""
 
 from __future__ import annotations
 
@@ -190,7 +190,6 @@ class RunStatus:
     statuses: dict[str, int]
     newest: str | None
     newest_at: str | None
-    """Its start, as ISO 8601."""
 
 
 def status(
@@ -238,7 +237,6 @@ def status(
 
 
 def _run_of_job(store: Store, job: str) -> str:
-    """Returns a run that this job started, or an empty string."""
     for row in store.newest_rows():
         if row["allocation"] and json.loads(row["allocation"]).get("job") == job:
             return str(row["run_id"])

@@ -25,7 +25,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Uses colour only on a terminal; silent if a machine reads stdout."""
+    """Returns a console with colour only on a terminal; silent if a machine reads stdout."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
         chosen

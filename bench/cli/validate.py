@@ -109,7 +109,6 @@ def _fit(runs: MeasuredRuns, cluster: Cluster, source: str, out: Path) -> None:
 def _validate_cluster(
     file: Path, runs: MeasuredRuns, cluster: Cluster, calibration: Path | None, json_output: bool
 ) -> None:
-    """Raises UsageError if no runs can be predicted from others."""
     from bench.cli import terminal
     from harness.planner.cluster import calibrate as scores
     from harness.planner.cluster.calibration import calibration_file, load
@@ -206,10 +205,6 @@ def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
 
 
 def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
-    """Prints scores of each workload and emulated link, predicted from all others.
-
-    Raises UsageError for too few cells.
-    """
     from bench.cli import terminal
     from harness.host.packages import TRAINING, require
     from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score

@@ -47,7 +47,7 @@ def whatif(
 ) -> None:
     """Extend cells measured on this machine to thousands of devices.
 
-    Predicts powers of two up to --devices. With --link every device is a node of its own.
+    Predicts powers of two up to --devices. With --link, every device is a node of its own.
 
     Example: [bold]python -m bench whatif ddp fsdp2 --devices 1024 --link 10gbit[/bold]
     """
@@ -92,7 +92,6 @@ def whatif(
 
 
 def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCell]:
-    """Raises UsageError for a pattern without match."""
     from bench.select import matches
     from harness.spec.errors import UsageError
 

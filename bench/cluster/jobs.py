@@ -19,10 +19,9 @@ from harness.spec.errors import UsageError
 class Job:
     matrix: str
     run_id: str
-    """Empty: the job names its run once it has begun."""
+    """Name of the run; empty: the job chooses it when it begins."""
     results: Path
     options: tuple[str, ...] = ()
-    """Further options of `bench run`."""
     tasks: int = 0
     """Array tasks that share the cells; 0: no array."""
     nightly: bool = False
@@ -39,8 +38,8 @@ class Job:
 
 
 def batch_script(site: Site, job: Job) -> str:
-    """Returns the site's directives and set-up, then a script of slurm/, with all options that
-    sbatch needs."""
+    """Returns the site's directives and setup, then a script of slurm/, with all options of
+    sbatch."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -181,11 +180,9 @@ class Submission:
 
     job: str
     run_id: str
-    """Empty: the job names its run once it has begun."""
     matrix: str
     nodes: int
     tasks: int
-    """Array tasks that share the cells; 0: no array."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

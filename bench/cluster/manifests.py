@@ -1,7 +1,7 @@
 """Manifests of a run on Kubernetes (plain or with Kubeflow's TrainJob) and SkyPilot.
 
-Node 0 runs the coordinator and its own agent, the other nodes an agent each. They meet by address,
-with the key from a secret that no manifest contains.
+Node 0 runs the coordinator and an agent, each other node an agent. They connect by address, with a
+key from a secret that no manifest contains.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ServiceSpec(_Record):
 
 
 class Service(_Record):
-    """Headless: its name is the address of node 0."""
+    """Headless service, whose name is the address of node 0."""
 
     api_version: Literal["v1"] = "v1"
     kind: Literal["Service"] = "Service"
@@ -185,7 +185,7 @@ class TrainJob(_Record):
 
 
 class SkyTask(BaseModel):
-    """SkyPilot's keys are not in camel case."""
+    """SkyPilot task, whose keys are not in camel case."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -193,7 +193,6 @@ class SkyTask(BaseModel):
     num_nodes: int
     resources: dict[str, str]
     secrets: dict[str, None]
-    """Null: given at launch."""
     run: str
 
 
@@ -201,7 +200,7 @@ Manifest: TypeAlias = Service | KubernetesJob | TrainJob | SkyTask
 
 
 def manifests(target: Target, site: Site, job: Job) -> list[Manifest]:
-    """Returns what starts the run; raises UsageError if the site lacks what the target needs."""
+    """Returns the manifests that start the run; raises UsageError if the site lacks a setting."""
     if not site.pods.image:
         raise UsageError(
             f"--to {target.value} needs an image that has the suite: set pods.image in the site"
@@ -221,14 +220,13 @@ def as_yaml(made: list[Manifest]) -> str:
 
 
 def start_command(target: Target, file: str) -> str:
-    """Returns what the user types to start the run."""
+    """Returns the command that starts the run."""
     if target is Target.SKYPILOT:
         return f"sky launch --secret {KEY} {shlex.quote(file)}"
     return f"kubectl apply -f {shlex.quote(file)}"
 
 
 def _name(job: Job) -> str:
-    """Returns a DNS label."""
     return re.sub("[^a-z0-9-]", "-", f"bench-{job.run_id}".lower())[:50].strip("-")
 
 

@@ -68,7 +68,7 @@ class Pods(BaseModel):
     runtime: str = "torch-distributed"
     """Kubeflow runtime of the TrainJob."""
     port: int = Field(default=29400, ge=1, le=65535)
-    """Port at which the coordinator listens."""
+    """Port on which the coordinator listens."""
     wait_seconds: int = Field(default=1800, ge=1)
     """Seconds to wait for all nodes."""
 
@@ -87,13 +87,13 @@ class Site(BaseModel):
     """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs of each node; 0: none, and cells run on the CPU if SLURM confines devices."""
+    """GPUs per node; 0: none, and cells run on the CPU if SLURM confines devices."""
     gpu_directive: str = "--gpus-per-node={gpus}"
-    """Directive that asks for GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
+    """Directive that requests GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPU cores of each node; 0: the whole node with `exclusive`, else SLURM's default."""
+    """CPU cores per node; 0: the whole node with `exclusive`, else SLURM's default."""
     memory: str = ""
-    """Memory of each node in SLURM's format: `64G`; `0` is all of it."""
+    """Memory per node in SLURM's format: `64G`; `0` is all of it."""
     exclusive: bool = True
     """Whether to keep other jobs off the nodes; they would skew results."""
     switches: str = ""
@@ -119,10 +119,10 @@ class Site(BaseModel):
     """Most requeues; a trial longer than the limit would otherwise requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
     pods: Pods = Field(default_factory=Pods)
-    """For Kubernetes, TrainJob and SkyPilot."""
+    """Settings for Kubernetes, TrainJob and SkyPilot."""
 
     def without_gpus(self) -> str:
-        """Returns what a job without GPUs runs on; empty if it asks for GPUs."""
+        """Returns a warning if a job requests no GPUs; else empty."""
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (

@@ -1,4 +1,4 @@
-"""What a run is submitted to."""
+"""Targets that a run can be submitted to."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from bench.gpu_check.steps import Plan, Step
 from harness.host.cores import allowed_cores
 
 LEAST_SECONDS = 15.0
-"""Shortest useful time of a step."""
 COLLECT_SECONDS = 30.0
 """Seconds of records that a call loses at most when cut off."""
 REHEARSAL_FACTOR = 3.0
@@ -115,7 +114,6 @@ class Driver:
         return sum(self._limit(step) for step in self.plan.alone if not self._is_settled(step))
 
     def _limit(self, step: Step) -> float:
-        """Returns a step's limit in seconds on this device."""
         return step.limit_seconds * (REHEARSAL_FACTOR if self.report.stand_in else 1.0)
 
     def _lanes(self, lanes: Sequence[Sequence[Step]], end: float) -> None:
@@ -245,7 +243,7 @@ class Driver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop the running steps, which record what they have."""
+        """Makes SIGTERM and Ctrl-C stop the running steps, which record their results so far."""
 
         def stop(*_: object) -> None:
             self._stop.set()

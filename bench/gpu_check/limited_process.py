@@ -1,7 +1,7 @@
 """Runs a step's process with a time limit, and leaves no process behind.
 
 `python -m bench.gpu_check.limited_process CORES MODULE WORDS...` becomes `python -m MODULE
-WORDS...` on these cores, and ends with its parent. It needs its own process because a check has
+WORDS...` on these cores, and ends with its parent. It is a separate process because a check has
 threads: no Python code is safe after a fork from one.
 """
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 MOST_BYTES = 15 * 2**20
 """Largest file that all machines send back."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
-"""Archived part of the working folder, by archive."""
+"""Part of the working folder, by archive."""
 REPORT = "report.json"
 MOST_OF_A_REASON = 160
-"""Characters of a reason in cells.txt."""
+"""Most characters of a reason in cells.txt."""
 
 
 def write_whole(file: Path, content: bytes) -> None:

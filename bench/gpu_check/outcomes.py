@@ -1,4 +1,4 @@
-"""What each step of a GPU check showed."""
+"""Results of each step of a GPU check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
 
 NO_TIME = "no time was left; continue with --resume"
-"""Reason of a step that did not begin."""
 GOOD_PARITY = ("exact", "within tolerance")
 
 Verdict = Literal["confirmed", "refuted", "not checked"]
@@ -30,7 +29,7 @@ class Outcome:
     reason: str
     seconds: float = 0.0
     exit_code: int | None = None
-    """Exit code; None: not begun or stopped, so the next call runs it."""
+    """None: not begun or stopped, so the next call runs it."""
     log: tuple[str, ...] = ()
     """End of its error output."""
     shown: dict[str, object] = field(default_factory=dict)

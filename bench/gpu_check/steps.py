@@ -48,11 +48,10 @@ class Plan(BaseModel):
     gate: Step | None = None
     """Step that ends the check if nothing trains."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Steps side by side, each lane on its share of the cores."""
+    """Steps that run side by side, each lane on its share of the cores."""
     alone: tuple[Step, ...] = ()
     """Timed steps, which run last with nothing next to them."""
     later: tuple[tuple[Step, ...], ...] = ()
-    """More lanes, if time is left."""
 
     @model_validator(mode="after")
     def _has_distinct_names(self) -> Plan:

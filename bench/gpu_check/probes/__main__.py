@@ -18,7 +18,6 @@ MODULES = {
     "one_device": ("memory", "profiler", "speed", "float8"),
     "numerics": ("numerics", "weights", "collectives"),
 }
-"""Probes by module of this package."""
 
 
 def main(name: str, device: str) -> None:

@@ -18,7 +18,6 @@ class Finding:
     verdict: Verdict
     reason: str
     facts: object = None
-    """Dataclass of measurements."""
 
     @classmethod
     def of(cls, holds: bool, reason: str, facts: object) -> Finding:
@@ -26,7 +25,7 @@ class Finding:
 
 
 def only_on_gpus(why: str) -> Finding:
-    """Returns the finding of a probe without a CPU stand-in."""
+    """Returns the finding of a probe that has no CPU stand-in."""
     return Finding("not checked", f"it needs a GPU: {why}")
 
 

@@ -35,16 +35,15 @@ class Numerics:
     matmul_error: float
     """Relative error of an fp32 product against fp64."""
     matmul_depends_on_rows: float
-    """Largest change of an element if half of the rows are multiplied alone."""
+    """Largest change of an element if half of the rows are multiplied separately."""
     attention_errors: tuple[Attempt, ...]
     """Relative errors of fp32 attention against fp64, by backend."""
     convolution_error: float
     same_twice: bool
-    """Whether two equal trainings end bitwise identical."""
     same_twice_update: float
     """Largest difference of a tensor, relative to its update."""
     split_update: float
-    """Largest difference, as above, between whole and halved batches."""
+    """The same difference between whole and halved batches."""
     split_loss: float
 
 
@@ -160,9 +159,7 @@ class Weights:
     digest: str
     """Digest of all initial weights; differs between kinds of GPU."""
     same_on_cpu: bool
-    """Whether the CPU's initial weights equal the device's."""
     variants: tuple[Attempt, ...]
-    """Device and first loss of each variant."""
 
 
 def weights(device: str) -> Finding:

@@ -22,7 +22,6 @@ class MemoryFacts:
     listed: bool
     """Whether NVML lists this process, whose id differs in some containers."""
     context_bytes: int | None
-    """CUDA context, by NVML."""
     over_budget: Attempt
     """Allocation that must fail."""
     product_in_budget: Attempt
@@ -70,7 +69,6 @@ class ProfilerFacts:
     device_events: int
     device_names: tuple[str, ...]
     methods: tuple[str, ...]
-    """Methods of events in this torch version."""
 
 
 def profiler(device: str) -> Finding:
@@ -116,7 +114,6 @@ def speed(device: str) -> Finding:
 
 
 LARGEST = 448.0
-"""Largest value of float8_e4m3fn."""
 LARGEST_ERROR = 0.1
 
 
@@ -161,7 +158,6 @@ def float8(device: str) -> Finding:
 
 
 def _quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the float8 tensor and each row's scale."""
     import torch
 
     scale = tensor.abs().amax(1, keepdim=True).float() / LARGEST

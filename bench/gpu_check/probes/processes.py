@@ -28,7 +28,6 @@ VARIABLES = (
 @dataclass(frozen=True)
 class HostFacts:
     environment: dict[str, object]
-    """Versions, processor, memory, GPUs."""
     python: str
     python_header: bool
     """Whether extensions can be compiled."""
@@ -39,7 +38,6 @@ class HostFacts:
     temporary_bytes_free: int
     cgroup: str
     unused_gpus: str | None
-    """Why torch cannot use the GPUs."""
     topology: list[list[str]]
     """Connection from GPU i to GPU j."""
     troubles: list[dict[str, object]]
@@ -80,7 +78,6 @@ class RankView:
     joules: float | None
     sm_mhz: int | None
     process_bytes: int | None
-    """Memory in bytes; None if NVML does not list this process, as in some containers."""
     counts_throttling: bool
     processes: tuple[int, ...] | None
 
@@ -146,7 +143,7 @@ def _view() -> dict[str, object]:
 
 
 OF_RANKS = ("transformers", "transformers.trainer", "peft", "bitsandbytes")
-"""Imports of ranks, in addition to what strategies require."""
+"""Imports of ranks, in addition to strategies' requirements."""
 
 
 @dataclass(frozen=True)
