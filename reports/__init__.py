@@ -15,11 +15,11 @@ __all__ = ["write_report", "write_whole"]
 def write_report(
     results: Results, path: Path, instead: str = "", baseline: Choice | None = None
 ) -> Path:
-    """Writes the report of one run, or a comparison of several, and returns its path.
+    """Writes the report of one run, or a comparison of several; returns its path.
 
-    The file's suffix chooses the format, by default html. `instead`: see `write_whole`.
-    `baseline`: the cell that others of its setting are compared with; by default DDP, else the
-    single process. Raises UsageError if the file cannot be written, ValueError without runs.
+    The file's suffix chooses the format, by default html. `instead`: see `write_whole`. `baseline`:
+    the cell that others of its setting are compared with; by default DDP, else the single process.
+    Raises UsageError if the file cannot be written, ValueError without runs.
     """
     from reports.formats import format_of, report_text
 

@@ -18,14 +18,13 @@ MOST_ROWS = 60
 LABEL = 52
 """Characters that fit a chart's width."""
 _LINE = 34
-"""Line height in pixels."""
 _MIDDLE = 0.2
 _HALF = 0.15
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A line of the chart, in its unit."""
+    """A bar and its label, in the chart's unit."""
 
     label: str
     value: float | None
@@ -50,14 +49,12 @@ class Bars:
     name: str
     title: str
     axis: str
-    """Quantity with its unit."""
     bars: tuple[Bar, ...]
     summary: str
     notes: tuple[str, ...] = ()
     logarithmic: bool = False
     """Whether values are dots on a logarithmic axis."""
     kinds: tuple[str, ...] = ()
-    """Parts of stacked bars."""
     limit: float | None = None
     """End of the axis; longer bars are cut."""
 
@@ -121,7 +118,7 @@ class Bars:
 
 
 class _Lines:
-    """Shapes of all lines in few collections; an artist each would take much longer."""
+    """Shapes of all lines in few collections; separate artists would take much longer."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
@@ -187,7 +184,8 @@ class _Lines:
 
 
 def _pixels(text: str) -> float:
-    """Returns about the width of a figure with its unit; digits are wider than punctuation."""
+    """Returns the approximate width of a figure with its unit; digits are wider than
+    punctuation."""
     return sum(4.0 if character in " .,()" else 7.6 for character in text)
 
 

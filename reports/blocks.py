@@ -18,8 +18,7 @@ class Span:
     """Text in one style, or a number with its full precision.
 
     `style`: `strong`, `em`, `code`, `small` or `data` (recorded text), or CSS classes. `link`: an
-    address; `#name` is dropped if the page has no such section or cell. `field` and `value`: name
-    and full precision of a recorded number.
+    address; `#name` is dropped if the page lacks it. `field` and `value`: of a recorded number.
     """
 
     text: str

@@ -53,7 +53,6 @@ class TrialDetail:
     trial: TrialRecord
     slowest_rank_step_seconds: tuple[float, ...]
     phases: tuple[str, ...]
-    """Phase by step; see StepRecord."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: for_json(getattr(self.trial, name)) for name in _TRIAL} | {
@@ -116,9 +115,7 @@ class CellDetail:
     cautions: tuple[Flag, ...]
     trials: tuple[TrialDetail, ...]
     place: Place | None
-    """None if not ranked."""
     kinds: tuple[KindOfState, ...] | None
-    """None if states were not measured."""
     ranks: tuple[RankDetail, ...]
     profiled: StepProfile | None
     log_tail: str
@@ -187,7 +184,6 @@ def _place(group: RankedGroup, cell: RankedCell) -> Place:
 
 
 def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
-    """Returns measured and formula bytes by kind; None if not measured."""
     if cell.states.state_bytes is None:
         return None
     finished = [trial for trial in trials if trial.status == "ok"]
@@ -218,7 +214,6 @@ def _ranks(
 
 
 def _time(cell: StepProfile) -> dict[str, Any]:
-    """Returns the seconds of a profiled step's parts, mean of the ranks."""
     parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
     return {
         **{f"{name}_seconds": seconds for name, seconds in parts.items()},

@@ -136,7 +136,6 @@ def _any(cells: Sequence[CellResult], path: str) -> bool:
 
 
 def _gpu_columns() -> list[tuple[str, Column[CellResult]]]:
-    """Returns columns, each left out if no cell has the number."""
     peak = "as MFU, over what this card reached in a matrix product instead of its data sheet"
     compiling = "by torch.compile, before the timed steps; slowest rank"
     return [
@@ -187,7 +186,6 @@ def _parity(cell: CellResult) -> ui.Td:
 class Reason:
     what: str
     reason: str
-    """Includes what would change it."""
     names: tuple[str, ...]
 
 
@@ -233,7 +231,6 @@ def not_run(systems_: Iterable[System]) -> list[Missing]:
 
 
 def _missing(system: System) -> Missing | None:
-    """Returns None if all cells were launched."""
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
@@ -249,7 +246,7 @@ def _missing(system: System) -> Missing | None:
 def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[SystemOverview]:
-    """Returns nothing if no cell belongs to a system."""
+    """Returns one summary per system."""
     if all(not cell.cell.system for system in systems_ for cell in system.cells):
         return []
     return [_system_line(system, groups, leading) for system in systems_]

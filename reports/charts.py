@@ -1,7 +1,6 @@
 """Draws charts with matplotlib as inline SVG that follows the page's theme and content policy.
 
-Matplotlib's SVG keeps text as text, which can be searched and read aloud, and takes its colours
-from the page's style sheet. Chart data are in bar_chart.py and line_chart.py.
+Text stays text, which can be searched and read aloud; colours come from the page's style sheet.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ def canvas(
 @dataclass(frozen=True)
 class Drawn:
     svg: Mapping[str, str]
-    """SVG by the chart's name."""
     styles: str
     """CSS rules of the charts' classes, because a strict policy forbids style attributes."""
 

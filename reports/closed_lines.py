@@ -1,4 +1,4 @@
-"""What a closed section shows of itself: one line with what is inside and its main figure."""
+"""Summary lines of closed sections: their contents and main figure."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def glossary(_: RunReport) -> str:
 
 
 def _unless_most(report: RunReport, cells: Sequence[CellResult], line: str) -> str:
-    """Leaves a section open if the run is about it: if most of its cells are there."""
+    """Leaves a section open if most of the run's cells are in it."""
     return "" if 2 * len({cell.cell_id for cell in cells}) > len(report.cells) else line
 
 

@@ -207,7 +207,7 @@ def cell_table(
 def table_of(
     name: str, label: str, first: str, columns: Sequence[Column[AnyRow]], rows: Sequence[ui.Row]
 ) -> ui.Table:
-    """Omits columns of unknown values only."""
+    """Returns a table without columns of unknown values only."""
     known = [
         place
         for place in range(len(columns))

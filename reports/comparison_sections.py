@@ -145,8 +145,8 @@ def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def _crossed(effects: Effects) -> bool:
-    """Whether most options were measured in several combinations. A matrix that varies one thing
-    at a time from several starting points has other baselines than its verdict."""
+    """Returns whether most options were measured in several combinations. Varying one option at a
+    time from several starting points does not count."""
     return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
 
 
@@ -172,7 +172,6 @@ def _effects_part(effects: Effects, place: int) -> ui.Part:
 class Launchers:
     title: str
     cells: tuple[CellResult, ...]
-    """Fastest first."""
     bars: Bars
     table: ui.Table
 
@@ -199,7 +198,6 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
 
 
 def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
-    """Returns each wrapper's cost against the fastest, from throughput over trials."""
     best = step_seconds(group.rows[0])
 
     def ratio(cell: CellResult) -> ui.Td:

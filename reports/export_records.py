@@ -53,7 +53,6 @@ FIGURES = _names(
     " parity_update_tolerance fp32_loss_deviation"
 )
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
-"""JSON-only columns."""
 _FORMULA_STARTS = tuple("=+-@\t\r")
 
 

@@ -30,7 +30,6 @@ class Group(Generic[AnyCell]):
     """Cells that differ only in strategy."""
 
     rows: tuple[AnyCell, ...]
-    """At least one."""
 
     @property
     def workload(self) -> str:
@@ -42,7 +41,7 @@ class Group(Generic[AnyCell]):
 
     @property
     def throughput(self) -> str:
-        """Throughput column: tokens if every cell has them, else samples."""
+        """Name of the throughput column: tokens if every cell has them, else samples."""
         tokens = all(cell.speed.tokens_per_second is not None for cell in self.rows)
         return "tokens_per_second" if tokens else "samples_per_second"
 
@@ -86,7 +85,6 @@ class Group(Generic[AnyCell]):
 
 
 RankedGroup = Group[RankedCell]
-"""Ranked cells, fastest first."""
 
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
@@ -97,8 +95,10 @@ def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Groups cells that differ only in strategy and agree in the fields `more`. Cells keep their
-    order; the workload with most cells comes first."""
+    """Groups cells that differ only in strategy and agree in the fields `more`.
+
+    Cells keep their order; the workload with most cells comes first.
+    """
     cells = list(cells)
     sizes = Counter(cell.cell.workload for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}

@@ -16,7 +16,7 @@ from reports.blocks import BREAK, spans
 
 HERE = Path(__file__).parent
 FEW = 3
-"""Charts from which on they flow in columns; fewer stand next to each other."""
+"""Number of charts from which on they flow in columns instead of a row."""
 TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 
@@ -35,7 +35,6 @@ class PageSection:
 @dataclass(frozen=True)
 class PageHead:
     title: str
-    """Browser tab's title."""
     heading: str
     facts: Sequence[ui.Words]
     footer: ui.Words
@@ -141,7 +140,6 @@ def _attributes(attributes: Mapping[str, str]) -> str:
 @dataclass(frozen=True)
 class _HtmlWriter:
     anchors: set[str]
-    """Targets of links within the page."""
     pictures: Mapping[str, str]
     printed: bool
 
@@ -267,7 +265,6 @@ class _HtmlWriter:
 
 
 def _filters(filters: Sequence[tuple[str, str, Sequence[str]]]) -> str:
-    """Returns controls that the script reveals: search, choices, and cells next to each other."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
         f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"

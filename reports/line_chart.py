@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURED = 6
-"""Curves of a scaling chart with colours of their own."""
+"""Number of curves in a scaling chart that have colours of their own."""
 _MARKERS = "osD^vP"
 _LABEL = 56
 _LEGEND_LINE = 17
@@ -36,7 +36,7 @@ class Line:
     marked: bool = False
     """Whether it has a stand-in or more ranks than cores."""
     measured: tuple[tuple[float, float], ...] = ()
-    """Measurements matching a prediction: (x, value)."""
+    """Measurements that match a prediction: (x, value)."""
 
     @property
     def summary(self) -> str:
@@ -167,7 +167,6 @@ class Predicted:
     summary: str
     notes: tuple[str, ...] = ()
     within: int = 0
-    """Most devices measured; 0 if none or unknown."""
     logarithmic: bool = True
     """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
@@ -274,7 +273,6 @@ class Trend:
     highs: tuple[float | None, ...]
     dates: tuple[str, ...]
     changes: tuple[tuple[int, str], ...]
-    """(index of the first run at a new level, description)."""
     levels: tuple[tuple[int, int, float], ...]
     summary: str
     notes: tuple[str, ...] = ()
@@ -302,7 +300,7 @@ class Trend:
                 ha="right" if right else "left",
                 color=WARN,
             )
-        # Two trials may give an interval wider than a useful chart; the dots set the scale.
+        # The interval of two trials may be wider than a useful chart, so the dots set the scale.
         low, high = min(self.values), max(self.values)
         margin = max((high - low) * 0.35, abs(high) * 0.05) or 1.0
         axes.set_ylim(low - margin, high + margin)
@@ -384,7 +382,7 @@ def _points(axes: Axes, points: Sequence[Point], colour: str, size: float) -> No
         (p.memory, v) for p in points if None not in (p.low, p.high) for v in (p.low, p.high, None)
     ]
     level = [(v, p.throughput) for p in points for v in (p.memory_low, p.memory, math.nan)]
-    # One broken line each, because thousands of lines would make the page large.
+    # A single broken line, because thousands of lines would make the page large.
     for ends in (upright, level):
         x, y = [x for x, _ in ends], [math.nan if y is None else y for _, y in ends]
         axes.plot(x, y, color=colour, linewidth=1.2, zorder=2)
@@ -404,7 +402,6 @@ def _intervals(axes: Axes, line: Line, colour: str) -> None:
 
 
 def _title(axes: Axes, words: str, left: float = _LEFT, pad: float = 5) -> None:
-    """Writes the vertical axis's quantity above it, from the figure's left edge."""
     x = (8 - left) / (WIDTH - left - _RIGHT)
     axes.set_title(words, fontsize=11.5, color=SOFT, loc="left", x=x, pad=pad)
 

@@ -183,7 +183,6 @@ def _order(a: LinkSeries, b: LinkSeries, link: str) -> int:
 
 
 def _zero(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the first zero of the line through the points, whose ends must differ in sign."""
     (x, y), (after, then) = next(
         pair for pair in itertools.pairwise(points) if pair[0][1] * pair[1][1] <= 0
     )
@@ -230,15 +229,12 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
 class Chapter:
     title: str
     links: tuple[MeasuredLink, ...]
-    """See `slowest_first`."""
     chart: Bandwidths | None
     table: ui.Table
     unit: str
     crossovers: tuple[str, ...]
     more: int
-    """Omitted crossovers."""
     by_bytes: str
-    """See `order_by_bytes`."""
 
 
 def chapters(
@@ -259,7 +255,6 @@ def chapters(
 
 
 def _wire_bytes(profiles: Iterable[ProfileRecord]) -> dict[str, float]:
-    """Returns bytes per step of each profiled cell's rank that sends most."""
     return {
         profile.cell_id: max(profile.sent_bytes)
         for profile in profiles
@@ -312,7 +307,6 @@ def _chapter(
 def _chart(
     name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> Bandwidths | None:
-    """Returns None unless two links differ only in bandwidth."""
     drawn = [(link, rate) for link in links if not link.delayed and (rate := link.bits_per_second)]
     if len(drawn) < 2:
         return None
@@ -351,8 +345,6 @@ def _chart(
 def _link_table(
     name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> ui.Table:
-    """Returns strategies by link; each row belongs to the cell on its first link."""
-
     def over(link: MeasuredLink) -> Callable[[LinkSeries], ui.Td]:
         def make(line: LinkSeries) -> ui.Td:
             cell = line.by_link.get(link.request)

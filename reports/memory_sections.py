@@ -42,9 +42,8 @@ KINDS = {
     "optimizer": "optimizer_bytes",
     "library": "library_bytes",
 }
-"""Result field of each kind of state."""
 WITHIN = 0.05
-"""Distance from the formula that is not marked."""
+"""Relative distance from the formula that is not marked."""
 MOST_CHARTS = 12
 MOST_UNEVEN = 16
 MOST_NAMED = 12
@@ -128,7 +127,6 @@ def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blo
 
 
 def _states_table(cells: Sequence[CellResult]) -> ui.Table:
-    """Returns each cell's states, the formula's share by kind, and states kept off the device."""
     rows = [cell for group in by_setting(with_states(cells)) for cell in by_state_bytes(group.rows)]
     columns = [
         word("Workload", "workload"),
@@ -160,7 +158,6 @@ class Buffers:
     """Buffers of equal names, and the cells that keep them."""
 
     names: tuple[tuple[str, str], ...]
-    """(name, size), largest first."""
     rows: tuple[CellResult, ...]
 
 
@@ -182,7 +179,6 @@ def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
 
 
 def _buffer_sizes(text: str | None) -> list[tuple[str, float]]:
-    """Returns (name, bytes), largest first; empty if the text is no JSON object."""
     try:
         sizes = json.loads(text or "{}")
     except ValueError:
@@ -217,7 +213,6 @@ def _buffers_table(lists: Sequence[Buffers]) -> ui.Table:
 
 
 def _uneven(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns multi-rank cells with measured peaks, most uneven first."""
     several = [
         cell
         for cell in cells
@@ -281,7 +276,6 @@ class LargestModel:
 
     result: MaxsizeResult
     cell_id: str
-    """Empty if there is none."""
     devices: int
 
     @property
@@ -300,7 +294,6 @@ class Largest:
     bars: Bars
     table: ui.Table
     order: tuple[str, ...]
-    """One sentence for each chain that theory orders."""
     limits: tuple[tuple[str, str], ...]
     """(strategy, what filled its memory, or why it has no size)."""
     probes: int
@@ -342,7 +335,7 @@ def verified(trial: TrialRecord) -> bool:
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns None if the run was no search, or another version wrote its plan."""
+    """Returns None if the run was not a search, or another version wrote its plan."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -381,7 +374,8 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `As theory has it: a 10.0M < b 20.0M`; empty below two sized strategies."""
+    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two sized
+    strategies."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -401,7 +395,6 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
 
 
 def _largest_bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
-    """Returns millions of parameters, or tokens, most first, with formula values marked."""
     ordered = sorted(lines, key=lambda line: -(line.result.parameters or 0))
     best = ordered[0].result.parameters
     bars = [_largest_bar(line, best, tokens) for line in ordered]

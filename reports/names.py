@@ -27,7 +27,6 @@ NOT_THE_SAME = f"{INEXACT} not exactly the same training as one process"
 TIED = "≈ tied with the one above: no significant difference within rounds"
 _MOST_NAMED = 4
 _MOST_FINDINGS = 3
-"""Most GPU findings in a cell's row."""
 STATUS = {
     "failed": "failed",
     "timeout": "passed its time limit",

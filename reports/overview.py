@@ -66,7 +66,6 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 def _against(
     earlier: Earlier, report: RunReport, now: RunSelection
 ) -> tuple[str, RunComparison | None]:
-    """Returns the newest earlier run of the matrix on equal hardware, and its comparison."""
     for run, was in reversed(earlier):
         comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
         if run.matrix == report.run.matrix and comparable:
@@ -95,7 +94,6 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """Returns the advised or else the fastest cell, and details."""
     if report.largest:
         best = report.largest.winner
         if best is None:
@@ -116,7 +114,6 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 
 
 def _advised(group: RankedGroup, advised: Answer) -> Pick:
-    """Returns the cell to use, and those possibly as fast."""
     ids = {cell.cell_id for cell in advised.may_be_fastest}
     use = next(row for row in group.rows if row.cell_id == advised.advice[0].cell.cell_id)
     ties = [row for row in group.rows if row.cell_id in ids and row is not use]

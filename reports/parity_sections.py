@@ -69,7 +69,7 @@ def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """Yields verified cells' largest deviations and tolerances on a log axis, the nearest first."""
+    """Yields verified cells' largest deviations and tolerances on a log axis, nearest first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
@@ -81,7 +81,6 @@ def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
 
 
 Judged = tuple[CellResult, "float | None", float]
-"""Cell, deviation (None: not finite) and tolerance."""
 
 
 def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
@@ -100,7 +99,6 @@ def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
 
 
 def _used(judged: Judged) -> tuple[bool, float]:
-    """Sorts diverged cells first, then by fraction of the tolerance."""
     cell, value, tolerance = judged
     share = float("inf") if value is None else value / tolerance
     return cell.parity.verdict == "diverged", share

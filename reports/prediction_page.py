@@ -31,7 +31,6 @@ class WonSquare:
 
     devices: int
     winner: str
-    """Empty if nothing can run."""
     throughput: Bounded
     memory: Bounded
     reason: str = ""
@@ -110,7 +109,6 @@ def _winners(won: WonMap) -> ui.Table:
 
 
 def _charts(won: WonMap, quantity: str, title: str, unit: str, scale: float) -> Iterator[ui.Chart]:
-    """Yields charts of the best throughput or memory over devices, if anything can run."""
     lines = []
     for model, squares in won.items():
         if ran := [square for square in squares if square.winner]:
@@ -189,7 +187,7 @@ def _points(curves: Sequence[ScalingCurve]) -> ui.Table:
 def cluster_page(
     plan: ClusterPlan, sentences: Sequence[str], source: str, squares: list[SweepSquare]
 ) -> str:
-    """Returns the page of a plan for devices not rented yet."""
+    """Returns the page of a plan for devices that are not rented yet."""
     question, best = plan.question, plan.candidates[0]
     won: dict[str, list[WonSquare]] = {}
     for square in squares:

@@ -40,7 +40,6 @@ def hardware(run: RunRecord) -> str:
 
 
 def _gpus(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns the GPUs' driver, settings and connections; empty without GPUs."""
     versions = {
         "driver": run.driver_version,
         "which supports CUDA up to": run.driver_cuda_version,
@@ -64,7 +63,6 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _speed(column: str | None) -> str:
-    """Describes GPU 0's rates before the first trial, or why they are unknown."""
     measured = SpeedMeasurement.read(column)
     if measured is None:
         return ""
@@ -87,7 +85,6 @@ def _gigabytes(rate: float) -> str:
 
 
 def _setting(facts: Mapping[str, float | bool | None]) -> str:
-    """Describes a GPU's power limit, error correction, persistence and location."""
     limit, default = facts.get("power_limit_watts"), facts.get("default_power_limit_watts")
     lowered = "" if default in (None, limit) else f" (default {number(default)} W)"
     switches = {"error correction": facts.get("ecc"), "persistence mode": facts.get("persistence")}
@@ -98,7 +95,6 @@ def _setting(facts: Mapping[str, float | bool | None]) -> str:
 
 
 def _connections(pairs: object) -> str:
-    """Counts GPU pairs by kind of connection."""
     if not isinstance(pairs, list):
         return ""
     kinds = Counter(row[other] for place, row in enumerate(pairs) for other in range(place))

@@ -34,7 +34,6 @@ NOT_REACHED = "not reached"
 class RunReport:
     run: RunRecord
     trials: tuple[TrialRecord, ...]
-    """Trials except a search's probes."""
     cells: tuple[CellResult, ...]
     groups: tuple[RankedGroup, ...]
     results: Results

@@ -39,7 +39,6 @@ T = TypeVar("T")
 
 
 def _no_search(report: RunReport) -> bool:
-    """Whether cells can be compared by speed; a search's models differ in size."""
     return not report.is_search
 
 
@@ -161,7 +160,7 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
 
 @without_collection
 def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """See `written_page`."""
+    """Returns a run's page; see `written_page`."""
     run = report.run
     head = PageHead(
         f"Parallelism strategies compared: matrix {run.matrix}, {run.run_id}",
@@ -180,7 +179,7 @@ def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = F
 
 
 def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
-    """See `written_text`."""
+    """Returns a run's report as Markdown; see `written_text`."""
     run = report.run
     title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
     line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"

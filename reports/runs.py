@@ -40,9 +40,8 @@ class Run:
     verified: int
     cells: int
     against: RunComparison | None
-    """None for the newest itself, or without a shared cell."""
     why_not: str = ""
-    """Why the comparison is missing or incomplete."""
+    """Reason why the comparison is missing or incomplete."""
 
     @property
     def run_id(self) -> str:
@@ -50,7 +49,7 @@ class Run:
 
 
 ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
-"""A cell of the newest run, and its comparison with each run with a column."""
+"""A cell of the newest run, and its comparison with each run that has a column."""
 
 
 @dataclass(frozen=True)
@@ -399,7 +398,6 @@ def _changed(series: Series) -> list[ui.Inline]:
 
 
 def _last_change(series: Series) -> str:
-    """Returns `▼ 10.0 % slower since 2026-01-08`."""
     last = series.last_change
     if last is None or last.change is None:
         return DASH
@@ -428,7 +426,7 @@ SECTIONS: tuple[Section[Runs], ...] = (
 
 
 def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """See `written_page`."""
+    """Returns the page of several runs; see `written_page`."""
     newest = runs.newest
     head = PageHead(
         f"{len(runs.runs)} runs compared, the newest {newest.run_id}",
@@ -445,7 +443,7 @@ def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) 
 
 
 def runs_text(runs: Runs, requested: Sequence[str] = ()) -> Written:
-    """See `written_text`."""
+    """Returns the report of several runs as Markdown; see `written_text`."""
     count = plural(len(runs.runs), "run")
     title = f"How do these runs compare? {count}, the newest {runs.newest.run_id}"
     return written_text(runs, [ui.Heading(title, 1)], SECTIONS, requested)

@@ -22,7 +22,6 @@ class Section(Generic[Report]):
     title: str
     blocks: Callable[[Report], Sequence[ui.Block]]
     short: str = ""
-    """Title in the list of sections; by default `title`."""
     in_text: bool = False
     """Whether Markdown has it too."""
     fold: Callable[[Report], str] | None = None
@@ -35,7 +34,6 @@ class Section(Generic[Report]):
 class Written:
     text: str
     absent: list[str]
-    """Requested sections without data."""
 
 
 Filled = tuple[Section[Report], Sequence[ui.Block]]

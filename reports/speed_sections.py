@@ -40,7 +40,6 @@ from reports.text import DASH, MIB, exact, number, percent, plain, plural
 
 MOST_CHARTS = 12
 MOST_SHOWN = 16
-"""Bars of the page's main chart."""
 MOST_SCALING = 4
 
 
@@ -81,7 +80,6 @@ def throughput_bars(
 
 
 def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
-    """Returns the cell that the others are compared with, and its throughput, if there is one."""
     known = [cell for cell in group.rows if cell.relative.baseline == cell.cell_id]
     return (known[0], group.rate(known[0]).value) if known else (None, None)
 
@@ -181,7 +179,6 @@ def ranking_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _headline_charts(group: RankedGroup | None) -> ui.Charts:
-    """Returns throughput and peak memory next to each other, in the same order."""
     if group is None or len(group.rows) < 2:
         return ui.Charts([])
     advised = answer(group.rows)

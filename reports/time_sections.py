@@ -60,7 +60,6 @@ class StepProfile:
     private: int | None
     """The step's peak bytes as trials measure it."""
     gpu: GpuTime | None
-    """None without a GPU."""
 
 
 def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[StepProfile]:
@@ -99,7 +98,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
-    """Groups profiles that differ only in strategy, shortest step first."""
     by_id = {profile.result.cell_id: profile for profile in profiles}
     return [
         sorted((by_id[cell.cell_id] for cell in group.rows), key=lambda one: one.profiled_step)
@@ -177,7 +175,6 @@ def _profile_table(
 
 
 def _parts_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    """Returns step parts, with bytes against theory and algorithm."""
     rows = [profile for group in _by_setting(profiles) for profile in group]
     straggling = "slower than the others by more than 15 %"
     sockets = "bytes on the sockets over those of the backend's algorithm"
@@ -243,7 +240,6 @@ def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
 
 
 def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    """Returns each part's share of GPU steps; empty without any."""
     measured = [profile for profile in profiles if profile.gpu]
     rows = [profile for group in _by_setting(measured) for profile in group]
     names = [name for name in PARTS if any(p.gpu and name in p.gpu.seconds for p in rows)]
@@ -298,7 +294,9 @@ def sent(cell: CellResult) -> float:
 
 def bound(cell: CellResult) -> float | None:
     """Returns 2 (N - 1) / N, the cost of averaging by a ring (Patarasuk and Yuan, JPDC 69, 2009).
-    None unless each of N ranks has the whole model."""
+
+    None unless each of N ranks has the whole model.
+    """
     ranks = cell.placement.data_parallel or 1
     if ranks != cell.cell.devices or ranks < 2:
         return None

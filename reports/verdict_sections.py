@@ -47,10 +47,7 @@ class GroupVerdict:
 
 
 def verdict(group: RankedGroup) -> GroupVerdict:
-    """Returns the fastest and most frugal cells, preferring real ones.
-
-    Oversubscription changes a cell's times, but not its memory.
-    """
+    """Returns the fastest and most frugal cells, preferring real ones."""
     timed = fairly_timed(group)
     tied = tuple(tied_with_fastest(timed))
     return GroupVerdict(group, fast(group, timed[0], tied), _frugal(of_real_things(group)))
@@ -91,7 +88,6 @@ class Parity:
     judged: int
     steps: str
     unexpected: int
-    """Unexpected divergences."""
     rewound: int
     """Cells rewound between timed steps and verified again."""
 
@@ -153,7 +149,6 @@ def _roles(best: GroupVerdict, advised: Answer | None) -> Roles:
 
 
 def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
-    """Returns the figures of the verdict's cells."""
     text = {cell.cell_id: role for cell, role in roles}
     cells = [cell for cell, _ in roles]
     columns = [

@@ -44,7 +44,6 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def _there(client: Any, experiment: str) -> set[tuple[str, str]]:
-    """Returns (run, cell) of each complete entry."""
     there: set[tuple[str, str]] = set()
     token = None
     while True:
@@ -107,5 +106,4 @@ def _milliseconds(time: datetime) -> int:
 
 
 def _text(value: object, most: int) -> str:
-    """Returns text on one line within MLflow's limits."""
     return " ".join(printable(str(value)).split())[:most]

@@ -11,7 +11,6 @@ from typing import Any
 from harness.spec.cell import TECHNIQUES
 
 CellRecord = Mapping[str, Any]
-"""A cell's record, see reports/export_records.py."""
 
 FIGURES = (
     "samples_per_second",
@@ -35,7 +34,6 @@ FIGURES = (
     "parity_max_loss_deviation",
     "parity_max_update_deviation",
 )
-"""Published figures, by name."""
 
 
 AXES = (
