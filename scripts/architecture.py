@@ -1,8 +1,8 @@
 """Draws the packages and their imports from the code into docs/explanation/architecture.svg.
 
 Rows are the layers of the import contract in pyproject.toml. A box shows the first sentence of a
-package's docstring; an arrow points to a package that it imports. Arrows that follow from others
-(the transitive ones) are left out.
+package's docstring; an arrow points to a package that it imports. Implied (transitive) arrows are
+left out.
 
 Run `.venv/bin/python scripts/architecture.py`.
 """
@@ -24,11 +24,9 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "explanation" / "architecture.svg"
 
 WIDTH, HEIGHT = 218, 76
-"""Size of a box in pixels."""
 COLUMN, ROW = 252, 122
 """Distance between boxes in a row, and between rows."""
 GAP = 24
-"""Room next to a box for an arrow that passes by."""
 TOP, MARGIN = 24, 24
 TIP = 7
 
@@ -97,10 +95,10 @@ class Box:
 
 
 def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
-    """Returns a box per package. A row's boxes are ordered by the mean position of what they import
-    and what imports them (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
+    """Returns a box per package; reports stand outside, to the right.
 
-    Reports stand outside, to the right.
+    A row's boxes are ordered by the mean position of what they import and what imports them
+    (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
     """
     rows = [
         [Box(name, number) for name in row] for number, row in enumerate([["bench"], *layers()])
@@ -134,7 +132,6 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 
 def _part(row: list[Box]) -> None:
-    """Separates overlapping boxes of a row, keeping their order and mean place."""
     mean = _mean([box.x for box in row], 0.0)
     for left, right in itertools.pairwise(row):
         right.x = max(right.x, left.x + COLUMN)
@@ -144,8 +141,8 @@ def _part(row: list[Box]) -> None:
 
 
 def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> float:
-    """Returns the position nearest to the target at which an arrow can pass straight down between
-    the boxes of the rows in between."""
+    """Returns the position nearest to the target at which an arrow passes straight down between the
+    boxes of the rows in between."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
     return min(
         (
@@ -160,7 +157,6 @@ def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float])
 
 
 def _arrow(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> str:
-    """Returns a path from a box's lower edge to another's upper edge."""
     x, y, end = source.x, source.y + HEIGHT, target.y - TIP
     path = f"M{x:.0f},{y}"
     if target.row > source.row + 1:

@@ -1,9 +1,8 @@
 """Measures how long commands take in a large results folder, including process start.
 
-`python -m scripts.large_folder [FOLDER] [--runs 700]` makes a folder with this many runs of one
-trial per cell of the kept full run. Exit code 1 if a command is too slow. Adds missing runs to an
-existing folder; without FOLDER, makes a temporary one. Only the newest run has steps, as no
-measured command reads others.
+`python -m scripts.large_folder [FOLDER] [--runs 700]` fills a folder (by default a temporary one)
+up to this many runs of one trial per cell of the reference full run. Exit code 1 if a command is
+too slow.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def name_of(number: int) -> str:
 
 
 def write_first(store: Store, number: int) -> None:
-    """Writes a run and its steps by the store's functions."""
+    """Writes a run and its steps with the store's functions."""
     kept = load(KEPT)
     run = RunRecord.from_frame(kept.runs)[-1]
     name = name_of(number)

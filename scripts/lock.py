@@ -1,8 +1,8 @@
 """python -m scripts.lock [FILE]: writes a lock file, by default requirements.lock.
 
 It has the SHA-256 of the wheel that pip picks for each version in constraints.txt on this platform
-and Python. Installs nothing. Packages that setup builds from source are left out: scripts/native.sh
-checks their own SHA-256.
+and Python. Installs nothing. Leaves out packages that setup builds from source, whose SHA-256
+scripts/native.sh checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FROM_SOURCE = {"deepspeed", "horovod", "fairscale"}
 
 
 def with_wheels(lines: Iterable[str]) -> list[str]:
-    """Returns a constraints file's lines, without comments and what has no wheel."""
+    """Returns a constraints file's lines, without comments and packages that have no wheel."""
     pins = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return [pin for pin in pins if re.split("[=;@ ]", pin)[0] not in FROM_SOURCE]
 

@@ -1,8 +1,8 @@
 """Watches the process of one run with many short trials for leaks.
 
 `python -m scripts.long_run [--trials 2000]` exits with 1 if memory grows by more than 20 MB, or if
-open files, threads, children, shared-memory files or temporary files increase. Growth is from the
-run's first tenth, after all imports, to its last.
+open files, threads, children, shared-memory files or temporary files increase. Growth is measured
+from the run's first tenth, after all imports, to its last.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ class Sample:
     """Resources that a run's process holds."""
 
     memory_bytes: int
-    """Resident memory."""
     fork_server_bytes: int
     """Resident memory of the process that ranks are forked from."""
     open_files: int
     threads: int
     children: int
-    """Number of children and their children."""
     temporary_files: int
 
 

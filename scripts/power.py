@@ -1,4 +1,4 @@
-"""How often a run of this design is right, by resampling a recorded run's noise.
+"""Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
 `ROUNDS` planned rounds, then the race, in the time that the recorded run had for it. Other settings
@@ -6,9 +6,9 @@ get three trials of each cell. The noise is the recorded trials' deviations from
 after the control. They keep their order but are shifted by a random number of places, which
 preserves heavy tails, slow spells and what neighbours share.
 
-Prints a table with a line for each situation: a clear winner, many close cells, and equal cells.
-`python -m scripts.power RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells
-and prints how often the set of the best holds the first.
+Prints a line for each situation: a clear winner, many close cells, and equal cells. `python -m
+scripts.power RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints
+how often the set of the best holds the first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from harness.record.trial import TrialRecord
 
 RUNS = int(os.environ.get("RUNS", "500"))
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
-"""Planned rounds before the race."""
 NOISE = float(os.environ.get("NOISE", "0"))
 """Standard deviation to which the noise is scaled; 0: as recorded."""
 REFERENCE_SECONDS = 90.0
-"""What `bench run --matrix full --dry-run` predicts for the references."""
+"""Prediction of `bench run --matrix full --dry-run` for the references."""
 EQUAL_CELLS = 53
 Throughputs = Mapping[str, float]
 
@@ -80,7 +79,6 @@ class Design:
             walls[trial.cell_id].append(trial.wall_seconds or 0.0)
         took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
         self.took = {cell: took.pop(cell) for cell in self.group}
-        """Seconds of a trial, by cell."""
         timed = {trial.cell_id for trial in finished}
         others = sum(took[cell] * (RACE_ROUNDS if cell in timed else 1) for cell in took)
         plan = kept_plan(store, trials["run_id"].iloc[0])
@@ -129,13 +127,10 @@ class Found(NamedTuple):
     right: bool
     regret: float
     size: int
-    """Cells in the set of the best."""
     held: bool
-    """Whether the set holds the best."""
     half_width: float
     with_allowance: float
     beaten: bool
-    """Whether a cell is called faster than the baseline."""
 
 
 def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs) -> Found:

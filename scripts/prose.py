@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LONG, TOO_LONG = 30, 40
 """Words in a sentence above which it is reported, and rejected."""
 MOST_WORDS = 25_000
-"""Words in all documents outside docs/studies/, including tables and code."""
+"""Most words in all documents outside docs/studies/, including tables and code."""
 
 MESSAGE_FOLDERS = ("bench", "harness", "reports", "scripts")
 LEAST_WORDS = 4
@@ -40,7 +40,6 @@ WORDS = {
     r"\bnews\b": "warnings; what is new",
     r"\bperson can act on\b": "the user can act on",
 }
-"""Patterns to avoid, and what to write instead."""
 OPENINGS = {
     r"Of\b": "start with the subject",
     r"By (?!default\b)": "start with the subject",
@@ -48,7 +47,6 @@ OPENINGS = {
     r"The same(?= (?:of|as|for|in|with|without|where|by|if|when)\b|[,.:;]|$)": "name what it is",
     r"Where\b(?!.*\?$)": "use If or When; keep Where for places",
 }
-"""Forbidden openings of sentences."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,12 @@ class Sentence:
     line: int
     text: str
     fragment: bool = False
-    """No whole sentence: only its words are checked."""
+    """Whether it is not a whole sentence; then only its words are checked."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a sentence."""
+    """A rule that a sentence breaks."""
 
     sentence: Sentence
     message: str
@@ -135,7 +133,6 @@ def docstring_sentences(tree: ast.Module, file: str) -> Iterator[Sentence]:
 def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
     """Yields string literals of at least LEAST_WORDS words, with `X` for an f-string's values."""
     skipped: set[int] = set()
-    """Docstrings, and parts of f-strings, by id."""
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.Expr):
@@ -160,7 +157,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def all_messages() -> str:
-    """Returns every message by module: help, errors, and what reports say."""
+    """Returns every message by module: help, errors, and report sentences."""
     lines: list[str] = []
     for name, tree in sources():
         ordered = sorted(messages(tree, name), key=lambda message: message.line)

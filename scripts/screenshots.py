@@ -1,5 +1,5 @@
-"""Pictures of the finished page for docs/, from the full run under results/reference: `make
-screenshots`."""
+"""Takes the pictures of the finished page for docs/, from the full run under results/reference:
+`make screenshots`."""
 
 from __future__ import annotations
 
