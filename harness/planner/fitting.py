@@ -1,4 +1,4 @@
-"""Fits constants to measurements: robustly, with priors and within bounds."""
+"""Fits constants to measurements robustly, with priors and bounds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 LEVEL = 0.8
-"""Share of measurements in the 80 % intervals."""
+"""Coverage of the 80 % intervals."""
 SCALE = 0.05
-"""Logarithm of an ordinary error; much larger errors hardly count (Cauchy loss)."""
+"""Typical log error; much larger ones hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
-"""Error of a row, in units of SCALE, as costly as a constant one standard deviation off its
-prior."""
+"""Error of a row, in units of SCALE, that costs as much as a constant one standard deviation off
+its prior."""
 MOST_EVALUATIONS = 60
 ENOUGH = 1e-4
 """Relative change of the loss that ends a fit."""
 STEP = 1e-5
-"""Finite difference for slopes, in standard deviations of the prior."""
+"""Finite-difference step, in standard deviations of the prior."""
 
 Constants = TypeVar("Constants")
 """Frozen dataclass whose fields are declared by `constant`."""
@@ -34,7 +34,7 @@ Constants = TypeVar("Constants")
 
 @dataclass(frozen=True)
 class Prior:
-    """Value believed without data, and physical bounds."""
+    """Expected value without data, and physical bounds."""
 
     value: float
     spread: float
@@ -44,7 +44,7 @@ class Prior:
 
 
 def constant(prior: Prior, meaning: str, source: str) -> float:
-    """Declares a fitted field; `source` is that of prior and bounds."""
+    """Declares a fitted field; `source` is where prior and bounds come from."""
     metadata = {"prior": prior, "meaning": meaning, "source": source}
     value: float = field(default=prior.value, metadata=metadata)
     return value
@@ -64,9 +64,9 @@ def fit(
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring log predictions closest to measurements.
 
-    `predict` maps them to predictions in the shape and unit of `measured`. Effects are further
-    unknowns with prior 0 and standard deviation `effect_spread`, one for all or one each. `effects`
-    (shape [measured, kinds]) numbers each row's effects from 0.
+    `predict` returns predictions in the shape and unit of `measured`. Effects are further unknowns
+    with prior 0 and standard deviation `effect_spread`, one for all or one each. `effects` (shape
+    [measured, kinds]) numbers each row's effects from 0.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -118,7 +118,6 @@ def _descend_numerically(
     bounds: tuple[Floats, Floats],
     scale: float,
 ) -> Floats:
-    """Minimises the Cauchy loss by scipy with numerical slopes."""
     solution: Floats = least_squares(
         residuals,
         start,
@@ -142,7 +141,7 @@ def _descend(
     """Minimises the Cauchy loss within bounds.
 
     Takes Levenberg-Marquardt steps on residuals reweighted before each (Holland and Welsch, 1977).
-    scipy decomposes all slopes in every step: tens of times slower with hundreds of effects.
+    scipy decomposes all slopes in every step, tens of times slower with hundreds of effects.
     """
 
     def loss(errors: Floats) -> float:

@@ -1,4 +1,4 @@
-"""Writes cells that would settle a prediction's open questions: as a matrix or standalone files."""
+"""Writes cells that would settle a prediction's open questions, as a matrix or standalone files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.strategy.registry import make_strategy, strategies, validate, with_
 from harness.workloads import make_workload
 
 TRIALS = 5
-"""Trials of each written cell: enough for an interval."""
+"""Trials per written cell, enough for an interval."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class StrategyOptions:
 
 
 def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
-    """Writes a matrix of these cells, best first; returns a sentence about it.
+    """Writes a matrix of these cells, best first; returns a message about it.
 
-    Raises UsageError without cells, or if the file exists or cannot be written.
+    Raises UsageError if there are no cells, or the file exists or cannot be written.
     """
     if not cells:
         raise UsageError(
@@ -64,9 +64,10 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Exports the best exportable cell into a folder per target; returns a sentence about it.
+    """Exports the best exportable cell to a folder per target; returns a message about it.
 
-    `ranked`: cells with step times in seconds, best first. Raises UsageError if none has an export.
+    `ranked` holds cells with step times in seconds, best first. Raises UsageError if no cell has an
+    export.
     """
     fastest: float | None = None
     for cell, seconds in ranked:
@@ -110,8 +111,8 @@ def cells_of_layout(
 ) -> list[Cell]:
     """Returns the cells that train with a layout; empty if no strategy does.
 
-    Prefers strategies that need few packages, then those with an export. `tried`: strategies with
-    options to consider besides the defaults.
+    Prefers strategies that need few packages, then those with an export. `tried` adds strategies
+    with options to the defaults.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -145,9 +146,9 @@ def cells_of_layouts(
     layouts: Iterable[tuple[PlannedLayout, float]],
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """Yields cells of many layouts, each with its layout's number.
+    """Yields the cells of many layouts, each with its layout's value.
 
-    If no exportable strategy divides the devices like a layout, later ones with equal axes are
+    If no exportable strategy divides the devices like a layout, later ones with the same axes are
     skipped.
     """
     without: set[tuple[int, ...]] = set()

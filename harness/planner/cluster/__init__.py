@@ -1,1 +1,1 @@
-"""Predicts layouts on a cluster by closed forms, without torch."""
+"""Ranks layouts on a cluster by closed forms, without torch."""

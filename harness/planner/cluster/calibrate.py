@@ -34,30 +34,30 @@ COLUMNS = (
     "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",
 )  # fmt: skip
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
-"""Model shapes in the Ultra-Scale Playbook's table."""
+"""Model names in the Ultra-Scale Playbook's table, and their shapes here."""
 MEMORY_UNIT = 2.0**30
-"""Unit of the column gpu_mem_gb: nanotron divides by 1024**3 (its `create_table_log`)."""
+"""Bytes per unit of `gpu_mem_gb`: nanotron divides by 1024**3 (`create_table_log`)."""
 LAPSE = 0.03
-"""Share of runs that fail, or succeed, regardless of memory."""
+"""Share of runs that fail or succeed regardless of memory."""
 SHARPEST = 0.04
 """Smallest standard deviation of a limit's log: the median error of predicted memory."""
 NEAR_LIMIT = 0.8
 """Share of device memory above which a run may be slow."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Mean and standard deviation of the log slowdown near the limit with fewer than FEW_SLOW slow
-runs. Assumed."""
+"""Assumed mean and standard deviation of the log slowdown near the limit, for fewer than FEW_SLOW
+slow runs."""
 FEW_SLOW = 5
 FEWEST = 20
-"""Fewest rows for a calibration."""
+"""Minimum number of rows for a calibration."""
 FEWEST_RANKED = 20
-"""Fewest consistent rows for a rank correlation."""
+"""Minimum number of consistent rows for a rank correlation."""
 NEAR = 0.5
-"""Speed, as a share of the group's best, that makes a layout worth considering."""
+"""Speed relative to the group's best that makes a layout a contender."""
 
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Rows of a table of runs (shape [rows])."""
+    """Columns of a table of runs (shape [rows])."""
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
@@ -82,7 +82,7 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Failed rows whose model and layout ran in another row, so memory was not the cause."""
+        """Failed rows whose model and layout ran in another row, so memory is not to blame."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
@@ -99,11 +99,11 @@ class MeasuredRuns:
         )
 
     def consistent(self) -> Bools:
-        """Returns the rows that contradict no others; failed rows never do.
+        """Returns which rows contradict no others; failed rows never do.
 
-        A row contradicts another that does at least as much work in less than half its time. As
-        much work means no smaller model on no more nodes, no fewer stages, tensor shards and
-        micro-batches, and no larger micro-batches.
+        A row contradicts another that did at least as much work in less than half the time. More
+        work means a larger model, fewer nodes, smaller micro-batches, or more micro-batches, stages
+        or tensor shards.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -127,7 +127,7 @@ def read_runs(
     """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
 
     Skips rows whose data axis, micro-batch and accumulation do not multiply to the global batch.
-    Raises UsageError for an unreadable file, a missing column or an unknown model.
+    Raises UsageError if the file is unreadable, a column is missing or a model is unknown.
     """
     try:
         table = pd.read_csv(file)
@@ -202,7 +202,7 @@ def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
 def predicted(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> Iterator[tuple[RunGroup, Predictions]]:
-    """Yields each group's predictions, with the memory of rank 0."""
+    """Yields each group with its predictions; memory is that of rank 0."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
@@ -284,7 +284,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     of_memory = np.abs(np.log(reserved[rows] / runs.memory_bytes[rows]))
     consistent = runs.consistent()
     possible &= ~runs.refuted
-    # Contradicting rows ran different code, so they tell nothing about full speed.
+    # Contradicting rows ran different code, so they say nothing about full speed.
     known = possible & (consistent | ~runs.ran)
     room = _limit(demand[known] / cluster.memory_bytes, runs.ran[known])
     end = _limit(least[possible] / cluster.memory_bytes, runs.ran[possible])
@@ -303,7 +303,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Fits a limit by maximum likelihood; `passed`: which shares of memory stayed below it."""
+    """Fits a limit by maximum likelihood; `passed` says which shares of memory stayed below it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -317,7 +317,7 @@ def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
 
 @dataclass(frozen=True)
 class HeldOutRuns:
-    """Predictions of rows unseen by the calibration (shape [rows])."""
+    """Predictions for rows the calibration did not see (shape [rows])."""
 
     seconds: Floats
     half_width: Floats
@@ -331,7 +331,7 @@ class HeldOutRuns:
 
 @dataclass(frozen=True)
 class ClusterScores:
-    """Scores, as shares unless noted."""
+    """Prediction scores, as shares unless noted."""
 
     rows: int
     consistent_rows: int
@@ -339,15 +339,15 @@ class ClusterScores:
     """Median over consistent rows."""
     time_error_all: float
     near_error: float
-    """Likewise, of rows at least half as fast as their group's best."""
+    """Median over rows at least half as fast as their group's best."""
     memory_error: float
     """Median over all measured rows."""
     rank_correlation: float
-    """Smallest Spearman correlation of a large enough group; NaN without one."""
+    """Lowest Spearman correlation of any large enough group; NaN if there is none."""
     pick_loss: float
-    """Mean slowdown of the best-predicted layout against the group's best; 1 if it failed."""
+    """Mean slowdown of the top-ranked layout against the group's best; 1 if it failed."""
     top_three_loss: float
-    """Like `pick_loss`, for the best of the three best-predicted."""
+    """Mean slowdown of the best of the top three."""
     failures_foreseen: float
     false_alarms: float
     false_alarms_consistent: float
@@ -359,7 +359,7 @@ class ClusterScores:
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors of some rows, as shares; NaN without measurements."""
+    """Median errors over some rows, as shares; NaN without measurements."""
 
     part: str
     rows: int
@@ -421,7 +421,7 @@ def predict_with(
 
 
 def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
-    """Predicts each part of the rows with a calibration fitted to all others."""
+    """Predicts each part with a calibration fitted to the others."""
     return _predicted(
         runs, cluster, ((part, calibrate(runs.take(~part), cluster, "held out")) for part in parts)
     )
@@ -492,9 +492,9 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 
 
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    """Returns each layout's slowdown against the best, best-predicted first; 1 if it failed.
+    """Returns each layout's slowdown against the best, in ranked order; 1 if it failed.
 
-    Repeated measurements of a layout count once, by the best.
+    Repeated measurements of a layout count once, at their best.
     """
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}

@@ -1,4 +1,4 @@
-"""Constants of the cluster planner: their bounds, fitted values and uncertainty."""
+"""Constants of the cluster planner: bounds, fitted values and uncertainty."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Constants of the memory that the allocator takes from the device.
+    """Constants of the allocator's memory.
 
-    Priors that count tensors are accurate to 1 to 3 %: they omit little (masks, norm statistics).
-    The allocator's behaviour (`fragmentation`, `overhead`, `knee`) is less certain.
+    Priors that count tensors are accurate to 1 to 3 %. The allocator's behaviour (`fragmentation`,
+    `overhead`, `knee`) is less certain.
     """
 
     fragmentation: float = constant(
@@ -186,12 +186,12 @@ class MemoryLimit:
     share: float
     """Share of device memory that half of the runs can use."""
     spread: float
-    """Standard deviation of its logarithm."""
+    """Standard deviation of the log of `share`."""
 
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
         """Returns the probability that a demand in bytes stays below the limit.
 
-        `deviation`: further standard deviation of the demand's logarithm.
+        `deviation` is the standard deviation of the demand's log.
         """
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
@@ -200,31 +200,29 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Spread of measurements around predictions; half-widths are of 80 % intervals of
-    logarithms."""
+    """Spread of measurements around predictions, as half-widths of log 80 % intervals."""
 
     time: float
     """Half-width for step time on one node."""
     time_per_doubling: float
-    """Growth of `time` with each doubling of the nodes."""
+    """Increase of `time` per doubling of the nodes."""
     memory: float
     """Half-width for peak memory."""
     room: MemoryLimit
     """Limit beyond which the allocator frees memory in every micro-batch, many times slower."""
     end: MemoryLimit
-    """Limit beyond which a run fails even with everything possible freed."""
+    """Limit beyond which a run fails even after freeing everything it can."""
     slow: float
     """Mean log slowdown beyond `room`."""
     slow_spread: float
     outside: float = 0.025
-    """Growth of half-widths with each doubling beyond the calibrated range. Assumed: nothing was
-    measured there."""
+    """Assumed increase of half-widths per doubling beyond the calibrated range."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
         """Returns the half-width above the predicted log step time, at least `half_width`.
 
-        It is the 0.9-quantile of two mixed normal distributions: full-speed runs, and a share
-        `slow` of slow runs (shape of both arrays).
+        It is the 0.9-quantile of a mixture of two normals: full-speed runs, and a share `slow` of
+        slow ones. Both arrays have the same shape.
         """
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
@@ -255,7 +253,7 @@ class CalibratedRange:
 
 @dataclass(frozen=True)
 class ClusterCalibration:
-    """Everything that a prediction needs besides the question."""
+    """Everything a prediction needs besides the question."""
 
     source: str
     """Measurements behind the fit."""
@@ -268,7 +266,7 @@ class ClusterCalibration:
     def time_on(self, links: str) -> TimeConstants:
         """Returns the step-time constants of a cluster with these links.
 
-        On other links `pipeline_stall` is 0: it belongs to the measured software.
+        On other links `pipeline_stall` is 0, because it belongs to the measured software.
         """
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
@@ -280,12 +278,12 @@ class ClusterCalibration:
 
 
 def calibration_file(given: str | Path | None) -> Path:
-    """Returns the constants' file; None and `default` mean the suite's own."""
+    """Returns the calibration file; None and `default` mean the built-in one."""
     return DEFAULT if given is None or str(given) == "default" else Path(given)
 
 
 def load(file: Path = DEFAULT) -> ClusterCalibration:
-    """Reads a calibration file; raises UsageError if unreadable or a constant is out of bounds."""
+    """Reads a calibration; raises UsageError if it is unreadable or a constant is out of bounds."""
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
         calibration = TypeAdapter(ClusterCalibration).validate_python(values)

@@ -1,4 +1,4 @@
-"""Ranks the layouts of a question, also for neighbouring models and numbers of devices."""
+"""Ranks the layouts of a question, and sweeps nearby models and device counts."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from harness.spec.errors import UsageError
 
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
-"""Layouts, best first, whose pipelines are simulated."""
+"""Number of best layouts whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits of a simulated pipeline; more micro-batches take as long as the slowest stage."""
+"""Limits of a simulation; further micro-batches take as long as the slowest stage."""
 MOST_DEVICES = 2**16
 SURE = 0.9
-"""Probability from which a layout fits, if memory is the goal."""
+"""Probability from which a layout counts as fitting when memory is the goal."""
 MOST_SIZES = 5
 SPAN = 16.0
-"""Largest ratio of the parameters of compared models."""
+"""Largest ratio between the sizes of compared models."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
-"""Doublings of the devices below and above the question's."""
+"""Halvings and doublings of the question's device count."""
 
 
 PART_WORDS = {
@@ -59,7 +59,7 @@ PART_WORDS = {
     "update": "the optimizer's update",
 }
 RISKIER = 0.95
-"""Share of the best layout's probability to fit below which the next one's is mentioned."""
+"""Share of the winner's probability of fitting below which the runner-up's is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ClusterCandidate:
     seconds_high: float
     tokens_per_second: float
     parts: dict[str, float]
-    """Seconds by part of PART_WORDS, adding up to `seconds`."""
+    """Seconds by key of PART_WORDS, adding up to `seconds`."""
     states_bytes: float
     activations_bytes: float
     working_bytes: float
@@ -85,9 +85,9 @@ class ClusterCandidate:
     fits: float
     doublings_beyond: float
     price: float | None = None
-    """Price per billion tokens; None if no price is given."""
+    """Price per billion tokens, if a price is given."""
     joules_per_token: float | None = None
-    """Energy of all devices, with its interval, if it is the goal."""
+    """Energy of all devices, if it is the goal."""
     joules_low: float | None = None
     joules_high: float | None = None
 
@@ -122,8 +122,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is per device. Raises UsageError if no layout divides or none fits, with the
-    nearest question that has an answer.
+    `price_per_hour` is per device. Raises UsageError if no layout divides evenly or fits, and names
+    the nearest question that has an answer.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -144,7 +144,7 @@ def plan(
         kept = kept if len(kept) else order
         best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
     else:
-        # On given devices, cost follows from time alone.
+        # With a fixed device count, cost depends on time alone.
         ranks = seconds if used is None else used.per_token
         columns = (ranks, result.fits, result.memory.demand, result.half_width)
         best = order[ranked(*(column[order] for column in columns))]
@@ -309,7 +309,7 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Doubles the devices until a layout fits; 0 if none does or nodes have no known links."""
+    """Doubles the devices until a layout fits; 0 if none does or no links are known."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -327,7 +327,7 @@ def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) ->
 
 
 def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the longest shorter sequence, a power of two, that fits; 0 if none does."""
+    """Returns the longest shorter power of two that fits; 0 if none does."""
     low, high = -1, (question.sequence_length - 1).bit_length()
     while high - low > 1:
         middle = (low + high) // 2

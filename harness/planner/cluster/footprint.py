@@ -1,7 +1,7 @@
-"""Counts the bytes that torch's own code allocates for a training on its fullest GPU.
+"""Counts the bytes that PyTorch code allocates in training, on its fullest GPU.
 
-Each figure counts tensors of the code that runs: Hugging Face's Llama layers, peft, bitsandbytes,
-FSDP, and the loss. Nothing is fitted.
+Each number counts tensors of code that runs: Hugging Face's Llama layers, peft, bitsandbytes, FSDP
+and the loss. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from harness.planner.cluster.recipe import (
 )
 
 LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
-"""Bytes per logit at the loss's peak. transformers: bf16 logits, their log-softmax and its gradient
-in fp32, and the gradient in bf16. Before 4.46: bf16 logits, fp32 logits, their shifted copy and the
-log-softmax. Fused: no log-softmax. native: fp32 logits instead of a second bf16 tensor."""
+"""Bytes per logit at the loss's peak.
+
+transformers holds bf16 logits, their fp32 log-softmax and its gradient, and the bf16 gradient.
+Before 4.46 it held bf16 logits, fp32 logits, their shifted copy and the log-softmax. `fused` has no
+log-softmax. `native` has fp32 logits instead of a second bf16 tensor."""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
-"""Bytes per logit under FSDP1. Its hooks keep the model's outputs until backward: fp32 logits, the
-log-softmax (not if fused), its gradient, the shifted copy's gradient, and the bf16 one if fused."""
+"""Bytes per logit under FSDP1, whose hooks keep the model's outputs until backward.
+
+Counts fp32 logits, the log-softmax (unless fused), its gradient, the shifted copy's gradient, and
+the bf16 gradient if fused."""
 FINAL_NORM_BYTES = 6
-"""Bytes per token and element of the hidden size after the last layer."""
+"""Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
-"""Workspaces of matrix products."""
+"""Matrix-product workspaces."""
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
-"""Memory that torch's allocator does not get: CUDA's context, a desktop on consumer cards, and
-buffers of collectives on several GPUs."""
+"""Memory out of reach of torch's allocator: the CUDA context, a desktop on consumer cards, and
+collective buffers on several GPUs."""
 FRAGMENTED = 0.05
-"""Share of a step's temporary bytes that stays unusable once the allocator has freed its cache."""
+"""Share of a step's temporary bytes that stays unusable after the allocator frees its cache."""
 MOST_CERTAIN = 0.98
-"""Highest probability ever given: nobody measured the exact question."""
+"""Highest probability ever given, because nobody measured the exact question."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
 SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
-"""Additional spread of what was not compared with measurements: mixtures of experts, more than two
-GPUs (for each doubling), partial recomputation, other bases, ungated layers."""
+"""Additional spread for what was never measured: mixtures of experts, more than two GPUs (per
+doubling), partial recomputation, other bases, ungated layers."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Footprint:
     backward: float
     """Peak at the end of backward: all gradients."""
     update: float
-    """Peak in the optimizer's update."""
+    """Peak during the optimizer's update."""
 
     @property
     def peak(self) -> float:
@@ -69,7 +73,7 @@ class Footprint:
 
     @property
     def demand(self) -> float:
-        """Bytes that the allocator cannot do without."""
+        """Bytes the allocator cannot do without."""
         return self.peak + FRAGMENTED * (self.peak - self.kept)
 
 
@@ -79,7 +83,7 @@ def usable_bytes(gpu: GpuModel, gpus: int) -> float:
 
 
 def spread(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the standard deviation of log peak memory, wider for what was never measured."""
+    """Returns the standard deviation of log peak memory, wider for unmeasured setups."""
     variance = SPREAD**2
     variance += SPREADS["experts"] ** 2 * (shape.experts > 1)
     variance += (SPREADS["gpus"] * math.log2(max(1.0, recipe.gpus * recipe.tensor / 2))) ** 2
@@ -94,7 +98,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     of = STATES[recipe.precision]
     shards = recipe.gpus if recipe.sharding == "full" else 1
     trained = trained_parameters(shape, recipe) / recipe.tensor
-    # A rank's part of the model before its shards; experts belong to one rank of a group.
+    # Parameters of experts that live on other ranks.
     alien = shape.layers * _alien_experts(shape, recipe) / recipe.tensor
     if recipe.adapter:
         parameter, gradient, optimizer = 4.0, 4.0, 8.0
@@ -107,7 +111,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
     gradients = gradient * (trained - alien if whole else trained / shards)
     if recipe.gpus > 1 and recipe.sharding == "none":
-        # DDP's buckets.
+        # DDP copies gradients into buckets.
         gradients *= 2
     loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
     kept = loaded + optimizer * trained / shards
@@ -126,7 +130,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         unsharded = max(gradient, of.element) * layer / recipe.tensor
     ends = 0.0
     if shape.tied and not recipe.adapter:
-        # The embedding's gradient and its sum with the head's.
+        # The embedding's gradient, and its sum with the head's.
         ends = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
     if recipe.base != "bf16":
         ends += 2.0 * shape.hidden * shape.feed_forward
@@ -143,7 +147,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
 
 
 def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns a layer's parameters in experts of other ranks."""
+    """Returns one layer's parameters in experts of other ranks."""
     return shape.experts * shape.expert_parameters * (1 - 1 / recipe.expert)
 
 
@@ -155,8 +159,11 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 
 
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes of whole parameters under FSDP: embedding and head, which stay gathered, and a
-    layer; torch's own code wraps them apart and prefetches a layer."""
+    """Returns the bytes of parameters that FSDP has gathered.
+
+    Embedding and head stay gathered, next to one layer. torch's own code wraps the two separately
+    and prefetches a layer.
+    """
     if recipe.sharding != "full" or recipe.gpus == 1:
         return 0.0
     element = STORED[recipe.base][0] if recipe.adapter else STATES[recipe.precision].element
@@ -194,8 +201,10 @@ def _stream(recipe: Recipe) -> float:
 
 
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes per token of a layer that keeps its input, attention's output and all matrix
-    products, or every second one."""
+    """Returns the bytes per token of a partly recomputed layer.
+
+    It keeps its input, attention's output, and all matrix products or every second one.
+    """
     feed = shape.feed_forward * shape.experts_per_token
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
     products += feed * (2 if shape.gated else 1)
@@ -206,11 +215,11 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes per token that one layer keeps for backward.
+    """Returns the bytes per token that one layer keeps for backward.
 
-    Norms keep an fp32 input, a normalised tensor if their weight is trained, and feed all matrices
-    of a kind. Attention keeps queries, keys, values and output; the gated product four tensors of
-    the feed-forward size.
+    A norm keeps its fp32 input, and a normalised tensor if its weight is trained; all matrices it
+    feeds share its output. Attention keeps queries, keys, values and output; the gated product
+    keeps four tensors of the feed-forward size.
     """
     hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
     feed = shape.feed_forward * shape.experts_per_token
@@ -218,7 +227,7 @@ def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
     attention = 4.0 * width + 4.0 * keys + 4.0 * shape.heads
     if recipe.adapter:
         targets = recipe.adapter.targets
-        # Autocast casts each target's input anew.
+        # Autocast casts each target's input separately.
         inputs = 2.0 * hidden * sum(name in targets for name in ("q", "k", "v", "gate", "up"))
         inputs += 2.0 * width * ("o" in targets)
         product = 2.0 * feed * (tensors - 1 + ("down" in targets))

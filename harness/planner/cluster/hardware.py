@@ -21,15 +21,17 @@ from harness.spec.errors import UsageError
 GIGA = 1e9
 TERA = 1e12
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
-"""Bus bandwidth as a share of one direction of a node's links. Measured: 436 and 250 of 450 GB/s on
-H100 nodes (Ultra-Scale Playbook); all-reduce on A100 nodes usually reaches 230 to 240 of 300 GB/s.
-"""
+"""Bus bandwidth relative to one direction of a node's links.
+
+Measured: 436 and 250 of 450 GB/s on H100 nodes (Ultra-Scale Playbook). All-reduce on A100 nodes
+usually reaches 230 to 240 of 300 GB/s."""
 PCIE_BYTES_PER_SECOND = 32e9
-"""One direction of PCI Express 4.0 with 16 lanes (PCI-SIG)."""
+"""One direction of PCI Express 4.0 x16 (PCI-SIG)."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s per device, 4
-GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026).
-NCCL's rings reach 74 to 82 % of other links there."""
+"""Share of the rate between nodes that a large all-reduce reaches.
+
+36.5 of 50 GB/s per device for 4 GiB over 4 nodes of 8 B200; NCCL's rings reach 74 to 82 % of other
+links (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
 SIZES = tuple(2**power for power in range(11))
 
 
@@ -47,7 +49,7 @@ class BandwidthCurve:
     def at(self, nodes: Ints) -> Floats:
         """Interpolates bytes per second between logarithms.
 
-        Beyond the last point it follows the last three points' slope, but never rises.
+        Beyond the last point it follows the slope of the last three, but never rises.
         """
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
@@ -61,19 +63,19 @@ class BandwidthCurve:
 class Cluster:
     device: str
     flops_per_second: float
-    """Dense peak in bf16, or in fp16 without bf16."""
+    """Dense bf16 peak; fp16 on devices without bf16."""
     reached_flops_per_second: float
-    """Measured rate of its best matrix product."""
+    """Rate of the device's best matrix product."""
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
     reduce: BandwidthCurve
-    """Bandwidth of all-reduce; the first point is inside a node."""
+    """All-reduce bandwidth; the first point is within a node."""
     gather: BandwidthCurve
     """Bandwidth of all-gather and reduce-scatter."""
     links: str = ""
     host_bytes_per_second: float = 25e9
-    """Rate between device and host memory, each direction."""
+    """Rate between device and host memory, per direction."""
     disk_bytes_per_second: float = 3e9
     """Rate of a node's disks, shared by its devices."""
     host_memory_bytes: float = 2e12
@@ -82,7 +84,7 @@ class Cluster:
     """Disk space per node."""
 
     def computing_in(self, precision: Precision) -> Cluster:
-        """Returns the cluster with the rates of matrix products in this precision."""
+        """Returns the cluster with matrix-product rates for this precision."""
         if precision != "fp32":
             return self
         peak = gpu_models()[self.device].fp32_flops_per_second or self.flops_per_second / 8
@@ -114,9 +116,9 @@ def measured_links() -> dict[str, MeasuredLinks]:
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """Returns a cluster of these devices and links.
 
-    `link` is a name in hardware.yaml, or `INSIDE,BETWEEN`. INSIDE is `nvlink`, `pcie` or a rate per
-    device and direction (`450gbyte`), BETWEEN the rate of a device to other nodes (`400gbit`).
-    Raises UsageError for other texts.
+    `link` is a name in hardware.yaml or `INSIDE,BETWEEN`. INSIDE is `nvlink`, `pcie` or a rate per
+    device and direction (`450gbyte`); BETWEEN is each device's rate to other nodes (`400gbit`).
+    Raises UsageError for anything else.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -160,12 +162,12 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
 
 
 def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
-    """Returns the bandwidth of a collective with `inside` bytes per second within a node.
+    """Returns a collective's bandwidth, given `inside` bytes per second within a node.
 
-    `rate`: each device's to other nodes; None for a single node. Nodes first reduce or gather
-    inside. With n ranks in k nodes, (k - 1) / (n - 1) of the bytes that bus bandwidth counts cross
-    a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's times (n - 1) /
-    (k - 1), at most `inside`.
+    `rate` is each device's rate to other nodes; None means a single node. Nodes first reduce or
+    gather inside. With n ranks in k nodes, (k - 1) / (n - 1) of the bytes that bus bandwidth counts
+    cross a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's times (n -
+    1) / (k - 1), at most `inside`.
     """
     if rate is None:
         return BandwidthCurve((1,), (inside,))

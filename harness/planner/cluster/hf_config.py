@@ -1,7 +1,7 @@
-"""Reads a model's shape, with its exact number of parameters, from transformers' config.json.
+"""Reads a model's shape and exact parameter count from a transformers config.json.
 
-Importing transformers would take seconds, so this follows its modelling code. Each family's
-differences from Llama are listed in FAMILIES.
+Importing transformers takes seconds, so this follows its modelling code instead. FAMILIES lists how
+each family differs from Llama.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Config: TypeAlias = Mapping[str, int | str | None]
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of a model type from Llama."""
+    """Differences between a model type and Llama."""
 
     tied: bool = False
     """Default of `tie_word_embeddings`."""
     gated: bool = True
     norm: int = 1
-    """Vectors of a norm: 2 for LayerNorm, which has a bias."""
+    """Vectors per norm: 2 for LayerNorm, which has a bias."""
     layer_norms: int = 2
     qkv_bias: bool = False
-    """Default of a bias in queries, keys and values."""
+    """Default bias of queries, keys and values."""
     out_bias: bool = False
     feed_bias: bool = False
     head_norms: int = 0
-    """Norms of single heads, or of all heads' width if 2."""
+    """1 for norms of single heads, 2 for norms over the width of all heads."""
     head_bias: bool = False
     positions: int = 0
-    """Learned positions beyond the configured number; -1 without learned positions."""
+    """Learned positions beyond the configured number; -1 if there are none."""
     bias_key: str = ""
-    """Name of the config's switch of all biases of attention."""
+    """Config key that switches all attention biases."""
 
 
 PLAIN = Family(positions=-1)
@@ -72,8 +72,10 @@ UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
 def from_config(path: Path) -> ModelShape:
-    """Reads transformers' config.json; raises UsageError if it is missing, not JSON, or lacks a
-    size."""
+    """Reads a transformers config.json.
+
+    Raises UsageError if it is missing, not JSON, or lacks a size.
+    """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
 
@@ -147,7 +149,7 @@ def _kv_heads(config: Config, kind: str, heads: int, size: Callable[..., int]) -
 
 
 def _others(config: Config, kind: str, family: Family, shape: ModelShape) -> int:
-    """Returns the parameters beyond what ModelShape counts: Llama's matrices and norms."""
+    """Returns the parameters beyond Llama's matrices and norms, which ModelShape counts."""
     hidden, feed = shape.hidden, shape.feed_forward
     bias = bool(config.get(family.bias_key)) if family.bias_key else False
     layer_norms = family.layer_norms

@@ -1,4 +1,4 @@
-"""Predicts the fullest stage's memory: states, activations, and what the allocator reserves."""
+"""Predicts the fullest stage's memory: states, activations, and the allocator's reserve."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from harness.planner.cluster.recipe import RECOMPUTE, STATES, Precision, Recipe,
 from harness.planner.fitting import Bools, Floats, Ints
 
 UNGATED = 0.5
-"""Feed-forward tensors kept by an ungated layer, as a share of a gated one's: the activation's
-input and output, against four."""
+"""Feed-forward tensors kept by an ungated layer, relative to a gated one: two of four."""
 GIGA = 1e9
 CODE_SPREAD = 0.06
-"""Standard deviation of log peak memory because the code of layers and norms is unknown: counts for
-two libraries differ by up to 17 %."""
+"""Standard deviation of log peak memory for unknown layer code: counts for two libraries differ by
+up to 17 %."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,13 @@ class LayoutMemory:
     activations: Floats
     """Tensors kept for backward by all micro-batches in flight."""
     pending: Floats
-    """Activations that are free once the device has caught up."""
+    """Activations freed once the device has caught up."""
     working: Floats
     """Gradient buckets, gathered parameters, workspaces."""
     demand: Floats
-    """Bytes that the allocator would reserve without a limit."""
+    """Bytes the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved, less near the limit, where the allocator frees its cache."""
+    """Bytes reserved; less near the limit, where the allocator frees its cache."""
 
     @property
     def allocated(self) -> Floats:
@@ -53,7 +52,7 @@ def model_states(
     of: StateBytes,
     whole_gradients: Ints | int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns bytes of parameters, gradients and optimizer state on a rank.
+    """Returns the bytes of parameters, gradients and optimizer state on a rank.
 
     A rank holds `held` parameters before ZeRO shards them and updates `owned` (arXiv 1910.02054,
     section 5).
@@ -66,7 +65,7 @@ def model_states(
 
 
 def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns one rank's parameters before ZeRO shards them (shape [layouts]).
+    """Returns one rank's parameters before ZeRO sharding (shape [layouts]).
 
     The tensor axis splits them evenly (Megatron-LM, arXiv 1909.08053, section 3).
     """
@@ -76,8 +75,8 @@ def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns the parameters that one rank updates (shape [layouts]).
 
-    From ZeRO stage 1 the data axis shares them (arXiv 1910.02054, section 5.1). Experts count as
-    shared over the whole axis, which gives the same number.
+    From ZeRO stage 1 on, the data axis shares them (arXiv 1910.02054, section 5.1). Experts count
+    as shared over the whole axis, which gives the same number.
     """
     ranks = layouts.data * layouts.context
     whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
@@ -94,8 +93,8 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
     """Returns the bytes of model states on the device, without offloaded ones.
 
-    Gradients accumulate on it; those of offloaded parameters leave layer by layer (ZeRO-Infinity,
-    arXiv 2104.07857).
+    Gradients accumulate on it, but those of offloaded parameters leave layer by layer
+    (ZeRO-Infinity, arXiv 2104.07857).
     """
     parameters, gradients, optimizer = model_states(
         held, owned, layouts.zero, of, layouts.whole_gradients
@@ -108,7 +107,7 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
     """Returns whether a node can hold what its devices offload.
 
-    `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
+    `owned` is the number of parameters that a rank of the largest stage updates (shape [layouts]).
     """
     each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
     node = each * np.minimum(layouts.devices, cluster.per_node)
@@ -118,10 +117,10 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 
 
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns how many micro-batches' activations a stage holds under 1F1B.
+    """Returns the number of micro-batches whose activations a stage holds under 1F1B.
 
-    One for each stage from itself on (PipeDream-2BW, arXiv 2006.09503), more with interleaved
-    chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
+    This is one per stage from it on (PipeDream-2BW, arXiv 2006.09503), more with interleaved chunks
+    (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
@@ -137,19 +136,18 @@ def _layer_activations(
     ahead: Floats,
     element: float,
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns a layer's bytes per micro-batch (each of shape [layouts]): kept, needed during
-    recomputation, and pending among the kept.
+    """Returns a layer's bytes per micro-batch: kept, recomputed, and pending among the kept.
 
-    Counts tensors as Korthikanti and others do (arXiv 2205.05198, section 4). Full recomputation
-    keeps only a layer's inputs (section 5).
+    Each has shape [layouts]. Counts tensors as Korthikanti and others do (arXiv 2205.05198, section
+    4); full recomputation keeps only a layer's inputs (section 5).
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
     scale = element / 2
     pending = scale * tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
     feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
-    # Half of the tensors have the hidden size, a quarter the width of all heads, a quarter that of
-    # keys and values.
+    # Half of the tensors have the hidden size, a quarter the width of all heads, and a quarter that
+    # of keys and values.
     width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
     hidden = width * c.layer_hidden
     whole = scale * tokens * (hidden + feed * c.layer_feed) / tensor + pending
@@ -170,14 +168,14 @@ def memory(
     first_stage_only: bool = False,
     precision: Precision = "bf16",
 ) -> LayoutMemory:
-    """Returns the bytes of each layout's fullest stage, as measured software keeps them.
+    """Returns the bytes of each layout's fullest stage in the measured software.
 
-    `native_memory` counts layouts of torch's own code.
+    `native_memory` covers torch's own code. States follow ZeRO (arXiv 1910.02054) and activations
+    1F1B (arXiv 2006.09503); the allocator's part is fitted (`MemoryConstants`).
 
-    States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
-    part is fitted (`MemoryConstants`). `ahead` (shape [layouts], 0 to 1): how far launches run
-    ahead of the device. Tensor-parallel buffers are reused only after the device is done, so a
-    waiting device needs fewer. `first_stage_only`: for comparisons with rank 0.
+    `ahead` (shape [layouts], 0 to 1) is how far launches run ahead of the device. Tensor-parallel
+    buffers are only reused once the device is done with them, so running ahead takes more.
+    `first_stage_only` is for comparisons with rank 0.
     """
     of = STATES[precision]
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead, of.element)
@@ -196,11 +194,11 @@ def memory(
             ends = stage.head * tokens[rows] * shape.vocabulary * c.logit / tensor[rows]
             inputs = stage.embedding * tokens[rows] * of.element * shape.hidden / tensor[rows]
             flight = in_flight(part, stage)
-            # One layer is recomputed at a time; by then backward has freed the logits.
+            # Layers are recomputed one at a time, after backward has freed the logits.
             redone = again[rows] * min(stage.layers, 1)
             kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
             bucket = np.where(ranks[rows] > 1, c.bucket * of.element / 2 * parameters, 0.0)
-            # Two layers are gathered at once: the one in use and the next.
+            # Two layers are gathered at once: the current and the next one.
             largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)
             gathered = 2 * of.element * largest / tensor[rows] / part.expert
             unsharded = (part.zero >= 3) & (ranks[rows] > 1) | (part.offload >= 2)
@@ -218,7 +216,7 @@ def memory(
 
 
 def recipe_of(layout: PlannedLayout, sequence: int, precision: Precision) -> Recipe:
-    """Returns how torch's own code trains with a layout."""
+    """Returns the recipe that torch's own code uses for a layout."""
     shards = layout.data * layout.context
     return Recipe(
         precision=precision,
@@ -243,7 +241,7 @@ class NativeMemory:
     rows: Ints
     memory: LayoutMemory
     spread: Floats
-    """Standard deviation of the peak's logarithm."""
+    """Standard deviation of log peak memory."""
 
 
 def native_memory(
@@ -256,7 +254,7 @@ def native_memory(
     """Returns the bytes that `footprint` counts for layouts of torch's own code."""
     rows = np.flatnonzero(layouts.native)
     part = layouts.take(rows)
-    # All else that `recipe_of` reads, with the accumulation that matters.
+    # Accumulation beyond 2 changes nothing, so fewer recipes need counting.
     part = dataclasses.replace(part, accumulation=np.minimum(part.accumulation, 2))
     counted: dict[tuple[int, ...], tuple[float, ...]] = {}
     columns = [getattr(part, field.name).tolist() for field in dataclasses.fields(part)]

@@ -1,4 +1,4 @@
-"""Rates that matrix products reach on GPUs."""
+"""Matrix-product rates of GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 from pydantic import TypeAdapter
 
 USUAL_SHARE = 0.8
-"""Share of peak that an unmeasured device's best matrix product reaches."""
+"""Share of peak assumed for an unmeasured device's best matrix product."""
 
 
 @functools.cache

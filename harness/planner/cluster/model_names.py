@@ -1,4 +1,4 @@
-"""Finds a model's shape by name, by transformers' config.json, or by sizes."""
+"""Finds a model's shape by name, in a transformers config.json, or from sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def named_shapes() -> dict[str, ModelShape]:
 
 
 def parse_shape(text: str) -> ModelShape:
-    """Parses a name, `hf:PATH` (transformers' config.json or its folder), or
-    `layers=32,hidden=4096,...`; raises UsageError for other texts."""
+    """Parses a name, `hf:PATH` (a config.json or its folder) or `layers=32,hidden=4096,...`.
+
+    Raises UsageError for anything else.
+    """
     if text in named_shapes():
         return named_shapes()[text]
     if text.startswith("hf:"):
@@ -60,7 +62,7 @@ def _from_sizes(text: str) -> ModelShape:
     heads = values.get("heads", max(1, hidden // 128))
     defaults = {
         "heads": heads,
-        # Llama's: 8/3 of the hidden size, rounded up to a multiple of 256.
+        # As in Llama: 8/3 of the hidden size, rounded up to a multiple of 256.
         "feed_forward": -(-8 * hidden // 3 // 256) * 256,
         "vocabulary": 128256,
     }

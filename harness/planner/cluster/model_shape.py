@@ -1,4 +1,4 @@
-"""Transformer shapes, and their layers' distribution over pipeline stages."""
+"""Transformer shapes, and how their layers are divided into pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from harness.spec.errors import UsageError
 
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
-"""Limits for layers and for other sizes, against mistakes."""
+"""Limits for layers and for other sizes, to catch mistakes."""
 
 FULL = 0.997
-"""Share of its part of the cost at which a stage is full. nanotron's source has more than 1; only
-measured steps of 32 layers in 16 stages depend on this rounding."""
+"""Share of its part of the cost at which a stage counts as full. nanotron's source has more than 1;
+only measured steps of 32 layers in 16 stages depend on this rounding."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Key and value heads; 0 means `heads`."""
+    """Number of key and value heads; 0 means `heads`."""
     head_size: int = 0
     """Width of a head; 0 means hidden / heads."""
     gated: bool = True
-    """Whether feed-forward blocks have three matrices (SwiGLU), not two."""
+    """Whether feed-forward blocks have three matrices (SwiGLU) instead of two."""
     tied: bool = False
     experts: int = 1
     """Feed-forward blocks per layer."""
     experts_per_token: int = 1
     other: int = 0
-    """Parameters of the whole model beyond its matrices and two norms of the hidden size per layer:
-    biases, further norms, positions, shared experts."""
+    """Parameters beyond the matrices and two norms per layer: biases, further norms, positions,
+    shared experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -79,7 +79,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Columns of all key heads; values have as many."""
+        """Total width of the key heads, which is also that of the values."""
         return self.kv_heads * self.head_size
 
     @property
@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer, all experts included."""
+        """Parameters of a layer, including all experts."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return (
             self.attention_parameters
@@ -109,14 +109,14 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied matrix once."""
+        """Number of parameters, counting a tied matrix once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer_parameters + self.other % self.layers + ends
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Returns the floating-point operations of forward and backward per token.
 
-        Six per parameter in a matrix product, and 6 x sequence x width for causal attention (PaLM,
+        Six per parameter in a matrix product, plus 6 x sequence x width for causal attention (PaLM,
         arXiv 2204.02311, appendix B, halved for the mask).
         """
         passed = self.layers * (
@@ -129,7 +129,7 @@ class ModelShape:
 def padded_head(size: int) -> int:
     """Returns the head size that fused attention computes with: the next power of two from 32.
 
-    A head of 96 costs FlashAttention's kernels as much as one of 128.
+    FlashAttention's kernels take as long for a head of 96 as for 128.
     """
     return max(32, 1 << (size - 1).bit_length())
 
@@ -140,7 +140,7 @@ class LayerStage:
     embedding: bool
     head: bool
     first: int
-    """Index of the first stage, which has the most micro-batches in flight."""
+    """Index of the first such stage, which has the most micro-batches in flight."""
     count: int
 
 
@@ -151,12 +151,12 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
-    """Returns a pipeline's kinds of stages, balanced by cost, and the indices of each.
+    """Returns the kinds of stages in a pipeline balanced by cost, and the indices of each.
 
     Layers and head are assigned in order. A stage is full once the cost so far passes its share of
-    the total; cost is the number of parameters that a token passes through (nanotron, `build_model`
-    and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they make the
-    slowest stage faster. A stage may get no modules.
+    the total; cost is the number of parameters a token passes through (nanotron, `build_model` and
+    `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they make the
+    slowest stage faster. A stage may end up empty.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters

@@ -1,4 +1,4 @@
-"""Predicts step time, memory, energy and the probability to fit, with 80 % intervals."""
+"""Predicts step time, memory, energy and the probability of fitting, with 80 % intervals."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Shares of maximum power while computing, and while communicating or waiting. Assumed: idle
-devices draw about 0.1, but waiting kernels keep clocks high."""
+"""Assumed shares of maximum power while computing, and while communicating or waiting. Idle devices
+draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Half-width of the 80 % interval of their log. Assumed: never compared with measured energy."""
+"""Assumed half-width of the 80 % interval of log energy, never compared with measurements."""
 
 PENDING_DONE = 0.5
-"""Share of pending activations that is free once the allocator waits for them. Assumed."""
+"""Assumed share of pending activations that is free once the allocator waits for them."""
 REFUSED_BELOW = 1 / 3
-"""Probability to run below which layouts are refused. Not even odds: false alarms are worse, and no
-value avoids both errors on contradicting runs (docs/studies/planner-accuracy.md)."""
+"""Probability of running below which layouts are refused.
+
+It is below one half because false alarms are worse. No value avoids both errors on contradicting
+runs (docs/studies/planner-accuracy.md)."""
 UNMEASURED = {
     "cluster": 0.08,
     "precision": 0.08,
@@ -49,17 +51,18 @@ UNMEASURED = {
     "offload": 0.2,
     "axes": 0.1,
 }
-"""Half-widths for what the calibration never saw. They are assumed, not computed from data that was
-left out; published tables of other software and devices differ by 6 to 31 % in time
+"""Assumed half-widths for what the calibration never saw.
+
+Published tables of other software and devices differ by 6 to 31 % in time
 (docs/studies/planner-accuracy.md)."""
 TIE = 0.01
 """Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
-"""First ranks to be tried together."""
+"""Number of first ranks meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered for them: the fastest, and the best by speed times probability to fit."""
+"""Layouts considered for them: the fastest, and the best by speed times probability of fitting."""
 STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations spanned on each side."""
+"""Points of the integral over speed, and standard deviations covered on each side."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class LayoutEnergy:
 
     per_token: Floats
     half_width: Floats
-    """Half-width of the 80 % interval of its logarithm."""
+    """Half-width of the 80 % interval of log energy."""
 
 
 @functools.cache
@@ -100,7 +103,7 @@ def energy(
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions (shape [layouts]); half-widths are of 80 % intervals of logarithms."""
+    """Predictions (shape [layouts]); half-widths are those of log 80 % intervals."""
 
     layouts: PlannedLayouts
     time: LayoutStepTime
@@ -109,15 +112,15 @@ class Predictions:
     half_width: Floats
     """Half-width for seconds, if memory suffices."""
     upper: Floats
-    """Upper half-width, with the risk of slowness near the memory limit."""
+    """Upper half-width, including the risk of slowness near the memory limit."""
     memory_half_width: Floats
     """Half-width for reserved bytes."""
     least: Floats
     """Bytes on the fullest device that cannot be freed."""
     fits: Floats
-    """Probability to run at full speed, without freeing memory; 0 with an empty stage."""
+    """Probability of running at full speed, without freeing memory; 0 with an empty stage."""
     runs: Floats
-    """Probability to run at all, perhaps many times slower."""
+    """Probability of running at all, perhaps many times slower."""
     filled: Bools
     """Whether no pipeline stage is empty."""
     fed: Bools
@@ -142,7 +145,7 @@ def predict(
     calibration: ClusterCalibration,
     first_stage_only: bool = False,
 ) -> Predictions:
-    """Predicts every layout; `first_stage_only`: the memory of rank 0, as measured."""
+    """Predicts every layout; `first_stage_only` selects the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     time = step_time(question, layouts, calibration.time_on(cluster.links))
     native = native_memory(shape, question.sequence_length, cluster, layouts, question.precision)
@@ -164,7 +167,7 @@ def predict(
     least = needed.allocated - PENDING_DONE * needed.pending
     counts, places = np.unique(layouts.pipeline, return_inverse=True)
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
-    # nanotron's 1F1B needs as many micro-batches as stages follow the first; Megatron-LM fewer.
+    # nanotron's 1F1B needs a micro-batch for each stage after the first; Megatron-LM fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
     fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned, STATES[question.precision])
@@ -206,7 +209,7 @@ def _chances(
     native: NativeMemory,
     unmeasured: Floats,
 ) -> tuple[Floats, Floats]:
-    """Returns the probabilities to run at full speed, and to run (shape [layouts])."""
+    """Returns the probabilities of running at full speed, and at all (shape [layouts])."""
     cluster, spread = question.cluster, calibration.spread
     deviation = unmeasured / ndtri(0.9)
     runs = spread.end.passed(least, cluster.memory_bytes, deviation)
@@ -220,7 +223,7 @@ def _chances(
 def _unmeasured(
     question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
 ) -> Floats:
-    """Returns the half-width that is due to what the calibration never saw (shape [layouts])."""
+    """Returns the half-width due to what the calibration never saw (shape [layouts])."""
     cluster, shape = question.cluster, question.shape
     seen = cluster.links == calibration.links
     kinds = {
@@ -240,13 +243,13 @@ def _unmeasured(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first rank suits users who run one layout: the most speed times probability to fit, in
-    classes of TIE, then the least memory. The next, up to TRIED, suit users who try them all and
-    keep the fastest. Each adds the largest expected improvement (Jones, Schonlau and Welch, 1998),
-    so a faster layout that may not fit beats a slower one that surely fits. Others follow by speed
+    The first rank is for users who run one layout: the most speed times probability of fitting,
+    with ties (TIE) broken by memory. The next, up to TRIED, are for users who try them all and keep
+    the fastest. Each adds the largest expected improvement (Jones, Schonlau and Welch, 1998), so a
+    faster layout that may not fit beats a slower one that surely does. The rest follow by speed
     times probability.
 
-    `half_width`: of the 80 % interval of log seconds. Layouts are treated as independent.
+    `half_width` is that of the 80 % interval of log seconds. Layouts are treated as independent.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -266,7 +269,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
 
 
 class _Gains:
-    """Expected improvements over the picked layouts; speeds are log-normal, or 0 without a fit."""
+    """Expected improvements over the picked layouts; speed is log-normal, or 0 without a fit."""
 
     def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
         reach = DEVIATIONS * float(deviation.max())

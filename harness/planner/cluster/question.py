@@ -1,4 +1,4 @@
-"""The cluster planner's question, and all layouts that could answer it."""
+"""The cluster planner's question, and the layouts that could answer it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from harness.planner.fitting import Bools, Ints
 from harness.spec.errors import UsageError
 
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
-"""What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
+"""What is offloaded: nothing, optimizer state to host memory, parameters as well, or both to
+disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Limits of a question, against mistakes and overflow of 64 bits."""
+"""Limits of a question, to catch mistakes and 64-bit overflow."""
 MOST_TENSOR_NODES = 4
 LEAST_TOKENS = 1024
-"""Fewest tokens of a sequence per context device."""
+"""Minimum number of a sequence's tokens per context device."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout; the pipeline is outermost, and tensor innermost (its ranks share a node)."""
+    """A layout; pipeline is the outermost axis, tensor the innermost (its ranks share a node)."""
 
     data: int = 1
     pipeline: int = 1
@@ -37,11 +38,11 @@ class PlannedLayout:
     expert: int = 1
     """Data-axis devices that share a mixture's experts."""
     zero: int = 0
-    """ZeRO stage; 3 also stands for FSDP with full sharding."""
+    """ZeRO stage; 3 also means fully sharded FSDP."""
     micro_batch: int = 1
-    """Sequences in one forward pass."""
+    """Sequences per forward pass."""
     accumulation: int = 1
-    """Micro-batches in one step, also those of a pipeline."""
+    """Micro-batches per step, including a pipeline's."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
@@ -49,8 +50,8 @@ class PlannedLayout:
     chunks: int = 1
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
     whole_gradients: int = 0
-    """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch reduces them, as
-    FSDP2 without synchronisation does; 0 if every micro-batch reduces them."""
+    """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch, as FSDP2 does
+    without synchronisation; 0 if every micro-batch reduces them."""
 
     @property
     def devices(self) -> int:
@@ -58,7 +59,7 @@ class PlannedLayout:
 
     @property
     def text(self) -> str:
-        """Readable form: `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
+        """Readable form, such as `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
         axes = [f"{name} {value}" for name in AXES if (value := getattr(self, name)) > 1]
         words = [" x ".join(axes) or "one device"]
         if self.zero:
@@ -125,7 +126,7 @@ class PlannedLayouts:
 
     @property
     def native(self) -> Bools:
-        """Layouts that torch's own FSDP2, or a single device, trains."""
+        """Whether torch's own FSDP2, or a single device, trains each layout."""
         result: Bools = (self.zero >= 2) | (self.devices == 1)
         result &= (self.offload == 0) & (self.pipeline == 1)
         return result
@@ -151,7 +152,7 @@ class ClusterQuestion:
     cluster: Cluster
     sequence_length: int
     global_batch: int
-    """Sequences in one step."""
+    """Sequences per step."""
     devices: int
     precision: Precision = "bf16"
 
@@ -192,7 +193,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
-    """Returns (data, pipeline, tensor, context) sizes that the model allows."""
+    """Returns the (data, pipeline, tensor, context) sizes that the model allows."""
     shape, devices = question.shape, question.devices
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
@@ -217,8 +218,8 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
-    Pipelines exclude stages 2 and 3, which shard gradients with every micro-batch (DeepSpeed
-    refuses it). Parameters are offloaded only with stage 3 or on a single device.
+    Pipelines exclude stages 2 and 3, which shard gradients in every micro-batch (DeepSpeed refuses
+    them). Parameters are offloaded only with stage 3 or on a single device.
     """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
@@ -230,11 +231,11 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 
 
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
-    """Returns every layout whose sizes divide (see `_axes`).
+    """Returns every layout whose sizes divide evenly (see `_axes`).
 
     Combines power-of-two micro-batches with all applicable recomputation, ZeRO stages, offload,
-    interleaved chunks and ways to keep gradients. Raises UsageError with the nearest batch that
-    divides if there is none.
+    interleaved chunks and ways to keep gradients. If there is none, raises UsageError with the
+    nearest batch that divides.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []
@@ -266,7 +267,7 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
                 continue
             if question.precision == "pure-bf16-fused" and steps > 1:
                 continue
-            # Sequences are cut only if a micro-batch of one sequence is too large.
+            # Sequences are split only if a micro-batch of one sequence is too large.
             if (chunk > 1 and steps % pipeline) or (context > 1 and size > 1):
                 continue
             numbers = (data, pipeline, tensor, context, expert, zero, size, steps)

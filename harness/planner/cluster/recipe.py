@@ -1,4 +1,4 @@
-"""What a training keeps in which precision, and which code runs it."""
+"""How a training stores its tensors, and which code runs it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
 Sharding = Literal["none", "full"]
 Recompute = Literal["none", "selective", "full", "selective-op"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
-every second matrix product (torchtitan's selective recomputation by operator)."""
+"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or every
+second matrix product too (torchtitan's selective recomputation by operator)."""
 Library = Literal["transformers", "transformers-2024", "fused", "native"]
-"""Code of the model and its loss: transformers since 4.46, transformers before, transformers with
-fused cross-entropy and norms, and torch's own fused norm (torchtitan, torchtune)."""
+"""Code of model and loss: transformers since 4.46, transformers before that, transformers with
+fused cross-entropy and norms, or torch's own fused norm (torchtitan, torchtune)."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class StateBytes:
     optimizer: float
     """Adam's two moments."""
     activation: float
-    """Bytes of an element of the hidden states between layers."""
+    """Bytes per element of the hidden states between layers."""
     element: float
-    """Bytes of a parameter and of an activation in matrix products."""
+    """Bytes per parameter and activation in matrix products."""
 
     @property
     def updated(self) -> float:
@@ -40,7 +40,7 @@ class StateBytes:
 
     @property
     def reduced(self) -> float:
-        """Bytes of a gradient in collectives."""
+        """Bytes per gradient in collectives."""
         return self.gradient or self.element
 
 
@@ -52,15 +52,15 @@ STATES: dict[Precision, StateBytes] = {
     "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
 """`bf16` is autocast: fp32 parameters, gradients and moments, bf16 products. FSDP gathers bf16
-copies of its fp32 shards, which needs the same bytes per parameter. `pure-bf16-fused` updates each
-parameter in backward, so it keeps no gradients and cannot accumulate them."""
+copies of its fp32 shards, which takes the same bytes per parameter. `pure-bf16-fused` updates each
+parameter during backward, so it cannot accumulate gradients."""
 
 SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "fp32": ("", "fp32"),
     "bf16": ("", "bf16"),
     "pure-bf16": ("+bf16", "fp32"),
 }
-"""The suite's cells of these recipes: suffix of the workload, and the cell's precision."""
+"""Workload suffix and cell precision for each precision here."""
 
 STORED: dict[Base, tuple[float, float]] = {
     "bf16": (2.0, 0.0),
@@ -69,7 +69,7 @@ STORED: dict[Base, tuple[float, float]] = {
     "nf4-double": (0.5, 1 / 64 + 4 / (64 * 256)),
     "gptq4": (0.5, 2.5 / 128),
 }
-"""Bytes of a frozen matrix element, and of its scales. int8 has a scale per row, nf4 one per 64
+"""Bytes of a frozen matrix element and of its scales. int8 has a scale per row, nf4 one per 64
 elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3). GPTQ (arXiv
 2210.17323) has groups of 128. bitsandbytes shards only the elements."""
 
@@ -86,7 +86,7 @@ ALL_LINEAR = (*ATTENTION, "gate", "up", "down")
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA (arXiv 2106.09685); parameters and moments are fp32, as peft keeps them."""
+    """LoRA (arXiv 2106.09685) with fp32 parameters and moments, as in peft."""
 
     rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR
@@ -100,7 +100,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train on `gpus` data-parallel GPUs, each of `tensor` ranks."""
+    """A way to train on `gpus` data-parallel replicas of `tensor` ranks each."""
 
     precision: Precision = "pure-bf16"
     adapter: Adapter | None = None
@@ -113,7 +113,7 @@ class Recipe:
     micro_batch: int = 1
     accumulation: int = 1
     synchronised: bool = False
-    """Whether every micro-batch reduces gradients, so that only shards of them accumulate."""
+    """Whether every micro-batch reduces gradients, so that only their shards accumulate."""
     tensor: int = 1
     expert: int = 1
     """GPUs that share a mixture's experts."""
@@ -123,19 +123,19 @@ class Recipe:
     fused_optimizer: bool = True
     """Whether the update needs no temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
-    """Whether an adapter's frozen base passes fp32 between layers, as peft's preparation of
-    quantised models makes it."""
+    """Whether an adapter's frozen base passes fp32 between layers, as peft prepares quantised
+    models."""
     offload: bool = False
-    """Whether the optimizer's state and fp32 parameters are in host memory."""
+    """Whether optimizer state and fp32 parameters are in host memory."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """Tokens per micro-batch."""
         return self.micro_batch * self.sequence
 
 
 def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns the inputs and outputs of a dense layer's matrices; experts have no adapters."""
+    """Returns the input and output sizes of a dense layer's matrices; experts have no adapters."""
     hidden, feed = shape.hidden, shape.feed_forward
     sizes = {
         "q": (hidden, shape.attention_width),
@@ -150,7 +150,7 @@ def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def quantised_parameters(shape: ModelShape) -> int:
-    """Returns the parameters in matrices of layers, which quantisation applies to."""
+    """Returns the parameters that quantisation applies to: those in layers' matrices."""
     return shape.layers * (shape.attention_parameters + shape.experts * shape.expert_parameters)
 
 

@@ -17,16 +17,16 @@ from harness.planner.fitting import Floats, Ints
 BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
-"""Collectives of a layer with sequence parallelism: two gathers and two reduce-scatters each in
+"""Collectives per layer with sequence parallelism: two gathers and two reduce-scatters each in
 forward and backward (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two gathers of
 inputs for weight gradients."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation as a share of a gated one's: 2 of 5. SiLU reads and
-writes; its product with the gate reads two and writes one. Backward is alike."""
+"""Memory passes of an ungated activation relative to a gated one: 2 of 5. SiLU reads and writes
+once; its product with the gate reads twice and writes once."""
 AHEAD_POWER = 2.0
-"""Exponent p in how far the processor is ahead: r^p / (1 + r^p), if a layer takes the device r
-times as long as its launches. Assumed; errors hardly change between 2 and 4."""
+"""Exponent p in the processor's lead r^p / (1 + r^p), if a layer takes the device r times as long
+as its launches. Assumed; errors hardly change between 2 and 4."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class AxisBandwidths:
 
     nodes: Ints
     tensor_nodes: Ints
-    """Nodes that a tensor group spans."""
+    """Nodes spanned by a tensor group."""
     data_nodes: Ints
-    """Nodes that a group of the data and context axes spans."""
+    """Nodes spanned by a group of the data and context axes."""
     tensor: Floats
     reduce: Floats
     """Bandwidth of all-reduce on the data axis."""
@@ -48,7 +48,7 @@ class AxisBandwidths:
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
-        """Returns the bandwidths with tensor innermost, then context and data, pipeline outermost.
+        """Returns bandwidths with tensor innermost, then context and data, and pipeline outermost.
 
         A group with g ranks per node gets g / per_node of the bandwidth of a collective over all
         devices.
@@ -63,7 +63,7 @@ class AxisBandwidths:
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
         share = np.where(data_nodes > 1, on_node / per_node, 1.0)
-        # Nothing between nodes is faster than inside them.
+        # Links between nodes are never faster than links inside.
         reduce, gather = (
             share
             * np.where(
@@ -79,7 +79,7 @@ class AxisBandwidths:
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
-        """Returns the seconds to send a micro-batch's activations on and their gradients back.
+        """Returns the seconds to send a micro-batch's activations forward and gradients back.
 
         Hidden states travel once each way per interleaved chunk (Megatron-LM, arXiv 2104.04473,
         section 2.2), split over the tensor axis (section 4.1).
@@ -100,7 +100,7 @@ class AxisBandwidths:
     ) -> Floats:
         """Returns the exposed seconds of a layer's collectives, forward and backward.
 
-        Tensor axis: arXiv 2205.05198, see TENSOR_COLLECTIVES; the exposed share is fitted. Context
+        Tensor axis: arXiv 2205.05198 (see TENSOR_COLLECTIVES), with a fitted exposed share. Context
         axis: ring attention, arXiv 2310.01889. Expert axis: GShard, arXiv 2006.16668.
         """
         shape = question.shape
@@ -108,14 +108,14 @@ class AxisBandwidths:
         element = STATES[question.precision].element
         hidden = tokens * shape.hidden * element
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
-        # The whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take nearly equal
-        # times.
+        # Counts the whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take about as
+        # long.
         seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
-        # Keys and values pass around the ring once forward and, with their gradients, twice back,
-        # hidden behind attention to the previous part.
+        # Keys and values go around the ring once in forward and, with their gradients, twice in
+        # backward, hidden behind attention to the previous part.
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * element / tensor
         seconds = seconds + np.maximum(0.0, passed / self.gather - 3.5 * attention)
-        # Two all-to-alls forward and two back.
+        # Two all-to-alls in forward and two in backward.
         expert = layouts.expert.astype(float)
         moved = 4.0 * shape.experts_per_token * hidden / tensor * (expert - 1) / expert
         result: Floats = seconds + moved / self.gather
@@ -133,9 +133,9 @@ class AxisBandwidths:
         """Returns the exposed seconds of gradients and sharded parameters, and those of offload.
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
-        for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once a
-        step; stage 1 then gathers parameters. Stages 2 and 3 scatter gradients with every
-        micro-batch, or once if ranks hold them whole; stage 3 gathers parameters in every forward
+        for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
+        step; stage 1 then gathers parameters. Stages 2 and 3 scatter gradients in every
+        micro-batch, or once if ranks hold them whole. Stage 3 gathers parameters in every forward
         and backward.
         """
         cluster = question.cluster
@@ -167,7 +167,8 @@ class AxisBandwidths:
         others = np.where(layouts.whole_gradients == 1, exposed(gathered), last)
         each = last + (steps - 1) * others
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
-        # Gradients out, parameters back. The host's memory is assumed to be as fast as its bus.
+        # Gradients go out and parameters come back. Host memory is assumed to be as fast as its
+        # bus.
         moved = owned * (of.reduced + of.element + 2 * of.updated) / host
         offload = np.where(layouts.offload >= 1, moved, 0.0)
         fetched = 2 * steps * of.element * np.where(zero >= 3, owned, parameters) / host
@@ -187,15 +188,15 @@ class LayoutStepTime:
     data: Floats
     """Exposed communication of gradients and sharded parameters."""
     bubble: Floats
-    """Pipeline filling, draining, and waiting for the slowest stage."""
+    """Filling and draining the pipeline, and waiting for the slowest stage."""
     launch: Floats
-    """Time that the device waits for launches."""
+    """Time the device waits for launches."""
     offload: Floats
     update: Floats
     owned: Floats
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
-    """How far launches are ahead of the device, 0 to 1; see `memory`."""
+    """How far launches run ahead of the device, from 0 to 1; see `memory`."""
 
     @property
     def total(self) -> Floats:
@@ -218,22 +219,22 @@ class _Layer:
     head: Floats
     communication: Floats
     launch: Floats
-    """Launches by the processor, undisturbed."""
+    """Processor time for launches without stalls."""
     stalled: Floats
-    """Launches with the stalls of a pipeline between nodes."""
+    """Processor time for launches with the stalls of a pipeline between nodes."""
     sharpness: float
-    """Exponent of the smooth maximum of device and processor."""
+    """Exponent of the smooth maximum of device and processor time."""
 
     def of_stage(self, stage: LayerStage, rows: Ints) -> tuple[Floats, Floats]:
-        """Returns a stage's seconds of compute, and of communication."""
+        """Returns a stage's seconds of compute and of communication."""
         computed = stage.layers * self.compute[rows] + stage.head * self.head[rows]
         return computed, stage.layers * self.communication[rows]
 
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
         """Returns the seconds of a stage whose device needs `device` seconds.
 
-        Long kernels hide later launches; short ones wait for theirs. Assumes a smooth maximum of
-        both, with fitted sharpness (`launch_sharpness`).
+        Long kernels hide later launches; short ones wait for theirs. A smooth maximum with fitted
+        sharpness (`launch_sharpness`) is assumed.
         """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
@@ -251,7 +252,7 @@ def product(
     c: TimeConstants,
     parts: Floats | float = 1.0,
 ) -> Floats:
-    """Returns the seconds of a product of M x K by K x N on one device, its rows cut into `parts`.
+    """Returns the seconds of an M x K by K x N product on one device, its rows cut into `parts`.
 
     2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N). A
     half size of 1 means reading the operands once (K x N once per part) and writing the result
@@ -279,7 +280,7 @@ def _layer(
     tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
     queries, keys = shape.attention_width, shape.kv_width
     routed = tokens * shape.experts_per_token
-    # Tokens of one expert's product; all experts of a rank process `routed`.
+    # Tokens in one expert's product; a rank's experts together process `routed`.
     per_expert = np.maximum(1.0, routed / shape.experts)
     gate = 2 if shape.gated else 1
 
@@ -291,8 +292,8 @@ def _layer(
         return qkv + out + routed / per_expert * blocks
 
     forward = products(1.0)
-    # Asynchronous tensor parallelism multiplies its own rows while it gathers others, then those
-    # before and after, in one of three products of each matrix.
+    # Asynchronous tensor parallelism multiplies its own rows while it gathers the others, then
+    # those before and after. This affects one of three products per matrix.
     split = products(np.minimum(tensor, 3.0))
     heads_width = shape.heads * padded_head(shape.head_size)
     attention = 2.0 * tokens * question.sequence_length * heads_width / tensor
@@ -300,11 +301,11 @@ def _layer(
     width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
     passes = element * tokens * width / tensor / memory_rate
     cheap = c.elementwise_passes * passes / 3
-    # Every second product is computed again, but not attention.
+    # Every second product is recomputed, but not attention.
     again = np.choose(
         layouts.recompute, [0.0 * forward, cheap, forward + attention, cheap + forward / 2]
     )
-    # Backward has twice the products; attention's backward costs 2.5 forwards (FlashAttention-2,
+    # Backward has twice the products, and 2.5 times the attention, of forward (FlashAttention-2,
     # arXiv 2307.08691, section 3).
     compute = 2 * forward + split + 3.5 * attention + c.elementwise_passes * passes + again
     head = 3 * product(tokens, h, v / tensor, cluster, c)
@@ -330,8 +331,8 @@ def step_time(
 ) -> LayoutStepTime:
     """Returns each layout's step time in seconds.
 
-    Pipelines follow 1F1B: the sum over stages for the first micro-batch, then the slowest stage for
-    each further one (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
+    Pipelines follow 1F1B: the first micro-batch takes the sum over stages, each further one as long
+    as the slowest stage (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
     (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     shape, cluster = question.shape, question.cluster
@@ -358,7 +359,7 @@ def step_time(
             owned[rows] = np.maximum(owned[rows], owned_parameters(shape, part, stage))
     steps = layouts.accumulation
     mean = fill / layouts.pipeline
-    # The last micro-batch waits for all stages once, or a share of them when interleaved.
+    # The last micro-batch waits for all stages once, or for part of them when interleaved.
     ends = np.where(layouts.chunks > 1, mean + (fill - mean) / layouts.chunks, fill)
     pipe = ends + (steps - 1) * slowest
     data, offload = links.data_axis(question, layouts, largest, owned, slowest, c)
@@ -380,9 +381,9 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage, shape [layouts, stages].
+    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
 
-    Uses the same formulas as `step_time`. All layouts need equally long pipelines.
+    Uses the same formulas as `step_time`. All pipelines must have the same length.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
@@ -398,10 +399,10 @@ def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeCon
 
 
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
-    """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step, shape [layouts].
+    """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step (shape [layouts]).
 
-    `forward` and `backward`: seconds of a micro-batch, shape [layouts, stages]. Stage s runs up to
-    `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending takes no time.
+    `forward` and `backward` are seconds per micro-batch (shape [layouts, stages]). Stage s runs up
+    to `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending is free.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)
@@ -436,7 +437,7 @@ def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: i
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """Returns a stage's passes: (whether forward, micro-batch)."""
+    """Returns a stage's passes as (whether forward, micro-batch)."""
     first = min(stages - stage - 1, micro_batches)
     order = [(True, batch) for batch in range(first)]
     for batch in range(micro_batches - first):

@@ -1,1 +1,1 @@
-"""Predicts memory and speed of a fine-tuning recipe by counting tensors; imports no arrays."""
+"""Predicts the memory and speed of fine-tuning by counting tensors, without arrays."""

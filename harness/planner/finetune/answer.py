@@ -1,4 +1,4 @@
-"""Answers whether a fine-tuning fits, how fast it is, and what to turn on."""
+"""Answers whether fine-tuning fits, how fast it is, and what to turn on."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MOST_BATCH = 1024
 
 @dataclass(frozen=True)
 class Option:
-    """One change of the question, and what it leads to."""
+    """One change to the question, and its outcome."""
 
     name: str
-    """Field to change: batch, precision, method, seq or gpus."""
+    """Changed field: batch, precision, method, seq or gpus."""
     value: str
     fits: float
     margin_bytes: float
@@ -36,7 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer for the best recipe."""
+    """Answer for the best recipe."""
 
     verdict: Verdict
     fits: float
@@ -44,15 +44,15 @@ class Answer:
     peak_bytes: float
     usable_bytes: float
     tokens_per_second: float
-    """Speed of all GPUs together."""
+    """Throughput of all GPUs together."""
     longest_sequence: int
     largest_batch: int
     turn_on: tuple[str, ...]
-    """What differs from a plain training, cheapest first."""
+    """Differences from plain training, cheapest first."""
     remedies: tuple[Option, ...]
-    """Changes of the method that help if it does not fit, cheapest first."""
+    """Changes that would make it fit, cheapest first."""
     one_gpu_tokens_per_second: float | None
-    """Speed of one GPU alone, if it suffices."""
+    """Throughput of one GPU alone, if it suffices."""
 
     @property
     def margin_bytes(self) -> float:
@@ -84,7 +84,7 @@ class FitQuestion:
 
 
 def probability(question: FitQuestion, recipe: Recipe) -> float:
-    """Returns the probability to fit, wider for what was never measured."""
+    """Returns the probability of fitting, nearer to one half for unmeasured setups."""
     room = usable_bytes(question.gpu, recipe.gpus) / footprint(question.shape, recipe).demand
     deviations = math.log(room) / spread(question.shape, recipe)
     certain = 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
@@ -92,7 +92,7 @@ def probability(question: FitQuestion, recipe: Recipe) -> float:
 
 
 def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
-    """Yields what to turn on, cheapest first, and its recipe."""
+    """Yields recipes, cheapest first, each after the features it turns on."""
     shardings = ("none", "full") if question.gpus > 1 else ("none",)
     for fused in (False, True):
         for sharding in shardings:
@@ -110,10 +110,10 @@ def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
 
 
 def answer(question: FitQuestion) -> Answer:
-    """Returns the cheapest recipe that surely fits, else the one most likely to."""
+    """Returns the fastest recipe that surely fits, else the one that needs the least memory."""
     tried = list(_ladder(question))
     odds = [probability(question, recipe) for _, recipe in tried]
-    # Another loss needs another library, so it is turned on only if nothing else suffices.
+    # Fused code needs another library, so it is turned on only if nothing else suffices.
     plain = [i for i, value in enumerate(odds) if value >= SURE and i < len(tried) // 2]
     sure = plain or [index for index, value in enumerate(odds) if value >= SURE]
 
@@ -187,7 +187,7 @@ def _last(fit: Callable[[int], bool], most: int) -> int:
 
 
 def _remedies(question: FitQuestion) -> Iterator[Option]:
-    """Yields changes of the question that make it fit, cheapest first."""
+    """Yields changes to the question that make it fit, cheapest first."""
     changed: list[tuple[str, str, FitQuestion]] = []
     if question.micro_batch > 1:
         changed.append(("batch", "1", dataclasses.replace(question, micro_batch=1)))

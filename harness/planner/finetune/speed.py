@@ -1,4 +1,4 @@
-"""Predicts tokens per second of a fine-tuning from a GPU's published rates."""
+"""Predicts the throughput of fine-tuning from a GPU's published rates."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from harness.planner.cluster.recipe import STATES, Recipe, quantised_parameters,
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
-"""Shares of the best matrix product's rate that a model's products reach, and of the published peak
-that fused attention reaches: the constants that the cluster planner's calibration found."""
+"""Share of the best matrix product's rate that a model's products reach, and share of peak that
+fused attention reaches. Both come from the cluster planner's calibration."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
-"""Share of FSDP's communication that compute does not hide."""
+"""Share of FSDP's communication that compute never hides."""
 HIDDEN_BYTES, FEED_BYTES = 84.0, 10.0
-"""Bytes that elementwise work of a layer's forward moves per token and element: norms, rotary
-angles and residuals; activation and product of the feed-forward size."""
+"""Bytes per token and element moved by elementwise work in a layer's forward. Hidden size: norms,
+rotary angles and residuals. Feed-forward size: activation and product."""
 ADAPTER_BYTES = 13.0
 """Bytes per token and element of each target's input and output: casts, scaling and sum."""
 UPDATE_BYTES = 22.0
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
-"""The processor's launches for forward and backward: of a layer (the calibration's `launch_layer`);
-of an adapter's target, some 36 kernels; of a quantised matrix, whose library unpacks in Python."""
+"""Seconds to launch forward and backward of a layer (the calibration's `launch_layer`), of an
+adapter's target (some 36 kernels), and of a quantised matrix (unpacked in Python)."""
 DDP_HIDDEN = 0.7
-"""Share of backward that hides an all-reduce."""
+"""Share of compute that hides an all-reduce."""
 
 
 PCIE_PEER, PCIE_HOST = 24e9, 12e9
 """Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL's topology search counts 24
 GB/s for a GPU below a host bridge (log in NVIDIA/nccl-tests, issue 307). Without peer-to-peer, as
-drivers of GeForce cards have it, each byte crosses the host's memory, assumed to halve that."""
+with GeForce drivers, each byte crosses host memory, assumed to halve the rate."""
 NVLINK_SHARE = 0.55
-"""Share of one direction that gathers reach, as on H100 nodes (Ultra-Scale Playbook)."""
+"""Share of one direction that gathers reach on H100 nodes (Ultra-Scale Playbook)."""
 
 
 def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
@@ -51,7 +51,7 @@ def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
 def tokens_per_second(
     shape: ModelShape, recipe: Recipe, gpu: GpuModel, link: float | None
 ) -> float:
-    """Returns tokens per second of each GPU; `link`: bus bytes per second of collectives."""
+    """Returns each GPU's tokens per second; `link` is the bus bytes per second of collectives."""
     tokens = recipe.tokens * recipe.accumulation
     device = recipe.tokens * _seconds_per_token(shape, recipe, gpu)
     compute = max(device + _dequantising(shape, recipe, gpu), _launches(shape, recipe))
@@ -75,7 +75,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     reached = best_products().get(gpu.host_name, USUAL_SHARE * peak / TERA) * TERA
     if recipe.precision == "fp32" and not recipe.adapter:
         reached = USUAL_SHARE * peak
-    # A frozen matrix needs no gradient of its own.
+    # A frozen matrix needs no gradient.
     passes = 1.0 + again + (1.0 if recipe.adapter else 2.0)
     used = shape.layers * (
         shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
@@ -105,7 +105,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
 
 
 def _launches(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns seconds that the processor needs for a micro-batch, whatever its size."""
+    """Returns the processor's seconds per micro-batch, whatever its size."""
     seconds = LAYER_SECONDS
     if recipe.adapter:
         each = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
@@ -125,7 +125,7 @@ def _dequantising(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
 def _exchange(
     shape: ModelShape, recipe: Recipe, trained: float, link: float, compute: float
 ) -> float:
-    """Returns exposed seconds of communication in a step."""
+    """Returns the exposed seconds of communication per step."""
     part = (recipe.gpus - 1) / recipe.gpus
     gradient = 4.0 if recipe.adapter else STATES[recipe.precision].gradient
     if recipe.sharding == "none":

@@ -11,28 +11,28 @@ from harness.planner.fitting import Floats, Prior, constant
 
 GIGA, MEGA = 1e9, 1e6
 WORKING_SET = 32e6
-"""Bytes of activations at which `memory_rate` applies."""
+"""Activation bytes at which `memory_rate` applies."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class CellFacts:
-    """Unmeasured properties of a cell, from its strategy and workload.
+    """What is known of a cell without measuring it.
 
-    Bytes and counts are those of one rank, the fullest if they differ, unless noted.
+    Bytes and counts are per rank, the fullest if they differ, unless noted.
     """
 
     workload: str
     setting: str
-    """Text of the setting; only its cells are comparable."""
+    """Text of the setting; only cells of one setting are comparable."""
     links: str
-    """Emulated link between nodes, or empty."""
+    """Emulated link between nodes; empty without one."""
     label: str
     engine: str
-    """Strategy whose library does the work besides the model's."""
+    """Strategy whose library does the work outside the model."""
     precision: str
     exact: bool
-    """Whether it trains as one process does, up to rounding."""
+    """Whether it matches training in one process, up to rounding."""
     stand_in: bool
     """Whether a stand-in replaces the real arithmetic; never recommended."""
     data: int
@@ -42,11 +42,11 @@ class CellFacts:
     cores: int
     micro_batches: int
     flops: float
-    """Operations over all ranks, recomputation included."""
+    """Operations over all ranks, including recomputation."""
     operators: int
-    """Operators in a micro-batch of the unsplit model."""
+    """Operators per micro-batch of the unsplit model."""
     moved_bytes: float
-    """Bytes read and written outside matrix products by a micro-batch of the unsplit model."""
+    """Bytes per micro-batch of the unsplit model, read and written outside matrix products."""
     tensors: int
     """Trained tensors of the unsplit model; 1 with fused AdamW."""
     state_bytes: float
@@ -60,9 +60,8 @@ class CellFacts:
     optimizer_bytes: float
     """Optimizer state read and written by each update."""
     activation_bytes: float
-    """Activations of a micro-batch of the unsplit model."""
+    """Activations per micro-batch of the unsplit model."""
     sent_bytes: float
-    """Bytes sent by the strategy's collectives."""
     messages: float
     sharded: bool = False
     uses_shared_memory: bool = False
@@ -75,13 +74,13 @@ class CellFacts:
     threads: int = 1
     """Devices driven by threads of one process."""
     optimizer_flops: float = 0.0
-    """Matrix products of a rank's update, in bf16."""
+    """Operations of a rank's update in bf16 matrix products."""
     coded_elements: float = 0.0
-    """Optimizer elements that a rank's update converts from and to 8 bits."""
+    """Optimizer elements that a rank's update converts to and from 8 bits."""
     convolutions: int = 0
     """Convolutions among the operators; a backward counts twice."""
     link_bytes_per_second: float = float("inf")
-    """Rate between nodes, each direction; infinite on one node."""
+    """Rate between nodes, per direction; infinite on one node."""
     link_seconds: float = 0.0
     """One-way delay between nodes."""
 
@@ -108,7 +107,7 @@ class Observation:
     peak_bytes: float | None
     """Memory of the fullest rank above its imports."""
     seconds_low: float | None = None
-    """Bounds of the 95 % interval, after several trials."""
+    """Lower bound of the 95 % interval, after several trials."""
     seconds_high: float | None = None
 
 
@@ -247,7 +246,7 @@ class CpuMemoryConstants:
 class CellColumns:
     """Facts of many cells as arrays (shape [cells]).
 
-    With more ranks than cores, each rank's work takes proportionally longer (`crowd`).
+    If ranks outnumber cores, each rank's work takes proportionally longer (`crowd`).
     """
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
@@ -260,7 +259,7 @@ class CellColumns:
         stages = np.array([cell.pipeline for cell in cells], float)
         tensor = np.array([cell.tensor for cell in cells], float)
         split, micro = stages * tensor, column("micro_batches")
-        # A pipeline of p stages and m micro-batches waits (p - 1) / m of its work (GPipe, arXiv
+        # A pipeline of p stages and m micro-batches idles for (p - 1) / m of its work (GPipe, arXiv
         # 1811.06965, section 2.2).
         self.filling = 1 + (stages - 1) / micro
         self.flops = crowd * column("flops") / ranks
@@ -289,7 +288,7 @@ class CellColumns:
         # One micro-batch per stage is in flight (PipeDream-2BW, arXiv 2006.09503).
         self.kept = np.minimum(stages, micro) * column("activation_bytes") / split
         # Gloo's buffer is as large as what a call reduces or gathers. A library's flat buffers stay
-        # in the heap.
+        # on the heap.
         calls = np.where(column("flat") > 0, 1.0, np.maximum(1.0, column("messages") / micro))
         self.exchanged = np.where(ranks == 1, 0.0, self.trained / calls)
 
@@ -299,7 +298,7 @@ class CpuStep:
     """Seconds of a step (shape [cells]); the parts add up to `total`."""
 
     compute: Floats
-    """The model's arithmetic, whatever the strategy, with a pipeline's filling."""
+    """The model's arithmetic, including a pipeline's filling."""
     calls: Floats
     update: Floats
     exchange: Floats
@@ -315,8 +314,8 @@ class CpuStep:
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
     """Returns each cell's step time in seconds.
 
-    `effects` (shape [cells]): log factor by which a strategy's library slows down everything except
-    the model's arithmetic and the link. The constants' rates are in 1e9 per second.
+    `effects` (shape [cells]) are log slowdowns by a strategy's library, of everything except the
+    model's arithmetic and the link. The constants' rates are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -348,8 +347,8 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
     """Returns the fullest rank's peak resident bytes.
 
-    A library's buffers count only as far as gradients fill them: unwritten pages are not resident.
-    `effects` (shape [cells]): log factor by which the library needs more.
+    A library's buffers count only as far as gradients fill them, because unwritten pages are not
+    resident. `effects` (shape [cells]) are log factors by which the library needs more.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

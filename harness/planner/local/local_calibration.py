@@ -1,4 +1,4 @@
-"""Fits the constants of CPU cells, and scores held-out predictions."""
+"""Fits the constants of CPU cells and scores held-out predictions."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
 FEWEST = 5
-"""Fewest measured cells for a calibration."""
+"""Minimum number of measured cells for a calibration."""
 VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
-"""Prior standard deviations of log effects of a strategy's options, and of its library."""
+"""Prior standard deviations of the log effects of a strategy's options and of its library."""
 WORKLOAD_SPREAD = 0.05
 """Prior standard deviation of the log error shared by a workload's cells."""
 ORDINARY_ERROR = 0.1
-"""Log of an ordinary error of a cell; much larger ones hardly count."""
+"""Typical log error of a cell; much larger ones hardly count."""
 UNKNOWN_SPREAD = 0.25
-"""Half-width of log 80 % intervals if too few workloads were measured. Assumed."""
+"""Assumed half-width of log 80 % intervals if too few workloads were measured."""
 FEWEST_ERRORS = 8
-"""Fewest held-out predictions that give a spread."""
+"""Minimum number of held-out predictions for a spread."""
 
 
 @dataclass(frozen=True)
 class LibraryEffects:
-    """Log effects of libraries, by measured variant, and by library for others."""
+    """Log effects of libraries by measured variant, and by library for others."""
 
     variants: dict[tuple[str, str, bool], float]
     families: dict[tuple[str, str, bool], float]
@@ -44,13 +44,13 @@ class LibraryEffects:
     """Error shared by each workload's cells."""
 
     def missed(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns each cell's workload factor; 1 if unmeasured (shape [cells])."""
+        """Returns each cell's workload factor (shape [cells]); 1 if unmeasured."""
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
         """Returns the effect of each cell's library (shape [cells]).
 
-        A library unmeasured in a precision gets its fp32 effect; an unmeasured one gets 0.
+        A library unmeasured in this precision gets its fp32 effect; an unmeasured library gets 0.
         """
         return np.array([self._of(cell) for cell in cells], float)
 
@@ -68,14 +68,14 @@ class LibraryEffects:
 
 @dataclass(frozen=True)
 class CpuSpreads:
-    """Half-widths of logarithmic 80 % intervals."""
+    """Half-widths of log 80 % intervals."""
 
     variant: float
-    """Used if the strategy with these options was measured on another workload."""
+    """Half-width if the strategy with these options was measured on another workload."""
     unknown: float
-    """Used otherwise."""
+    """Half-width otherwise."""
     relative: float
-    """Used for the ratio of two cells of a setting, where shared errors cancel."""
+    """Half-width for the ratio of two cells of a setting, where shared errors cancel."""
 
     def of(self, cells: Sequence[CellFacts], effects: LibraryEffects) -> Floats:
         known = np.array([cell.variant in effects.variants for cell in cells])
@@ -206,9 +206,9 @@ class HeldOutCell:
 def leave_out(
     measured: Sequence[Observation], part_of: Callable[[CellFacts], str] | None = None
 ) -> list[HeldOutCell]:
-    """Predicts the cells of each part from all others; skips parts with too few others.
+    """Predicts each part's cells from all others; skips parts with too few others.
 
-    `part_of` returns a cell's part, "" for never. By default it is the workload without suffixes,
+    `part_of` returns a cell's part, or "" for none. By default it is the workload without suffixes,
     so that a model is held out with its adapters.
     """
     name = part_of or base_of
@@ -285,11 +285,11 @@ class CpuScores:
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """The cell of a setting predicted to be fastest, and the measured ones."""
+    """The cell of a setting predicted to be fastest, and the measured best."""
 
     setting: str
     compared: int
-    """Exact cells of the setting."""
+    """Number of exact cells in the setting."""
     chosen: str
     best: str
     slower: float

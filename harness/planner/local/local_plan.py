@@ -21,7 +21,7 @@ DEVIATIONS_IN_80_PERCENT = 1.2816
 """Half-width of a normal 80 % interval, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
-"""Probability from which a cell fits, if memory is the goal."""
+"""Probability from which a cell counts as fitting when memory is the goal."""
 PART_WORDS = {
     "compute": "the model's own arithmetic",
     "calls": "calling operators",
@@ -31,8 +31,7 @@ PART_WORDS = {
 }
 MOST_NAMED = 5
 OUTSIDE = 0.05
-"""Growth of a log interval's half-width with each doubling beyond the measured devices. Assumed:
-nothing was measured there."""
+"""Assumed increase of a log interval's half-width per doubling beyond the measured devices."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class LocalCandidate:
     peak_low: float
     peak_high: float
     fits: float
-    """Probability that this machine's memory suffices for all ranks."""
+    """Probability that all ranks fit into this machine's memory."""
     parts: dict[str, float]
-    """Predicted seconds by part of PART_WORDS."""
+    """Predicted seconds by key of PART_WORDS."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def rank_variants(
 ) -> LocalPlan:
     """Ranks the variants of one setting; raises UsageError if none can run.
 
-    `batch`: samples per step; `memory_bytes`: this machine's memory for all ranks.
+    `batch` is samples per step; `memory_bytes` is this machine's memory for all ranks.
     """
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
@@ -123,7 +122,7 @@ def rank_variants(
 
 
 def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
-    """Sorts by time over probability to fit, or by the memory of surely fitting cells."""
+    """Sorts by time over probability of fitting, or by memory among cells that surely fit."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
     return False, candidate.seconds / max(candidate.fits, 1e-300)
@@ -260,7 +259,7 @@ class ScalingPoint:
     high: float
     measured: float | None
     doublings_beyond: float
-    """Doublings beyond the measured devices; 0 within."""
+    """Doublings beyond the measured devices; 0 within them."""
 
 
 @dataclass(frozen=True)
@@ -272,11 +271,11 @@ class ScalingCurve:
 
 
 def straggling(devices: int, seen: int, spread: float) -> float:
-    """Returns the share by which a step is longer on `devices` than on the `seen` measured ones.
+    """Returns by what share a step is longer on `devices` than on the `seen` measured ones.
 
-    A step ends with its slowest device. The largest of n normal deviations is about the standard
-    deviation times sqrt(2 ln n) (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
-    `spread`: standard deviation of a device's log steps.
+    A step ends with its slowest device. The largest of n normal deviations is about sqrt(2 ln n)
+    standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6). `spread`
+    is the standard deviation of a device's log step time.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))
@@ -291,7 +290,7 @@ def curve(
     spread: float,
     end: str = "",
 ) -> ScalingCurve:
-    """Returns one strategy's curve; `most_measured`: devices of the largest measured cells."""
+    """Returns one strategy's curve; `most_measured` is the size of the largest measured cells."""
     facts = [cell.facts for cell in inputs]
     seconds = calibration.seconds(facts)
     widths = calibration.time_spread.of(facts, calibration.time_effects)

@@ -1,4 +1,4 @@
-"""Reads this machine's measurements, and describes the suite's cells to the planner."""
+"""Reads this machine's measurements and describes the suite's cells to the planner."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.operators import operators
 
 PIPELINE_MICRO_BATCHES = 4
-"""Micro-batches of an unmeasured pipeline; matrices take as many on CPU cores."""
+"""Micro-batches of an unmeasured pipeline, as in the matrices for CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
 """Assumed rate of a TCP stream between emulated nodes if no unshaped link was measured."""
 WIRE_SHARE = 0.95
-"""Share of a link's bytes that is payload, without TCP and Ethernet headers."""
+"""Share of a link's bytes that is payload rather than TCP and Ethernet headers."""
 
 
 def _divided(states: States, parts: int) -> States:
@@ -80,8 +80,8 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
     """Returns the operations of matrix products in a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
-    4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters with fewer than hidden size squared
-    elements are no matrices.
+    4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters below hidden size squared are not
+    matrices.
     """
     if cell.optimizer != "muon":
         return 0.0
@@ -96,8 +96,8 @@ def messages(
     """Returns the collectives and transfers in a step, by the strategy's formula.
 
     Without one, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
-    1909.08053, section 3). A pipeline has two per micro-batch; the schedule accounts for their
-    waiting. The data axis has one, or three per block for sharded parameters.
+    1909.08053, section 3). A pipeline has two per micro-batch; the schedule covers their waiting.
+    The data axis has one, or three per block for sharded parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -142,11 +142,10 @@ class LocalMeasurements:
 
 
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
-    """Reads the CPU cells measured on the newest run's machine; raises UsageError if none is
-    verified.
+    """Reads the verified CPU cells of the newest run's machine; raises UsageError without any.
 
-    A cell's newest result counts. Variants train differently, so all except `workload` are left
-    out.
+    Only a cell's newest result counts. Variants other than `workload` train differently and are
+    left out.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
@@ -221,7 +220,7 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     facts = model_facts(workload, cell.sequence_length)
     split = layout.pipeline * layout.tensor
     states = costs.states(cell, layout, facts) or _divided(model_states(cell, facts), split)
-    # Ranks that train the same part of the model; some may share the tokens of a sample.
+    # Ranks that train the same part of the model; some may share a sample's tokens.
     replicas = layout.devices // split
     shared = replicas // layout.data
     samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
@@ -270,8 +269,10 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns a strategy's cell with the plain recipe; raises UsageError for an unknown strategy or
-    option."""
+    """Returns a strategy's cell with the plain recipe.
+
+    Raises UsageError for an unknown strategy or option.
+    """
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
     del fields["recipe"]
     return with_defaults(Cell.model_validate(fields))
@@ -282,7 +283,7 @@ def usual_setting(cells: Iterable[LocalCell]) -> Setting:
 
 
 def data_for(workload: str, setting: Setting) -> str:
-    """Returns the setting's data for its own workload, else the default of the workload's kind."""
+    """Returns the setting's data for its own workload, else the default for the workload's kind."""
     if workload == setting.workload:
         return setting.data
     return "images" if make_workload(workload).kind == "image" else "stdlib"
@@ -293,7 +294,7 @@ def variants_of(
 ) -> tuple[list[LocalVariant], Counter[str]]:
     """Returns the cells of a setting that can run here, and why others cannot.
 
-    Covers each strategy's defaults and all measured options; with their figures, if
+    Covers each strategy's defaults and all measured options, with their results if
     `with_observations`.
     """
     runnable: dict[tuple[object, ...], Cell] = {}
@@ -337,5 +338,5 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns a key equal for equal trainings; older records get today's defaults."""
+    """Returns a key shared by equal trainings; older records get today's defaults."""
     return series(cell if cell.defaults is not None else with_defaults(cell))

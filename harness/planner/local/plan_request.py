@@ -63,7 +63,7 @@ class PlanRequest:
     """Whether to ignore measurements of the model."""
 
     def check(self) -> None:
-        """Raises UsageError for a meaningless value."""
+        """Raises UsageError for an impossible value."""
         if self.workload:
             make_workload(self.workload)
         for name, value, least in (
@@ -91,7 +91,7 @@ class PlanRequest:
 
     @property
     def links(self) -> str:
-        """Text of the emulated link, or empty; raises UsageError if malformed."""
+        """Text of the emulated link, or empty; raises UsageError if it is malformed."""
         try:
             return link_text(self.link or "")
         except ValueError as error:
@@ -115,7 +115,7 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Fits measured cells, except workload `unseen`; raises UsageError if there are too few."""
+    """Fits all measured cells but those of `unseen`; raises UsageError if too few are left."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -127,7 +127,7 @@ def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
 def plan_setting(
     setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> tuple[LocalPlan, list[LocalVariant]]:
-    """Plans a setting; returns its variants too. Raises UsageError if nothing can run."""
+    """Returns a setting's plan and variants; raises UsageError if nothing can run."""
     goal: LocalGoal = next(goal for goal in get_args(LocalGoal) if goal == request.goal)
     variants, refused = variants_of(setting, measured, not request.unseen)
     batch, memory = setting.global_batch, measured.memory_bytes
@@ -168,12 +168,14 @@ class ScalingRequest:
     max_devices: int
     weak: bool
     link: Link | None
-    """Link between devices, each its own node; None if they share a machine, each with a core."""
+    """Link between devices, each on its own node; None if they share a machine with a core each."""
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
-    """Returns the measured cells on several devices with a core each and no emulated link; raises
-    UsageError without any."""
+    """Returns the measured cells on several devices with a core each and no emulated link.
+
+    Raises UsageError if there are none.
+    """
     cells = [
         cell
         for cell in measured.cells
@@ -191,8 +193,10 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 
 
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
-    """Returns the fastest MAX_CURVES cells of the most-measured workload, in one precision; only
-    exact ones, if any."""
+    """Returns the fastest MAX_CURVES cells of the most-measured workload in one precision.
+
+    Only exact cells count, if there are any.
+    """
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)
     same = [cell for cell in exact if cell.cell.workload == workload]
@@ -218,7 +222,7 @@ def scaled(
     calibration: CpuCalibration,
     request: ScalingRequest,
 ) -> ScalingCurve:
-    """Returns the curve of one measured cell over 1, 2, 4, ... devices."""
+    """Returns one measured cell's curve over 1, 2, 4, ... devices."""
     inputs: list[ScalingInput] = []
     end = ""
     per_device = max(1, start.cell.global_batch // start.cell.devices)

@@ -1,1 +1,1 @@
-"""Runs a strategy's code on fake tensors, as one rank of a simulated world."""
+"""Runs a strategy's code on fake tensors as one rank of a simulated world."""

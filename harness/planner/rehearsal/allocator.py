@@ -1,7 +1,7 @@
-"""Measures real ranks' allocations by torch's CPU allocator, to compare rehearsals with.
+"""Measures real ranks' allocations in torch's CPU allocator, to check rehearsals against.
 
-torch's profiler gets each allocation and release with the current total. Resident memory also has
-glibc's caches, stacks, and buffers that gloo allocates without torch.
+torch's profiler reports each allocation and release with the running total. Resident memory would
+add glibc's caches, stacks, and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from torch._C._profiler import _ProfilerEvent
 
 SETTLED_STEPS = 2
-"""Steps before the measured cycles; DDP rearranges buckets after the first."""
+"""Steps before the measured cycles; DDP rearranges its buckets after the first."""
 MEASURED_CYCLES = 8
 """Measured cycles (see Strategy.cycle). If ranks share cores, gloo's threads free buffers late in
 some of them."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
-"""Objects never destroyed, because destroying DDP's reducer can hang."""
+"""Objects kept forever, because destroying DDP's reducer can hang."""
 
 
 @dataclass(frozen=True)
 class AllocatedMemory:
     rank: int
     peak_bytes: int
-    """Smallest peak of a cycle: gloo's threads freed in time."""
+    """Smallest peak of a cycle, in which gloo's threads freed their buffers in time."""
     largest_peak_bytes: int
     setup_peak_bytes: int
     kept_bytes: int
@@ -50,7 +50,8 @@ class AllocatedMemory:
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
     """Trains some steps of each cell on this machine, over gloo; returns each cell's ranks.
 
-    All cells need equally many processes. Raises UsageError with the first failed rank's reason.
+    All cells need the same number of processes. Raises UsageError with the first failed rank's
+    reason.
     """
     from torch.multiprocessing.spawn import spawn
 

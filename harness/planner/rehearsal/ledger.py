@@ -1,4 +1,4 @@
-"""Adds up tensors by allocation: the peak of each part of a step, and its contents."""
+"""Adds up live tensors: the peak of each part of a step, and what it consists of."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
 Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor and copies from it; it
-scatters after an all-reduce of a copy of the input. Others work in place. Rooted operations copy
-only on the root, but count on all ranks.
-"""
+scatters after all-reducing a copy of the input. Others work in place. Rooted operations copy only
+on the root, but count on all ranks."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`
@@ -51,17 +50,17 @@ _KIND_OF: Mapping[Phase, Kind] = {
     "backward": "temporaries",
     "update": "temporaries",
 }
-"""A new allocation's kind by phase, until more is known."""
+"""Kind of a new allocation by phase, until more is known."""
 _MESSAGES = ("send", "receive")
 
 
 def backend_bytes(call: Call) -> int:
-    """Returns the bytes that gloo holds during a call besides its own tensors."""
+    """Returns the bytes that gloo holds during a call in addition to the call's tensors."""
     return call.tensor_bytes if call.operation in COPIED_BY_GLOO and call.group_size > 1 else 0
 
 
 class StepRegion(NamedTuple):
-    """Part of the training with its own peak: a phase of a step, from one block to the next."""
+    """Part of training with its own peak: a phase of a step, from one block to the next."""
 
     step: int
     phase: Phase
@@ -92,13 +91,13 @@ class RegionPeak:
 class Ledger(OperatorObserver):
     """A dispatch mode that adds up fake tensors' storages until they are freed or resized.
 
-    It sees what torch's operators return, but not their temporaries or Python's memory.
+    It sees what torch's operators return, but neither their temporaries nor Python's memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, Allocation] = {}
-        """Allocations by identity of the storage's Python object, which lives as long."""
+        """Allocations by id of the storage's Python object, which lives as long."""
         self.total = 0
         self.peaks: dict[StepRegion, RegionPeak] = {}
         self.place = StepRegion(-1, "set-up")
@@ -182,7 +181,7 @@ class Ledger(OperatorObserver):
             if isinstance(tensor, Tensor):
                 self.mark(tensor, kinds.get(kind, kind))  # type: ignore[arg-type]
 
-    # Position in the training
+    # Position in training
 
     def begin_step(self, step: int) -> None:
         self._settle()

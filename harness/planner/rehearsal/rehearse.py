@@ -1,4 +1,4 @@
-"""Finds a training's memory by running its code on fake tensors, as one rank of any world."""
+"""Finds a training's memory by running its code on fake tensors as one rank of any world."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FIRST_STEPS = 1
 """Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
-"""Blocks of the shallow models. Two blocks at each end match a deep model's; the third depth shows
-whether memory grows evenly."""
+"""Block counts of the shallow models. Two blocks at each end match a deep model's; the third depth
+shows whether memory grows evenly."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 _UNEVEN = 1e-4
 """Allowed difference in growth between blocks, as a share of the peak."""
@@ -56,13 +56,13 @@ class RelativeRegion(NamedTuple):
     phase: Phase
     model: int
     block: str
-    """Either `before the first block` of the phase (embedding forward, head backward), or `block
+    """Position in the phase: `before the first block` (embedding forward, head backward), or `block
     0`, `block -1`, ...; negative numbers count from the last."""
 
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Peaks of a rank's tensors in bytes."""
+    """Peak bytes of a rank's tensors."""
 
     rank: int
     blocks: int
@@ -72,7 +72,7 @@ class RankPeaks:
     owns_some_parameters: bool = False
     """Whether its optimizer holds only some trained parameters; which ones depends on the depth."""
     depths: tuple[int, ...] = ()
-    """Blocks of the models extrapolated from, if any."""
+    """Block counts of the models extrapolated from, if any."""
 
     def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
         asked = {w: split for w, split in self.places.items() if (w.step < 0) == setup}
@@ -85,7 +85,7 @@ def rehearse_rank(
 ) -> RankPeaks:
     """Rehearses one rank: set-up, first step and one cycle (see Strategy.cycle).
 
-    Raises torch's exception if an operator does not run on fake tensors.
+    Raises torch's exception if an operator cannot run on fake tensors.
     """
     ledger = Ledger()
     with tempfile.TemporaryDirectory() as scratch:
@@ -120,7 +120,7 @@ def _owns_some(train_state: TrainState) -> bool:
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
     """Yields the region by its block's distance from the first and the last block.
 
-    In a model of three blocks, one block has both.
+    In a model of three blocks, the middle one has both.
     """
     step, phase, model, block = place
     if block < 0:
@@ -142,11 +142,11 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 
 
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
-    """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they do not grow evenly.
+    """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly.
 
     Every block adds the same bytes to a region: its states, and its activations if in memory. So a
-    region's peak is a straight line over the blocks, and the step's peak is the largest line.
-    Memory changes evenly from the second to the last but one block, so no block in between peaks
+    region's peak is linear in the number of blocks, and the step's peak is the largest of them.
+    Memory changes evenly from the second block to the last but one, so none in between peaks
     higher.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
@@ -192,15 +192,15 @@ class RankMemory:
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
-    """Position in the model, see `RelativeRegion`; `block -1` is the last, forward with the
+    """Position in the model (see `RelativeRegion`); `block -1` is the last, in forward with the
     head."""
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
     """Largest buffer that gloo holds during a collective, part of the peak if they coincide. Under
-    load, gloo may free it late and add it to the peak."""
+    load, gloo may free it late and raise the peak."""
     rehearsed_blocks: tuple[int, ...]
-    """Blocks of the cell's model, or of shallower ones to extrapolate from."""
+    """Block counts of the rehearsed models: the cell's, or shallower ones to extrapolate from."""
     seconds: float
 
 
@@ -217,9 +217,9 @@ class Rehearsal:
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell.
 
-    `ranks`: by default all of a world of up to SMALL_WORLD, or the first of each pipeline stage.
-    `every_block`: never extrapolate. Raises UsageError if the cell cannot be rehearsed, and Refused
-    and Unavailable as `validate` does.
+    `ranks` defaults to all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
+    `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, and
+    Refused and Unavailable as `validate` does.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -295,8 +295,8 @@ def _from_shallow(
 ) -> RankPeaks | None:
     """Extrapolates from shallow models; None if impossible or unnecessary.
 
-    Pipeline ranks, and ranks that own whole parameters, differ with the depth: they are rehearsed
-    in full.
+    Pipeline ranks, and ranks that own whole parameters, change with the depth and are rehearsed in
+    full.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

@@ -1,7 +1,7 @@
-"""Simulates one rank of a world of any size in one process and almost no memory.
+"""Simulates one rank of a world of any size in one process, with almost no memory.
 
 The strategy's and torch's code run unchanged on fake tensors, which have no values (torch's
-FakeTensorMode). SUBSTITUTIONS replace what cannot run this way.
+FakeTensorMode). SUBSTITUTIONS replaces what cannot run this way.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Substitution:
 
 
 class CopyableFakeMode(FakeTensorMode):
-    """A fake mode that survives copies of its tensors, and remembers those returned by `all()`."""
+    """A fake mode that survives copies of its tensors and remembers those returned by `all()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def asynchronous_all_reduce(job: Job) -> Iterator[Patch]:
 
 @dataclass(frozen=True)
 class SentWork:
-    """Messages being sent, which keep their tensors alive."""
+    """Messages in flight, which keep their tensors alive."""
 
     work: dist.Work
     tensors: Sequence[Tensor]
@@ -214,7 +214,7 @@ def ddp_reducer(job: Job) -> Iterator[Patch]:
         self.reducer = _BucketsOnce(self.reducer)
 
     def all_reduce_in_python(self: Any) -> None:
-        # Runs before the first forward, after the strategy may have registered its hook.
+        # Runs before the first forward, when the strategy's hook, if any, is registered.
         if not self._comm_hooks:
             self.register_comm_hook(self.process_group, allreduce_hook)
         lazy_init(self)
@@ -238,7 +238,7 @@ def neighbouring_stages(job: Job) -> Iterator[Patch]:
         yield put(stage, "_recv_meta", lambda stage, peer: _from_neighbour(job, stage, peer))
         return
 
-    # Before torch 2.12 a stage sends what it returns, as tensors on the device `meta`.
+    # Before torch 2.12, a stage sends its outputs' shapes as tensors on the `meta` device.
     def receive(objects: list[object], **source: object) -> None:
         objects[0] = (torch.empty(_hidden_shape(job), device="meta"),)
 
@@ -252,7 +252,7 @@ def _hidden_shape(job: Job) -> torch.Size:
 
 
 def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
-    """Returns metadata of the previous stage's hidden states, or the next one's gradients."""
+    """Returns metadata of the previous stage's hidden states or the next one's gradients."""
     shape = _hidden_shape(job)
     before = peer < stage.stage_index
     kinds: Any = pipelining
@@ -331,13 +331,15 @@ SUBSTITUTIONS = (
         same_order_on_all_ranks,
     ),
 )
-"""All replacements except the process group `fake`, which replaces gloo."""
+"""All replacements except the `fake` process group, which replaces gloo."""
 
 
 @contextlib.contextmanager
 def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Makes this process rank `job.rank` of the job's world, with fake tensors; `more`:
-    substitutions besides SUBSTITUTIONS."""
+    """Makes this process rank `job.rank` of the job's world, with fake tensors.
+
+    `more` adds to SUBSTITUTIONS.
+    """
     if strategy.capabilities.process_group:
         size = job.layout.processes
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
@@ -359,7 +361,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
 
 
 def launcher_variables(job: Job) -> dict[str, str]:
-    """Returns torchrun's variables, all ranks on one node."""
+    """Returns torchrun's variables, with all ranks on one node."""
     rank, world = str(job.rank), str(job.layout.processes)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -390,7 +392,7 @@ def fake_batch(job: Job, step: int) -> Batch:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides libraries' deprecation warnings, and sends their output to stderr."""
+    """Hides libraries' deprecation warnings and sends their output to stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
