@@ -35,7 +35,7 @@ class AccelerateEngine(Strategy):
     capabilities = Capabilities(reshards=False)
 
     engine: Literal["ddp", "zero2", "zero3", "fsdp2"] = "ddp"
-    """Engine that wraps the model: DDP, DeepSpeed's ZeRO stage 2 or 3, or FSDP2."""
+    """Engine that wraps the model: DDP, DeepSpeed ZeRO stage 2 or 3, or FSDP2."""
 
     @property
     def zero(self) -> Deepspeed | None:
@@ -145,9 +145,9 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """Builds an Accelerator for these FSDP2 settings, this DeepSpeed config, or DDP.
+    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP.
 
-    `launched`: `accelerate launch` has passed them by environment variables.
+    If `launched`, `accelerate launch` has already passed the settings as environment variables.
     """
     import torch
     from accelerate import Accelerator
@@ -180,23 +180,23 @@ def make_accelerator(
         given["parallelism_config"] = parallelism
     if fsdp2 and not launched:
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**fsdp2)
-    # DeepSpeed finds its device itself, and is disabled by `cpu=True`.
+    # DeepSpeed picks its device itself and is disabled by `cpu=True`.
     made = Accelerator(
         cpu=cpu and not deepspeed,
         gradient_accumulation_steps=job.cell.micro_batches,
-        # Otherwise a prepared scheduler takes as many steps per update as there are processes.
+        # Without it, a prepared scheduler steps once per process and update.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         kwargs_handlers=handlers,
         **given,
     )
-    # Accelerate takes all cores if OMP_NUM_THREADS is not set.
+    # Accelerate uses all cores if OMP_NUM_THREADS is not set.
     torch.set_num_threads(job.threads)
     return made
 
 
 @dataclass
 class SavedStep:
-    """The number of steps, which Accelerate saves with the rest."""
+    """Step number, saved by Accelerate with the rest."""
 
     step: int = 0
 
@@ -208,7 +208,7 @@ class SavedStep:
 
 
 class AccelerateState:
-    """Accelerate's `save_state` and `load_state`."""
+    """Saves and loads by Accelerate's `save_state` and `load_state`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator, self.position = accelerator, SavedStep()
@@ -224,7 +224,7 @@ class AccelerateState:
 
 
 def pretend_gpus() -> None:
-    """Pretends to be on GPUs, as Accelerate requires for FSDP and ParallelismConfig."""
+    """Pretends to be on GPUs, which Accelerate's FSDP and ParallelismConfig require."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -232,8 +232,7 @@ def pretend_gpus() -> None:
 
 
 def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
-    """Raises RuntimeError if rank count, engine, precision or thread count differ from the
-    cell's."""
+    """Raises RuntimeError unless Accelerate's ranks, engine, precision and threads are the cell's."""
     import torch
     from accelerate.utils import DistributedType
 
@@ -264,8 +263,7 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
 def prepare_scheduler(
     job: Job, accelerator: Accelerator, optimizer: Optimizer
 ) -> AcceleratedScheduler | None:
-    """Returns Accelerate's wrapper of the cell's scheduler; None if the learning rate is
-    constant."""
+    """Returns Accelerate's wrapper of the cell's scheduler; None for a constant learning rate."""
     scheduler = job.scheduler(optimizer)
     return None if scheduler is None else accelerator.prepare_scheduler(scheduler)
 

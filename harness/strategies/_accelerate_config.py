@@ -28,7 +28,7 @@ def fsdp2_settings(
 ) -> dict[str, object]:
     """Returns Accelerate's FSDP2 settings, with one unit per block.
 
-    Without block names, Accelerate also wraps modules that transformers calls indivisible, and
+    Without block names, Accelerate also wraps modules that transformers marks as indivisible, and
     fails on BERT's word embedding.
     """
     classes = block_classes(workload)
@@ -43,7 +43,7 @@ def fsdp2_settings(
 
 
 def state_dict_type(cell: Cell) -> dict[str, object]:
-    """Returns the setting of what a checkpoint consists of; empty without one."""
+    """Returns the setting for the checkpoint's format, if there is a checkpoint."""
     kinds = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
     return {"state_dict_type": kinds[cell.checkpoint]} if cell.checkpoint in kinds else {}
 
@@ -61,10 +61,10 @@ def block_classes(workload: Workload) -> list[str]:
 def launch_config(
     cell: Cell, *, fsdp: dict[str, object] | None = None, deepspeed_file: str | None = None
 ) -> dict[str, object]:
-    """Returns the config file's content: plain DDP, FSDP, or DeepSpeed with its own config file.
+    """Returns the config file for DDP, FSDP, or DeepSpeed with its own config file.
 
-    On CPUs the type is MULTI_GPU too, and the script must pass `Accelerator(cpu=True)`: MULTI_CPU
-    starts one process without an MPI host file. Port 0 selects a free one.
+    On CPUs the type is MULTI_GPU too, because MULTI_CPU starts one process without an MPI host
+    file; the script must pass `Accelerator(cpu=True)`. Port 0 selects a free one.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -100,7 +100,7 @@ def check_launch(cell: Cell) -> None:
 def launch_command(
     cell: Cell, scratch: Path, fsdp: dict[str, object] | None, deepspeed: dict[str, object] | None
 ) -> list[str]:
-    """Writes config files to `scratch`; returns the `accelerate launch` command line."""
+    """Writes config files to `scratch`; returns the `accelerate launch` command."""
     file, deepspeed_file = scratch / "config.yaml", scratch / "ds_config.json"
     if deepspeed:
         deepspeed_file.write_text(json.dumps(deepspeed))
@@ -120,7 +120,7 @@ def accelerate_export(
 ) -> Export | None:
     """Returns one engine's script and config file; None for fp16 on CPUs, which would run as fp32.
 
-    `about_deepspeed`: template values not in the config (cpu_adam, undo_first_step).
+    `about_deepspeed` has template values missing from the config (cpu_adam, undo_first_step).
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
@@ -155,10 +155,10 @@ def accelerate_export(
 
 
 def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Export | None:
-    """Returns FSDP2 through Accelerate if that trains the same.
+    """Returns FSDP2 through Accelerate, if that trains the same.
 
-    In half precision Accelerate computes everything in half. It offloads on GPUs only and requires
-    token embeddings. It has no prefetch or hybrid sharding.
+    Accelerate computes half precision entirely in half, offloads only on GPUs, needs token
+    embeddings, and has no prefetch or hybrid sharding.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"
@@ -171,13 +171,12 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:
-    """Returns DeepSpeed's environment variables; it cannot count devices per host on CPUs."""
+    """Returns DeepSpeed's environment; on CPUs it cannot count a host's devices itself."""
     return {"DS_ACCELERATOR": cell.device, "LOCAL_SIZE": str(cell.devices // cell.nodes)}
 
 
 def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
-    """Writes DistributedDataParallelKwargs as source; hooks need Accelerate's type, not their
-    name."""
+    """Writes DDP's arguments as source, with hooks as Accelerate's enum."""
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = str(options.get("comm_hook", "none"))
     if hook == "powersgd":

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops, and its setup in a rank."""
+"""DeepSpeed's compiled ops, and its set-up in a rank."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from harness.spec.errors import Refused, Unavailable
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _CAP_IPC_LOCK = 14
-"""Bit of this Linux capability (linux/capability.h)."""
+"""Bit number (linux/capability.h)."""
 DISKS = "PARALLELISM_BENCH_DISKS"
-"""Environment variable of folders for offloaded states, colon-separated."""
+"""Environment variable with allowed folders for offloaded states, separated by colons."""
 
 
 @functools.cache
 def prebuilt() -> dict[str, Any]:
-    """Reads DeepSpeed's build information (`installed_ops`, `accelerator_name`, ...) without
-    importing it."""
+    """Reads DeepSpeed's build information (`installed_ops`, ...) without importing it."""
     spec = importlib.util.find_spec("deepspeed")
     file = (
         Path(spec.submodule_search_locations[0]) / "git_version_info_installed.py"
@@ -42,14 +41,14 @@ def prebuilt() -> dict[str, Any]:
 
 
 def fp16_on_cpu() -> bool:
-    """Asks DeepSpeed's own test whether this CPU computes in fp16."""
+    """Returns whether DeepSpeed considers fp16 supported on this CPU."""
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def is_in_memory(folder: str) -> bool:
-    """Returns whether a folder, or its nearest existing parent, is on tmpfs or ramfs."""
+    """Returns whether a folder is, or would be, on tmpfs or ramfs."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         if Path("/proc/mounts").exists()
@@ -64,7 +63,7 @@ def is_in_memory(folder: str) -> bool:
 def require_disk(folder: str) -> None:
     """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS.
 
-    A matrix may come from somebody else, and must not choose where files are written and removed.
+    Somebody else's matrix must not choose where files are written and removed.
     """
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
@@ -76,7 +75,7 @@ def require_disk(folder: str) -> None:
 
 
 def lockable_bytes() -> float:
-    """Returns how much a process may lock; unlimited with CAP_IPC_LOCK (root)."""
+    """Returns how many bytes a process may lock; unlimited with CAP_IPC_LOCK (root)."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     capabilities = next(
@@ -96,7 +95,7 @@ def check_prebuilt(*parts: str) -> None:
 
 
 def missing(part: str) -> str:
-    """Returns how to install a missing compiled op."""
+    """Returns how to install a compiled op if it is missing."""
     if part in compiled_parts():
         return ""
     if failure := unbuilt("deepspeed"):
@@ -106,16 +105,15 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Returns the compiled ops. They run on the host, so CPU builds also serve GPUs."""
+    """Returns the compiled ops; they run on the host, so CPU builds also serve GPUs."""
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 
 def settle(device: str, local_processes: int) -> None:
-    """Sets DeepSpeed up in a rank, whichever device it saw when the fork server imported it.
+    """Sets up DeepSpeed in a rank, whichever device the fork server imported it for.
 
     Compiled ops are marked compatible, because probing others starts compilers. The CPU
-    accelerator's shared-memory collectives are left out: they permanently leave 66 MiB per rank in
-    /dev/shm.
+    accelerator's shared-memory collectives are left out: they leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -129,7 +127,7 @@ def settle(device: str, local_processes: int) -> None:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         _switch_to(CPU_Accelerator() if device == "cpu" else CUDA_Accelerator())
-    # Otherwise ops built for another accelerator or CUDA are recompiled or rejected.
+    # Otherwise ops built for another accelerator or CUDA version are recompiled or rejected.
     git_version_info.accelerator_name = device
     cuda = ".".join((torch.version.cuda or "0.0").split(".")[:2])
     git_version_info.torch_info = {**git_version_info.torch_info, "cuda_version": cuda}
@@ -138,8 +136,7 @@ def settle(device: str, local_processes: int) -> None:
 
 
 def _switch_to(accelerator: Any) -> None:
-    """Sets the accelerator, also in three places of version 0.19.8 that cached the old one at
-    import."""
+    """Sets the accelerator, also in three places of version 0.19.8 that cached it at import."""
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(accelerator)

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: retained tensors, waits, and fixes."""
+"""DeepSpeed's engine: the tensors it retains, its waits, and fixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from harness.workloads.workload import HasLogits
 
 CHECKPOINT = "checkpoint"
-"""Tag of a checkpoint."""
 
 
 def emptied_folder(job: Job, chosen: str) -> Path:
@@ -38,10 +37,7 @@ def emptied_folder(job: Job, chosen: str) -> Path:
 
 
 def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
-    """Returns torch's optimizer, or DeepSpeed's equivalent CPU AdamW for offloaded states.
-
-    Both decouple the decay and add eps to the corrected root.
-    """
+    """Returns torch's optimizer, or DeepSpeed's equivalent CPU AdamW for offloaded states."""
     if not offloaded or job.cell.optimizer == "sgd":
         return job.optimizer(model.parameters())
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -53,7 +49,7 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes DeepSpeed's optimizer step with zero gradients on half weights without ZeRO.
+    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO.
 
     It decays the weights and counts in bias corrections: the second loss is off by 8e-3.
     """
@@ -68,10 +64,9 @@ def engine_step(
     model: Callable[[Tensor], Tensor | HasLogits] | None = None,
     divisor: int = 1,
 ) -> TrainStep:
-    """Returns a step of DeepSpeed's loop; the engine handles gradient accumulation.
+    """Returns a step of DeepSpeed's loop, whose engine accumulates gradients.
 
-    `model`: calls the engine; by default the engine itself. `divisor`: of the loss, before
-    backward.
+    `model` calls the engine (default: the engine itself); `divisor` divides the loss.
     """
     import torch
 
@@ -93,9 +88,9 @@ def engine_step(
 
 
 def keep_norm(engine: DeepSpeedEngine) -> None:
-    """Makes `get_global_grad_norm` return the norm in fp32 without ZeRO, too.
+    """Makes `get_global_grad_norm` work in fp32 without ZeRO too.
 
-    DeepSpeed 0.19.8 clips to it, but does not keep it.
+    DeepSpeed 0.19.8 clips to the norm but does not keep it.
     """
     from deepspeed.runtime import engine as module
 
@@ -110,13 +105,16 @@ def keep_norm(engine: DeepSpeedEngine) -> None:
 
 
 def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
-    """Saves each rank's shards; step and random states travel in DeepSpeed's client state."""
+    """Saves each rank's shards, with step and random states as DeepSpeed's client state."""
     client_state = {"step": step, "random": random_states()}
     engine.save_checkpoint(str(folder), CHECKPOINT, client_state=client_state)
 
 
 def load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
-    """Raises RuntimeError if DeepSpeed finds no checkpoint, about which it only warns."""
+    """Loads a checkpoint; returns its step.
+
+    Raises RuntimeError if there is none, about which DeepSpeed only warns.
+    """
     import torch
 
     path, client_state = engine.load_checkpoint(str(folder), CHECKPOINT)
@@ -137,7 +135,7 @@ def retained_by_engine(engine: DeepSpeedEngine) -> Iterator[Retained]:
     elif hasattr(zero, "bit16_groups_flat"):
         yield from _stages_1_and_2(zero)
     for name, parameter in engine.module.named_parameters():
-        # Partitions were yielded above; a whole parameter with one is a copy.
+        # Partitions were yielded above; a whole parameter that has one is a copy.
         yield (
             ("library", "persistent parameters", parameter)
             if hasattr(parameter, "ds_tensor")
@@ -238,7 +236,7 @@ def _stage_3(engine: DeepSpeedEngine, zero: ZeROOptimizer) -> Iterator[Retained]
 
 
 def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole parameters by name, or their fp32 masters if any; call on all ranks."""
+    """Yields whole parameters by name, or their fp32 masters; call on all ranks."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's `MoE` layer replacing a workload's mixtures, with the same weights."""
+"""DeepSpeed's `MoE` layer in place of a workload's mixtures, with the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 class Expert(nn.Module):
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]):
-        """`gate_up`: (2 x intermediate, hidden); `down`: (hidden, intermediate)."""
+        """Takes `gate_up` (2 x intermediate, hidden) and `down` (hidden, intermediate)."""
         super().__init__()
         self.gate_up_proj = nn.Parameter(gate_up.detach().clone())
         self.down_proj = nn.Parameter(down.detach().clone())
@@ -40,11 +40,11 @@ class Mixture(nn.Module):
     """DeepSpeed's layer with the interface of a transformers mixture.
 
     Disables two defaults that change training: dropping tokens beyond an expert's capacity, and
-    sampling the second expert by router score.
+    sampling the second expert.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
-        """Takes `mixture`'s weights; `ranks` divide the experts, this one's begin at `first`."""
+        """Takes `mixture`'s weights; `ranks` share the experts, and this one's start at `first`."""
         super().__init__()
         experts: Any = mixture.get_submodule("experts")
         router = mixture.get_submodule("gate").get_parameter("weight")
@@ -70,7 +70,7 @@ class Mixture(nn.Module):
 
     @property
     def router(self) -> nn.Parameter:
-        """Router weight, (experts, hidden)."""
+        """Router weight (experts, hidden)."""
         return self.moe.deepspeed_moe.gate.wg.weight  # type: ignore[no-any-return]
 
     @property
@@ -87,9 +87,9 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
+    """Replaces each block's mixture by DeepSpeed's layer in place; returns the layers by path.
 
-    Neighbouring ranks divide the experts, so each knows its own before DeepSpeed makes its process
+    Neighbouring ranks share the experts, so each knows its own before DeepSpeed makes its process
     group (see `check_groups`).
     """
     first = rank % ranks * (workload.experts // ranks)
@@ -102,7 +102,7 @@ def replace_mixtures(
 
 
 def check_groups(mixtures: Mapping[str, Mixture]) -> None:
-    """Raises RuntimeError if DeepSpeed's group orders ranks differently."""
+    """Raises RuntimeError if DeepSpeed's group orders the ranks differently."""
     for path, mixture in mixtures.items():
         place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
         if place * mixture.moe.num_local_experts != mixture.first:
@@ -113,8 +113,7 @@ def check_groups(mixtures: Mapping[str, Mixture]) -> None:
 
 
 def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
-    """Returns DeepSpeed's routers by block number; their last output counts each expert's
-    tokens."""
+    """Returns DeepSpeed's routers by block; their last output counts each expert's tokens."""
     layers = [mixture.moe.deepspeed_moe.gate for mixture in mixtures.values()]
     return {block: Router(gate, lambda output: output[-1]) for block, gate in enumerate(layers)}
 
@@ -122,7 +121,7 @@ def routers(mixtures: Mapping[str, Mixture]) -> dict[int, Router]:
 def whole_parameters(
     engine: DeepSpeedEngine, mixtures: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole parameters by name, experts gathered from all ranks; call on all ranks."""
+    """Yields whole parameters by name, with all ranks' experts; call on all ranks."""
     parameters = dict(full_parameters(engine))
     inside = tuple(f"{path}." for path in mixtures)
     yield from ((name, p) for name, p in parameters.items() if not name.startswith(inside))

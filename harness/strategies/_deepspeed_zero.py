@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO options, their requirements, and the equivalent DeepSpeed config."""
+"""DeepSpeed ZeRO options, their requirements, and the matching DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
 SWAP_ELEMENTS = 2**20
-"""Optimizer elements swapped at a time; DeepSpeed's default of 1e9 would buffer all in memory."""
+"""Optimizer elements swapped at a time; DeepSpeed's default of 1e9 would buffer everything."""
 SWAP_BUFFERS = 5
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS = 1000
-"""Elements up to which parameters stay whole: norms and biases.
-
-DeepSpeed's default of 1e5 would keep nearly all of a model of hidden size 256 whole.
-"""
+"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's default of 1e5 would
+keep nearly all of a model of hidden size 256."""
 LOSS_SCALE_POWER = 12
-"""Exponent of the initial loss scale, as in harness.strategy.job.LOSS_SCALE; DeepSpeed's 2^16
-overflows and skips the first steps."""
+"""Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 overflows and skips the
+first steps."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Swapping:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Parts in consecutive sub-groups, updated at once and full at SWAP_ELEMENTS."""
+        """Parts in consecutive sub-groups, full at SWAP_ELEMENTS and updated at once."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
             if sum(groups[-1]) >= SWAP_ELEMENTS:
@@ -69,14 +67,14 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """The optimizer's swap buffers: four of the largest sub-group; 0 if not on disk."""
+        """Bytes of the optimizer's swap buffers, four of the largest sub-group; 0 if not on disk."""
         if self.optimizer != "nvme":
             return 0
         return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
 
     @property
     def parameter_buffer_bytes(self) -> int:
-        """Swap buffers for parameters and a sub-group's updates; 0 if not on disk.
+        """Bytes of swap buffers for parameters and a sub-group's updates; 0 if not on disk.
 
         They are sized for whole parameters, although a rank writes only its parts.
         """
@@ -94,7 +92,7 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Returns elements of a rank's largest part; a generous bound if sizes are unknown."""
+    """Returns the elements of a rank's largest part; a generous bound if sizes are unknown."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -121,17 +119,17 @@ class ZeroOptions(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: OffloadTarget = "none"
-    """Home of the optimizer state and update: device, host (stages 1 to 3), or folder (stage 3)."""
+    """Place of optimizer state and update: device, host (stages 1 to 3), or folder (stage 3)."""
     offload_parameters: OffloadTarget = "none"
-    """Home of partitioned parameters until their layer runs (stage 3)."""
+    """Place of partitioned parameters until their layer runs (stage 3)."""
     folder: str = ""
-    """Folder for `nvme` on an allowed disk (see `require_disk`), whose `parallelism-bench-offload`
-    is kept until the next trial; empty for the trial's own."""
+    """Folder for `nvme` on an allowed disk (see `require_disk`); empty for the trial's own. Its
+    `parallelism-bench-offload` stays until the next trial."""
     bucket_elements: int | None = Field(default=None, gt=0)
     """Elements reduced, prefetched and held live at a time; by default an eighth of the model, at
     most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
-    """Largest size in elements of parameters that stage 3 keeps whole on every rank."""
+    """Size in elements up to which stage 3 keeps parameters whole on every rank."""
 
     @property
     def on_disk(self) -> bool:
@@ -219,10 +217,9 @@ class ZeroOptions(Strategy):
         return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
 
     def bucket(self, sizes: Sequence[int]) -> int:
-        """Returns elements reduced, prefetched and held live at a time.
+        """Returns the elements reduced, prefetched and held live at a time.
 
-        By default an eighth of the model, at most DDP's bucket. `sizes`: elements of each trained
-        parameter.
+        `sizes` are the elements of each trained parameter.
         """
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
@@ -231,7 +228,8 @@ class ZeroOptions(Strategy):
     ) -> dict[str, object]:
         """Returns DeepSpeed's JSON config for the cell.
 
-        `sizes`: elements of each trained parameter. `folder`: for states offloaded to `nvme`.
+        `sizes` are the elements of each trained parameter; `folder` is for states offloaded to
+        `nvme`.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -268,8 +266,8 @@ class ZeroOptions(Strategy):
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
-    Without an explicit `gradient_clipping` of 0, DeepSpeed clips at 1.0. Libraries on top would
-    derive a missing batch size from a process count they may not see.
+    Unless `gradient_clipping` is 0, DeepSpeed clips at 1.0. Libraries on top would derive a missing
+    batch size from a process count they may not see.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
@@ -292,7 +290,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
 def require_locked(swapping: Swapping) -> None:
     """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
 
-    DeepSpeed does not check whether locking failed and writes to an invalid address.
+    DeepSpeed does not check whether locking failed, and writes to an invalid address.
     """
     size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
     allowed = lockable_bytes()

@@ -1,4 +1,4 @@
-"""Model-defined parallel plans, and loading by transformers' `DistributedConfig`."""
+"""transformers' parallel plans, and loading by its `DistributedConfig`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
 
 ADDED_UP = "replicated_with_grad_allreduce"
-"""Style of a whole parameter with gradients summed over ranks."""
+"""Style of a whole parameter whose gradients are summed over ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class MeshSizes:
     shards: int
     tensor: int
     expert: int = 1
-    """Ranks that divide a layer's experts."""
+    """Ranks that share a layer's experts."""
 
     @property
     def copies(self) -> int:
-        """Ranks of a replica with the same experts, which shard them."""
+        """Ranks of a replica that hold, and shard, the same experts."""
         return self.shards * self.tensor // self.expert
 
 
 @dataclass(frozen=True)
 class Plans:
-    """A model's own plans: style by module or parameter name, in which `*` matches any block."""
+    """A model's own plans: style by module or parameter name; `*` matches any block."""
 
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
     shards: Mapping[str, str]
 
     def style(self, name: str) -> str | None:
-        """Returns a parameter's tensor-parallel style; None: whole on every rank."""
+        """Returns a parameter's tensor-parallel style; None if it is whole on every rank."""
         name = any_block(name)
         return self.tensor.get(name, self.tensor.get(name.rpartition(".")[0]))
 
@@ -92,7 +92,7 @@ def check_version() -> None:
 
 
 def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
-    """Raises Refused if the model lacks a required plan, or sizes do not match."""
+    """Raises Refused if the model lacks a required plan or the sizes do not match."""
     if cell.devices == 1:
         raise Refused("a mesh needs at least 2 devices")
     if workload.kind == "image" or workload.suffixes:
@@ -137,7 +137,7 @@ def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
 def load(job: Job, sizes: MeshSizes) -> nn.Module:
     """Saves the job's model and loads it in parts: transformers splits models only while loading.
 
-    Raises RuntimeError if its mesh would not use the cell's device type: transformers picks any
+    Raises RuntimeError if its mesh would use another device type; transformers picks any
     accelerator.
     """
     import torch
@@ -168,7 +168,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
     """Yields this rank's retained tensors, with only its part of each parameter.
 
-    On a CPU a part is a view of its memory-mapped file: only written pages are in memory.
+    On CPUs a part is a view of a memory-mapped file: only written pages are in memory.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):
@@ -178,14 +178,13 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
-    """Leaves the saved model alone; recomputation is enabled on the loaded one."""
+    """Does nothing; recomputation is enabled on the loaded model."""
 
 
 def distributed_config(sizes: MeshSizes) -> DistributedConfig:
     """Returns the argument of `from_pretrained`.
 
-    Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although its docstring
-    allows it.
+    Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although documented.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -224,11 +223,11 @@ def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
 def exchange(
     cell: Cell, workload: Workload, sizes: MeshSizes, rows: float, numbers: bool = True
 ) -> float:
-    """Returns bytes a rank must send per step to bring one layer's tokens to their experts or back.
+    """Returns the bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    Averaged over ranks. `rows`: bytes of hidden states of all samples a rank sees in a step, sent
-    to each expert of a token. With uniform routing, `1 / expert` stay on the rank. `numbers`:
-    include token counts, 8 bytes per expert and micro-batch.
+    `rows` is the bytes of hidden states of all samples a rank sees in a step, sent to each expert
+    of a token. With uniform routing, `1 / expert` stay. `numbers` adds token counts, 8 bytes per
+    expert and micro-batch.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -243,11 +242,11 @@ def sharded_traffic(
     facts: ModelFacts,
     reductions: int | None = None,
 ) -> float | None:
-    """Returns bytes without tensor parallelism: FSDP's gathers and scatters, and token exchanges.
+    """Returns the bytes of FSDP's gathers and scatters and of token exchanges.
 
-    FSDP2 gathers in every micro-batch, and reduces gradients `reductions` times, by default as
-    often. Final norm and head stay gathered until backward. Experts are sharded among ranks that
-    hold the same ones.
+    FSDP2 gathers in every micro-batch and reduces gradients `reductions` times, by default as
+    often. Final norm and head stay gathered until backward. Experts are sharded among the ranks
+    that hold them.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -278,13 +277,13 @@ def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) 
 def tensor_traffic(
     cell: Cell, layout: Layout, workload: Workload, sizes: MeshSizes, facts: ModelFacts
 ) -> float | None:
-    """Returns bytes without data parallelism.
+    """Returns the bytes of tensor parallelism without data parallelism.
 
-    Hidden states are all-reduced forward after the embedding and each layer split by row, and
-    backward for each split by column, like the head, whose logits are gathered.
+    Hidden states are all-reduced in forward after the embedding and each layer split by row, in
+    backward for each layer split by column. The head is one of these, and its logits are gathered.
 
-    Experts split like an MLP reduce outputs forward, and gradients of inputs and token weights
-    backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
+    Experts split like an MLP reduce outputs in forward, and gradients of inputs and token weights
+    in backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
     outputs and gradients. A recomputed block repeats its forward collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
@@ -315,18 +314,17 @@ def tensor_traffic(
 
 
 class MeshStrategy(Strategy):
-    """A strategy that splits a model by its transformers plans, and by FSDP2 on the remaining
-    ranks."""
+    """Base of strategies that split a model by its transformers plans, and by FSDP2 otherwise."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 
     tensor: int = Field(default=1, ge=1)
     """Ranks that split weights by the model's own plan (`tp_plan="auto"`)."""
     replicas: int = Field(default=1, ge=1)
-    """Replicas that each shard the model independently (HSDP)."""
+    """Replicas that each shard the model separately (HSDP)."""
 
     def sizes(self, devices: int) -> MeshSizes:
-        """Returns the mesh; raises Refused if the devices do not divide."""
+        """Returns the mesh; raises Refused if the devices do not divide evenly."""
         if devices % (self.tensor * self.replicas):
             by = f"tensor {self.tensor} x replicas {self.replicas}"
             raise Refused(f"{devices} devices do not divide by {by}")

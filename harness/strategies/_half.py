@@ -1,4 +1,4 @@
-"""Training in half precision throughout, not by autocast, and its reference in one process."""
+"""Half precision throughout instead of autocast, and its reference in one process."""
 
 from __future__ import annotations
 

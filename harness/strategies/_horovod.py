@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 
 GRADIENTS_FUSED = 4
-"""Rough number of gradients ready in a cycle of 1 ms: backward makes tens in tens of
-milliseconds."""
+"""Rough number of gradients ready in a 1 ms cycle: backward makes tens in tens of milliseconds."""
 
 
 @functools.cache
 def built(part: bytes) -> bool:
-    """Returns whether Horovod's extension contains this class; `mpi_built` would load torch for
-    seconds."""
+    """Returns whether Horovod's extension contains this class; `mpi_built` would load torch."""
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
     return any(
@@ -47,17 +45,16 @@ def built(part: bytes) -> bool:
 
 
 def compiled() -> dict[str, str]:
-    """Returns each controller's status: `built`, or how to install it."""
+    """Returns `built`, or how to install it, for each controller."""
     return {
         f"Horovod's controller {name}": missing(name, "cpu") or "built" for name in ("gloo", "mpi")
     }
 
 
 def missing(controller: str, device: str) -> str:
-    """Returns what Horovod lacks for a controller and device type, with the install command.
+    """Returns what Horovod lacks for a controller and device type, and how to install it.
 
-    On CUDA tensors a CPU-only build shuts down: "Horovod has not been compiled with CUDA"
-    (horovod/common/ops/cuda_util.cc).
+    A CPU-only build shuts down on CUDA tensors (horovod/common/ops/cuda_util.cc).
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -77,8 +74,7 @@ def missing(controller: str, device: str) -> str:
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
-    """Returns Open MPI's command line: oversubscribed, unbound, without ssh, files in the trial's
-    folder.
+    """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
 
     A rank's two threads share its cores, so the one waiting for MPI must yield. Open MPI would
     otherwise use every node of a SLURM allocation.
@@ -87,11 +83,11 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
         "orte_tmpdir_base": str(scratch),
         "hwloc_base_binding_policy": "none",
         "mpi_yield_when_idle": "1",
-        # Limit Open MPI's messages and transport to loopback.
+        # Keep Open MPI's messages and transport on loopback.
         "oob_tcp_if_include": "lo",
         "btl_tcp_if_include": "lo",
     }
-    # In /dev/shm, killed ranks would leave their files.
+    # Killed ranks would leave their files in /dev/shm.
     settings["btl_vader_backing_directory"] = str(scratch)
     settings |= {
         "ras": "^slurm",
@@ -113,7 +109,7 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
 
 
 def places(hosts: Sequence[str]) -> list[SlotInfo]:
-    """Returns each rank's SlotInfo; hosts may be in any order."""
+    """Returns each rank's SlotInfo, for hosts in any order."""
     from horovod.runner.common.util.hosts import SlotInfo
 
     slots = []
@@ -144,7 +140,7 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 def rendezvous(job: Job) -> Iterator[None]:
     """Runs the rendezvous of Gloo's ranks as horovodrun does, with a server in a thread of rank 0.
 
-    The process group exchanges host names, and rank 0's address.
+    The process group exchanges host names and rank 0's address.
     """
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
@@ -177,8 +173,7 @@ def rendezvous(job: Job) -> Iterator[None]:
 
 
 def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
-    """Starts the server in a thread, on a free port of this address; Horovod's own listens on
-    all."""
+    """Starts the server in a thread, on this address only; Horovod's own listens on all."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
@@ -204,9 +199,9 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    `broadcast_optimizer_state` has two bugs. A new optimizer takes a real step with zero gradients,
-    which decays weights and is counted. Plain SGD, without state, misses the learning rate. Call
-    after wrapping, which discards the optimizer's state.
+    `broadcast_optimizer_state` has two bugs: a new optimizer takes a real step with zero gradients,
+    which decays weights and is counted, and plain SGD misses the learning rate. Call after
+    wrapping, which discards the optimizer's state.
     """
     import horovod.torch as hvd
 
@@ -216,7 +211,7 @@ def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class RootFile:
-    """Rank 0's file, whose contents are broadcast after loading, as in Horovod's examples."""
+    """Rank 0's file, broadcast after loading, as in Horovod's examples."""
 
     job: Job
     model: nn.Module
@@ -240,7 +235,7 @@ class RootFile:
 
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
-    """Averages gradients before GradScaler inspects them, and stops step() from averaging again.
+    """Averages gradients before GradScaler inspects them, and keeps step() from averaging again.
 
     Adasum has already updated during backward.
     """
@@ -255,8 +250,7 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers what torch's profiler cannot see: sends by Horovod's threads, waits in
-    `synchronize`."""
+    """Registers sends by Horovod's threads and waits in `synchronize`, which profilers cannot see."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

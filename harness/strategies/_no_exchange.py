@@ -1,4 +1,4 @@
-"""Ranks that exchange nothing, which limits of parity must not allow."""
+"""Ranks that exchange nothing, which parity limits must reject."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.strategy.job import standard_step
 
 
 class NoExchange(Strategy):
-    """Data parallelism without any exchange: each rank trains alone on its share."""
+    """Data parallelism without exchange: each rank trains alone on its share."""
 
     capabilities = Capabilities(process_group=False, extra_optimizers=("adamw_8bit", "muon"))
 

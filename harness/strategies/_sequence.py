@@ -1,4 +1,4 @@
-"""Shared code of strategies that split samples' tokens over ranks."""
+"""Shared code of strategies that split a sample's tokens over ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
 """A transformers attention function: (module, queries, keys, values, mask, keyword arguments) ->
-(output, weights).
-
-Queries, keys and values: (samples, heads, tokens, head width). Output: (samples, tokens, heads,
-head width).
-"""
+(output, weights). Queries, keys and values are (samples, heads, tokens, head width), the output
+(samples, tokens, heads, head width)."""
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of this many neighbouring ranks; None: one group. Raises Refused
-    if the devices do not divide."""
+    """Returns data-parallel groups of this many neighbouring ranks; None means one group.
+
+    Raises Refused if the devices do not divide evenly.
+    """
     ranks = sequence_ranks or devices
     if devices % ranks:
         raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
@@ -41,7 +40,7 @@ def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
 
 
 def check_heads(workload: Workload, ranks: int) -> None:
-    """Raises Refused if attention heads, or fewer key and value heads, do not divide evenly."""
+    """Raises Refused if attention heads, or key and value heads, do not divide evenly."""
     if workload.heads % ranks:
         raise Refused(
             f"{workload.name} has {workload.heads} attention heads (of keys and values, if fewer),"
@@ -51,9 +50,9 @@ def check_heads(workload: Workload, ranks: int) -> None:
 
 
 def check_config(workload: Workload) -> None:
-    """Raises Refused for a model that DeepSpeed's UlyssesSPAttentionHF does not support.
+    """Raises Refused if DeepSpeed's UlyssesSPAttentionHF does not support the model.
 
-    It needs key and value head counts in the config, and Llama-style joining of heads.
+    It needs the number of key and value heads in the config, and Llama-style joining of heads.
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
@@ -64,7 +63,7 @@ def check_config(workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Part of each sample: the tokens from `number` / `parts` to `number + 1` / `parts`."""
+    """Part of each sample: tokens from `number` / `parts` to (`number` + 1) / `parts`."""
 
     number: int
     parts: int
@@ -76,12 +75,12 @@ class SequencePart:
     def cut(self, batch: Batch) -> Batch:
         """Returns this part of a batch.
 
-        Labels are already shifted: a part's last token has the next part's first as its label.
+        Labels are already shifted: a part's last label is the next part's first token.
         """
         return batch.part(self.number, self.parts, dimension=1)
 
     def positions(self, job: Job) -> Tensor:
-        """Returns positions in the whole sample, (1, tokens of the part)."""
+        """Returns positions in the whole sample (1, tokens of the part)."""
         import torch
 
         whole = torch.arange(job.cell.sequence_length, device=job.device)
@@ -91,7 +90,7 @@ class SequencePart:
 def at_positions(
     model: Callable[..., Tensor | HasLogits], positions: Tensor
 ) -> Callable[[Tensor], Tensor | HasLogits]:
-    """Fixes the model's position ids, which would count from 0 in each part."""
+    """Fixes the model's position ids, which would start at 0 in each part."""
     return functools.partial(model, position_ids=positions)
 
 
@@ -99,8 +98,7 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
     Attention returns gradients to the ranks of keys and values, so each rank has the gradient of
-    all losses' sum by its parameter copy. Ranks have equally many tokens, so the mean is the
-    gradient of the mean over all tokens.
+    the sum of all losses. With equally many tokens per rank, averaging gives that of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -110,7 +108,7 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
 
 
 def sequence_group(job: Job) -> ProcessGroup:
-    """Returns the ranks that share this rank's samples; call on all ranks."""
+    """Returns the group that shares this rank's samples; call on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape, names = (job.layout.data, job.layout.sequence), ("data", "sequence")
@@ -123,10 +121,10 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 
 
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
-    """Registers this attention in transformers, and uses it in all layers.
+    """Registers this attention in transformers and uses it in all layers.
 
-    transformers makes no mask for an unknown attention, and should not: it would treat this rank's
-    tokens as a whole sample. Attention over whole samples is causal by itself.
+    transformers makes no mask for an unknown attention, and should not: it would take this rank's
+    tokens for a whole sample. Attention over whole samples is causal anyway.
     """
     from transformers import AttentionInterface
 
@@ -166,13 +164,12 @@ def even_attention(
 def exchanged_for_heads(
     cell: Cell, layout: Layout, gathers_positions: bool = False
 ) -> float | None:
-    """Returns bytes a rank must send per step for DeepSpeed-Ulysses' all-to-alls (arXiv 2309.14509,
-    section 3.2), averaged over ranks.
+    """Returns the bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls, on average.
 
-    None unless all tensors are fp32. A block has four all-to-alls forward (queries, keys, values,
-    outputs) and four backward; recomputation repeats the forward ones. With h elements per token in
-    queries and outputs, and in keys and values, this is the paper's 4Nh/P. `gathers_positions`: the
-    library also gathers positions, 8 bytes per token and computed block.
+    Source: arXiv 2309.14509, section 3.2. None unless all tensors are fp32. A block has four
+    all-to-alls forward (queries, keys, values, outputs) and four backward; recomputation repeats
+    the forward ones. With h elements per token in queries and outputs, and in keys and values, this
+    is the paper's 4Nh/P. `gathers_positions` adds 8 bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:
@@ -186,7 +183,7 @@ def exchanged_for_heads(
 
 
 def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:
-    """Counts collectives per step; see `exchanged_for_heads`."""
+    """Returns the number of collectives per step; see `exchanged_for_heads`."""
     if layout.sequence == 1:
         return 0.0
     passes = 2 if cell.recompute == "none" else 3

@@ -30,15 +30,14 @@ from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
 KEYS = "dropout_keys"
-"""Input that is not the model's."""
+"""Key of an input that the model does not take."""
 
 
 class Stepped:
-    """A script with its own training loop, in a thread that is paused before each step.
+    """A script with its own training loop, in a thread that pauses before each step.
 
-    A step lasts from one request for a batch (`next_batch`) to the next, which includes all of the
-    loop's work. The script also builds the model, because glibc keeps a thread's freed memory for
-    it.
+    A step lasts from one request for a batch (`next_batch`) to the next, including all of the
+    loop's work. The script also builds the model, because glibc keeps freed memory per thread.
     """
 
     trainer: SteppedTrainer
@@ -49,7 +48,7 @@ class Stepped:
         self._answers: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
 
     def begin(self) -> SteppedTrainer:
-        """Starts the script; returns its Trainer once it requests its first batch.
+        """Starts the script; returns its Trainer once it requests the first batch.
 
         Re-raises the script's exceptions, as does `step`.
         """
@@ -69,12 +68,12 @@ class Stepped:
         return step
 
     def step(self, batch: Batch) -> Tensor | None:
-        """Runs one step of the loop; returns the loss passed with the next request."""
+        """Runs one step of the loop; returns its loss."""
         self._batches.put(batch)
         return self._answer()
 
     def next_batch(self, loss: Tensor | None) -> Batch:
-        """Passes on the finished step's loss and waits for the next batch; called by the script."""
+        """Passes on the finished step's loss and waits for a batch; called by the script."""
         self._answers.put(loss)
         return self._batches.get()
 
@@ -86,7 +85,7 @@ class Stepped:
 
     def _run(self) -> None:
         try:
-            # OpenMP's thread count and the device are per thread.
+            # The OpenMP thread count and the device are per thread.
             torch.set_num_threads(self.job.threads)
             if self.job.device.type == "cuda":
                 torch.cuda.set_device(self.job.device)
@@ -102,15 +101,14 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers: they reveal the loader's order, and are replaced by the
-    harness's samples.
+    Its data set is sample numbers, which reveal the loader's order and are replaced by samples.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
         self.stepped, self.job = stepped, stepped.job
         self.inputs = functools.partial(named_inputs, self.job.workload, model)
         self.loss = torch.zeros((), device=self.job.device)
-        # One extra step: the loader reads one batch ahead.
+        # One extra step, because the loader reads a batch ahead.
         samples: Any = range(self.job.cell.global_batch * (args.max_steps + 1))
         collate: Any = list
         super().__init__(model, args, data_collator=collate, train_dataset=samples)
@@ -127,7 +125,7 @@ class SteppedTrainer(Trainer):
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
         """Returns the part by model input name.
 
-        Raises RuntimeError unless the numbers are the next ones: ranks take micro-batches in turn.
+        Raises RuntimeError unless the numbers come next; ranks take micro-batches in turn.
         """
         size = len(part.inputs)
         first = (
@@ -141,7 +139,7 @@ class SteppedTrainer(Trainer):
         return inputs if part.keys is None else {**inputs, KEYS: part.keys}
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """Sets the keys of a micro-batch before its forward."""
+        """Sets the dropout keys of a micro-batch before its forward."""
         prepared: Inputs = super()._prepare_inputs(inputs)
         self.job.recipe.masks.keys = prepared.pop(KEYS, None)
         return prepared
@@ -152,8 +150,7 @@ class SteppedTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Returns the cell's optimizer; Trainer's own exempts norms and biases from weight
-        decay."""
+        """Returns the cell's optimizer; Trainer's exempts norms and biases from weight decay."""
         if self.optimizer is None:
             whole: Any = self.model if model is None else model
             self.optimizer = self.job.optimizer(whole.parameters())
@@ -169,7 +166,7 @@ class SteppedTrainer(Trainer):
         return created
 
     def keep_norms(self) -> None:
-        """Keeps the norm that Trainer has Accelerate clip to in each step."""
+        """Records the gradient norm when Accelerate clips."""
         clip = self.accelerator.clip_grad_norm_
 
         def clip_and_keep(*arguments: object, **named: object) -> Tensor:
@@ -196,7 +193,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
         store_as_floats(model, job.dtype())
     scale_balance(job, model)
     args = TrainingArguments(**arguments(job, model, engine))
-    # Accelerate takes all cores if OMP_NUM_THREADS is not set.
+    # Accelerate uses all cores if OMP_NUM_THREADS is not set.
     torch.set_num_threads(job.threads)
     sharded = engine.engine == "fsdp2"
     if sharded and job.device.type == "cpu":
@@ -264,8 +261,8 @@ def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recomp
 def scale_balance(job: Job, model: nn.Module) -> None:
     """Divides the balancing loss by ranks and micro-batches, in place.
 
-    transformers 5.23 adds it to a loss that is already divided by the labels of all ranks and
-    micro-batches. So it would count once for each of them.
+    transformers 5.23 adds it to a loss already divided by the labels of all ranks and
+    micro-batches, so it would count once for each.
     """
     if job.cell.balance_weight:
         parts = job.layout.data * job.cell.micro_batches
@@ -275,8 +272,8 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    If a model ignores the count, Trainer multiplies its mean by the rank count and does not divide
-    by micro-batches. So it is told that others do not accept the count.
+    If a model ignores the count, Trainer multiplies its mean by the ranks and does not divide by
+    micro-batches. So other models are declared not to accept it.
     """
     return workload.kind == "causal"
 
@@ -285,7 +282,7 @@ def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
     Labels are already shifted, so causal models also get them as `shift_labels`. If transformers
-    does not recognize the loss by class name (GPT-2's, for one), Trainer would count the first
+    does not recognise the loss by class name (as for GPT-2), Trainer would count the first
     unshifted label, which nothing predicts.
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}

@@ -17,16 +17,15 @@ from harness.workloads.low_precision import store_as_floats
 class Accelerate(AccelerateEngine):
     """Hugging Face Accelerate around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    Accelerate infers its setup from the environment, so it is verified before the first step.
+    Accelerate infers its set-up from the environment, so it is verified before the first step.
     Without torchrun's variables, or without `cpu=True` on a host with no GPU, ranks train alone. On
     CPUs it silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin clips gradients at 1.0
     unless configured, and on CPUs sees one process unless the backend is named. A prepared
-    scheduler steps once per process and update, unless batches are said to be split (1.15).
+    scheduler steps once per process and update unless `split_batches` is set (1.15).
     """
 
     config_file: bool = False
-    """Start the ranks by `accelerate launch`, from a config.yaml, instead of using the Python
-    API."""
+    """Start the ranks by `accelerate launch` from a config.yaml, not through the Python API."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)

@@ -31,12 +31,12 @@ class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum), unlike AdamW's or a clipped one. Ranks that never average end at 0.8 to 1.2
-    of the update.
+    (SGD with momentum), unlike AdamW's or a clipped one. Without any averaging, ranks deviate by
+    0.8 to 1.2 times the update.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
-    """What is averaged: gradients before the update, or parameters after it."""
+    """What to average: gradients before the update, or parameters after it."""
     period: int = Field(default=1, ge=1)
     """Steps between parameter averages."""
 
@@ -104,7 +104,7 @@ def broadcast(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average(tensors: Iterable[Tensor]) -> None:
-    """Averages over all ranks, in place."""
+    """Averages over all ranks in place."""
     import torch.distributed as dist
 
     for tensor in tensors:

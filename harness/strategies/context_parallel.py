@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    Every rank has all heads, so they do not limit the ranks (arXiv 2310.01889). To balance the
-    causal mask's work, each rank gets a chunk from the front and one from the back.
+    Every rank has all heads, so their number does not limit the ranks (arXiv 2310.01889). To
+    balance the causal mask's work, each rank gets a chunk from the front and one from the back.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values reach the other ranks: gathered at once, or around a ring."""
+    """How keys and values reach the other ranks: gathered at once, or passed around a ring."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(sequence=devices)
@@ -63,7 +63,7 @@ class ContextParallel(Strategy):
 
         def ring_step(batch: Batch) -> Tensor | None:
             positions.resize_(whole_positions.shape).copy_(whole_positions)
-            # Parts of the right size, which then get their tokens.
+            # Parts of the right size, to be filled with their tokens.
             part = batch.part(0, job.layout.sequence, dimension=1)
             names = ["inputs", "labels", *(["keys"] if batch.keys is not None else [])]
             buffers = [getattr(batch, name).clone() for name in names]

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs, it would only call the model; the five steps run on one CPU thread per device.
-
-    Autocast is entered inside each replica. Replica threads inherit only whether it is enabled
-    (torch/nn/parallel/parallel_apply.py); on GPUs they would use fp16 even in bf16 cells.
+    Without GPUs it would only call the model, so the five steps run on one CPU thread per device.
+    Autocast is entered inside each replica: replica threads inherit only whether it is enabled
+    (torch/nn/parallel/parallel_apply.py), so on GPUs bf16 cells would use fp16.
     """
 
     capabilities = Capabilities(process_group=False)
@@ -76,7 +75,7 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
 
 
 def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns batch -> logits, with one replica and CPU thread per part."""
+    """Returns a function from batch to logits, with one replica and CPU thread per part."""
     import torch
 
     from harness.workloads.dropout import masks_of

@@ -32,7 +32,7 @@ COMPRESSED = {
 class Ddp(Strategy):
     """DistributedDataParallel: whole model on each rank, gradients all-reduced during backward.
 
-    On CPUs, PowerSGD gets one bucket for all gradients: see `least_bucket_mib`.
+    On CPUs, PowerSGD uses one bucket for all gradients (see `least_bucket_mib`).
     """
 
     capabilities = Capabilities(
@@ -40,8 +40,7 @@ class Ddp(Strategy):
     )
 
     bucket_cap_mb: float | None = None
-    """Size of every gradient bucket in MiB. None is torch's default: 1 for the first, 25 for the
-    others."""
+    """Size of every gradient bucket in MiB; by default 1 for the first and 25 for the others."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False
@@ -107,7 +106,7 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of gradients, and of rank 0's buffers; None for PowerSGD."""
+        """Returns the bytes of gradients and of rank 0's buffers; None for PowerSGD."""
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
             return None
@@ -143,8 +142,10 @@ def wrap_in_ddp(
 
 
 def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
-    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes; nothing for a
-    model that a library left unwrapped, as Accelerate and Trainer do on one GPU."""
+    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes.
+
+    Yields nothing for an unwrapped model, as Accelerate and Trainer leave it on one GPU.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
@@ -162,11 +163,11 @@ def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
 
 
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
-    """Returns the minimum bucket size in MiB under this hook; 0: any size.
+    """Returns the minimum bucket size in MiB under this hook; 0 for any size.
 
-    PowerSGD reduces each bucket several times, from callbacks in another thread, in no common order
-    across ranks. With several buckets gloo pairs the wrong ones and aborts ("Received data size
-    doesn't match"). So on CPUs one bucket must hold all gradients.
+    PowerSGD reduces each bucket several times, from callbacks in another thread, in a different
+    order on each rank. With several buckets gloo pairs the wrong ones and aborts ("Received data
+    size doesn't match"). So on CPUs one bucket must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class DdpElastic(Strategy):
     """DDP that loses a rank once; torchrun's elastic agent restarts all ranks from a snapshot.
 
-    The result must match that of a run without the crash.
+    The result must match a run without the crash.
     """
 
     capabilities = Capabilities(
         min_devices=2,
         # One is needed; the others allow for unplanned failures in warm-up.
         max_restarts=3,
-        # A snapshot holds the losses of all steps.
+        # Snapshots hold the losses of all steps.
         fixed_steps=True,
     )
 
@@ -93,12 +93,11 @@ class DdpElasticCosts(CostModel[DdpElastic]):
 
 
 class Snapshots:
-    """All parts and all ranks' losses and norms, in a file of the trial's folder, which survives
-    restarts."""
+    """Snapshots of all parts, losses and norms, in the trial's folder, which survives restarts."""
 
     steps = 0
     noted: Tensor
-    """Each step's loss and gradient norm, (steps, 2); NaN if not clipped."""
+    """Each step's loss and gradient norm (steps, 2); NaN if not clipped."""
 
     def __init__(self, job: Job, parts: Mapping[str, Stateful]) -> None:
         import torch
@@ -113,7 +112,7 @@ class Snapshots:
             self.noted[step, 1] = norm
 
     def replayed(self, step: int) -> Tensor:
-        """Returns the loss of a step before the restart, and restores its norm."""
+        """Returns the loss of a step before the restart and restores its norm."""
         noted: tuple[Tensor, ...] = self.noted[step].clone().unbind()
         loss, norm = noted
         if not norm.isnan():
@@ -123,7 +122,7 @@ class Snapshots:
     def load(self) -> None:
         """Restores all parts, if a snapshot exists.
 
-        Raises RuntimeError if it is from a timed step: replayed steps cannot be timed.
+        Raises RuntimeError if it is from a timed step, since replayed steps cannot be timed.
         """
         import torch
 

@@ -96,8 +96,7 @@ class Deepspeed(ZeroOptions):
         return job.model()
 
     def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
-        """Returns DeepSpeed's `mpu`, which assigns ranks to groups; None: all ranks are data
-        parallel."""
+        """Returns DeepSpeed's `mpu`, which groups the ranks; None if all are data parallel."""
         return None
 
     def train_step(self, job: Job, engine: DeepSpeedEngine) -> TrainStep:
@@ -137,12 +136,12 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         return self.strategy.stage > 0
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns the fullest rank's states: ZeRO's (section 3.1), and what DeepSpeed 0.19.8 adds.
+        """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 
-        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 could share
+        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 should share
         it, but compares a device with its name, which never matches. Stage 3 also keeps the
-        partition's gradients and reduction buckets between steps. States offloaded from a GPU are
-        not on the device.
+        partition's gradients and reduction buckets between steps. States offloaded from a GPU do
+        not count.
         """
         chosen = self.strategy
         width, moments = 4 if cell.precision == "fp32" else 2, cell.moments
@@ -174,7 +173,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def _states_3(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns stage 3's states, without those on disk and, for a GPU, in host memory."""
+        """Returns stage 3's states, except on disk or moved from a GPU to host memory."""
         chosen = self.strategy
         swapping = chosen.swapping(cell, layout.replicas, facts.sizes)
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
@@ -209,13 +208,12 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns 3P elements for stages 1 and 2, about 3P for stage 3 (the paper's section 7: 2P,
-        2P, 3P).
+        """Returns the bytes of about 3P elements for stages 1 to 3 (paper, section 7: 2P, 2P, 3P).
 
-        DeepSpeed all-reduces gradients in stages 1 and 2, and gathers the updated parameters. Stage
-        3 gathers for forward and backward, except parameters reused soon (`_reused`); persistent
-        ones after the update. Stages 2 and 3 keep no whole gradients, so they reduce each
-        micro-batch's. None for stage 3 with recomputation, whose gathers depend on prefetching.
+        DeepSpeed all-reduces gradients in stages 1 and 2 and gathers the updated parameters. Stage
+        3 gathers for forward and backward, except parameters reused soon (`_reused`), and
+        persistent ones after the update. Stages 2 and 3 reduce gradients in every micro-batch. None
+        for stage 3 with recomputation, whose gathers depend on prefetching.
         """
         chosen = self.strategy
         width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas
@@ -234,7 +232,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts collectives, each of one bucket.
 
-        Bucket sizes: `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
+        Bucket sizes are `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
         `stage3_prefetch_bucket_size` (forward and backward).
         """
         chosen = self.strategy
@@ -249,7 +247,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """Counts masters and moments in and out, gradients out, parameters in twice and out once.
 
-        Host memory is about ten times as fast, so its bytes count a tenth.
+        Host memory is about ten times as fast as disks, so its bytes count a tenth.
         """
         chosen = self.strategy
         share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
@@ -260,10 +258,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
-    """Returns elements of the last parameters, which stage 3 keeps for backward within the reuse
-    distance.
+    """Returns the elements that stage 3 keeps for backward, within the reuse distance.
 
-    Persistent ones, up to the threshold, are never gathered.
+    Persistent parameters, up to the threshold, are never gathered.
     """
     between, kept = 0, 0
     for size in reversed(sizes):

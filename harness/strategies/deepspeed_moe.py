@@ -20,10 +20,10 @@ class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
     It takes over the model's weights; no token is dropped, no expert drawn at random. DeepSpeed
-    0.19.8 clips to the mean of the ranks' norms, although their experts differ: another training
-    than clipping to the norm of all gradients (`clip_norm`), and thus `diverged`. Its gate balances
-    each layer by itself, so `balance_weight` is refused. Rows for each
-    expert are padded to the busiest one's, so traffic depends on the routing and has no formula.
+    0.19.8 clips to the mean of the ranks' norms, although their experts differ, so cells with
+    `clip_norm` are `diverged`. Its gate balances each layer separately, so `balance_weight` is
+    refused. Rows for each expert are padded to the busiest one's, so traffic depends on the routing
+    and has no formula.
     """
 
     requires = ("deepspeed",)
@@ -35,7 +35,7 @@ class DeepspeedMoe(Strategy):
     )
 
     expert: int = Field(default=2, ge=1)
-    """Ranks among which the experts of each layer are divided (`ep_size`)."""
+    """Ranks that share the experts of each layer (`ep_size`)."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if not workload.mixture_path or workload.suffixes:

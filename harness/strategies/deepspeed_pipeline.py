@@ -27,7 +27,7 @@ class DeepspeedPipeline(Strategy):
     """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
 
     Parameters tied between the first and last stage use TiedLayerSpec, which sums their gradients.
-    DeepSpeed 0.19.8 clips to the norm of the first stage's gradients, see `count_in_norm`.
+    DeepSpeed 0.19.8 would clip to the first stage's norm alone; `count_in_norm` adds the others.
     """
 
     requires = ("deepspeed",)
@@ -118,8 +118,7 @@ class DeepspeedPipeline(Strategy):
 def count_in_norm(stage: Stage) -> None:
     """Marks a stage's parameters as model parallel, except copies of the first stage's.
 
-    DeepSpeed counts only such parameters in the norm, in addition to all of the first stage, and
-    marks none itself.
+    DeepSpeed's norm counts only these, and all of the first stage, but it marks none itself.
     """
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():
@@ -136,11 +135,10 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns 1F1B's micro-batches in flight and the engine's input copies, see
-        `held_with_gradients`.
+        """Returns 1F1B's micro-batches in flight and the engine's input copies.
 
-        torch's memory tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
-        The formula agrees with torch's allocator, see docs/studies/recompute-memory.md.
+        torch's memory tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks);
+        its allocator agrees with the formula (docs/studies/recompute-memory.md).
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
@@ -152,8 +150,7 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
-    The engine looks methods up in its class; this makes it use the instance's, which the harness
-    wraps.
+    The engine calls its class's methods; this makes it use the instance's, which the harness wraps.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
@@ -176,12 +173,12 @@ def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
 
 
 def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
-    """Returns bytes of the engine's buffers in stage `stage` of `count`, between steps.
+    """Returns the bytes of the engine's buffers in stage `stage` of `count` between steps.
 
-    Each boundary adds a buffer for one micro-batch's hidden states, or their gradients. The first
-    stage keeps its latest token ids, the last its latest results and labels; ids have 8 bytes
-    (DeepSpeed 0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`).
-    `hidden`: bytes of hidden states of all of a rank's samples.
+    Each boundary adds a buffer for one micro-batch's hidden states or gradients. The first stage
+    keeps its latest token ids, the last its latest results and labels; ids have 8 bytes (DeepSpeed
+    0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`). `hidden` is the
+    bytes of hidden states of a rank's samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

@@ -31,14 +31,14 @@ _LISTENING: list[object] = []
 class DiLoCo(Strategy):
     """DiLoCo (torchft): local training with periodic steps of an outer optimizer.
 
-    arXiv 2311.08105: the outer gradient is a rank's starting point minus its current parameters;
-    the outer optimizer is SGD with Nesterov momentum. outer_learning_rate=1 and outer_momentum=0
+    The outer gradient is a rank's starting point minus its current parameters; the outer optimizer
+    is SGD with Nesterov momentum (arXiv 2311.08105). outer_learning_rate=1 and outer_momentum=0
     average the parameters. Each rank is a replica with a manager and a store; a lighthouse in rank
     0 connects them.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
-    # fp16 loss scaling would skip a step, and thus shift the period, on one rank only.
+    # With fp16 loss scaling, one rank alone could skip a step and shift its period.
     capabilities = Capabilities(
         precisions=("fp32", "bf16"), checkpoints=("sharded",), reshards=False
     )
@@ -48,7 +48,7 @@ class DiLoCo(Strategy):
     outer_learning_rate: float = Field(default=0.7, gt=0)
     """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of the outer optimizer; Nesterov if it is not 0."""
+    """Momentum of the outer optimizer; Nesterov unless 0."""
 
     @property
     def cycle(self) -> int:
@@ -131,7 +131,7 @@ class DiLoCoCosts(CostModel[DiLoCo]):
 
 
 def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
-    """Returns the outer optimizer's distance over these periods, relative to the ranks'.
+    """Returns how far the outer optimizer moves over these periods, relative to the ranks.
 
     Assumes equal displacement in each period, and torch's Nesterov momentum.
     """
@@ -143,13 +143,13 @@ def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
 
 
 def manager_of(job: Job) -> Manager:
-    """Returns this rank's manager, which requires one replica per device of the cell.
+    """Returns this rank's manager, which requires one replica per device.
 
     Losing a replica changes the training, so an uncommitted period is an error. DiLoCo's
     constructor raises ValueError unless `use_async_quorum=False`.
 
-    Everything listens only on the job's interface. torchft's manager would listen on all, and so
-    would its checkpoint HTTP server, which is left out because no replica joins later.
+    Everything listens only on the job's interface; torchft's manager would listen on all. Its
+    checkpoint HTTP server would too, and is left out because no replica joins later.
     """
     import torchft.manager
     from torchft.coordination import ManagerServer
@@ -203,7 +203,7 @@ def _lighthouse(job: Job, address: str) -> str:
 
 
 def _address(interface: str | None) -> str:
-    """Returns the IPv4 address; loopback by default."""
+    """Returns the interface's IPv4 address; loopback by default."""
     known = psutil.net_if_addrs().get(interface or "", [])
     return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
 

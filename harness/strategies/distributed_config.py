@@ -18,12 +18,11 @@ from harness.workloads import Workload, make_workload
 class DistributedConfigParallel(mesh.MeshStrategy):
     """transformers' native FSDP2, tensor and expert parallelism (`DistributedConfig`).
 
-    Expert parallelism drops no token, and an expert's gradient is the mean over all samples.
+    Expert parallelism drops no token; an expert's gradient is the mean over all samples.
     """
 
     expert: int = Field(default=1, ge=1)
-    """Ranks that divide the experts of each layer and exchange their tokens; a multiple of
-    `tensor`."""
+    """Ranks that share each layer's experts and exchange their tokens; a multiple of `tensor`."""
 
     def sizes(self, devices: int) -> mesh.MeshSizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
@@ -38,7 +37,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         super().check(cell, workload)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns None with tensor parallelism, whose ranks see the same samples."""
+        """Returns a script, except with tensor parallelism, whose ranks see the same samples."""
         if to not in ("torchrun", "slurm") or self.tensor > 1:
             return None
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}
@@ -58,7 +57,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
 
 class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns None in bf16 and for both axes at once."""
+        """Returns the bytes sent; None in bf16 and with both axes at once."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return mesh.sharded_traffic(cell, layout, workload, sizes, facts)
@@ -67,10 +66,7 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts FSDP2's collectives, and exchanges of tokens and their counts with experts.
-
-        None with tensor parallelism.
-        """
+        """Counts FSDP2's collectives and exchanges with experts; None with tensor parallelism."""
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None

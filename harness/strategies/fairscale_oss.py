@@ -35,8 +35,8 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Gradients must be cleared through the model, not the optimizer: see `clear`. In
-    fp16 all ranks must skip the same steps. torch's sharded loss scaler works on both devices;
+    Gradients must be cleared through the model, not the optimizer (see `clear`). In fp16 all ranks
+    must skip the same steps; torch's sharded loss scaler does this on both devices, while
     fairscale's ShardedGradScaler is disabled without CUDA.
     """
 
@@ -46,7 +46,7 @@ class FairscaleOss(Strategy):
     )
 
     reduce_buffer_size: int = Field(default=2**23, ge=0)
-    """Elements of the persistent bucket that reduces gradients for one rank; 0: no bucket."""
+    """Elements of the persistent bucket that reduces gradients for one rank; 0 for no bucket."""
     reduce_fp16: bool = False
     """Send gradients in fp16; requires reduce_buffer_size=0."""
     broadcast_fp16: bool = False
@@ -113,7 +113,7 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         for size in facts.sizes:
             min(shares, key=sum).append(size)
         room = min(self.strategy.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
-        # Buckets fill from the smallest gradient on, while space remains.
+        # Buckets fill up from the smallest gradient, while there is space.
         filled = sum(
             max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
             for share in shares
@@ -133,11 +133,11 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
 
 
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
-    """Zeroes gradients in buckets and frees all others.
+    """Zeroes gradients in buckets and frees the others.
 
     OSS's `zero_grad` sets all to None, torch's default since 2.0. This detaches them from
-    ShardedDataParallel's buckets, and from the second step ranks update with local gradients. The
-    inner optimizer's clears only this rank's parameters.
+    ShardedDataParallel's buckets, so from the second step ranks update with local gradients. The
+    inner optimizer's `zero_grad` clears only this rank's parameters.
     """
     model.zero_grad(set_to_none=True)
 
@@ -153,7 +153,7 @@ def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Reta
 
 
 def check_recompute(cell: Cell) -> None:
-    """Raises Refused if fairscale would not recompute the same."""
+    """Raises Refused if fairscale would recompute differently."""
     if cell.recompute == "selective":
         raise Refused(
             "fairscale's checkpoint_wrapper recomputes whole blocks: use recompute full, or ddp"

@@ -30,14 +30,14 @@ class Fsdp1(Strategy):
     """Free parameters after forward (ZeRO-3), keep them until backward (ZeRO-2), or shard within
     each of 2 replicas."""
     auto_wrap: bool = True
-    """Wrap each block, or modules by size if there are neither named blocks nor shared parameters;
-    otherwise the whole model."""
+    """Wrap each block instead of the whole model. Without named blocks, wrap modules by size,
+    unless they share parameters."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     """Gather the next module before or after the current one's backward, or when needed."""
     cpu_offload: bool = False
     """Keep shards in host memory while no module uses them."""
     use_orig_params: bool = True
-    """Give the optimizer the model's original parameters, not flat ones."""
+    """Give the optimizer the model's original parameters instead of flat ones."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
@@ -119,10 +119,9 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """Wraps by block, or if unnamed, modules with at least an eighth of the parameters.
+    """Wraps by block or, without names, modules with at least an eighth of the parameters.
 
-    Modules that share a parameter must be in one unit, so without blocks a model with such
-    parameters is one.
+    Modules that share a parameter must be in one unit, so without blocks such a model is one unit.
     """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 

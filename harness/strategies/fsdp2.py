@@ -37,7 +37,7 @@ class Fsdp2(Strategy):
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
-    """Prefetch the neighbouring block while one computes, instead of leaving the order to FSDP."""
+    """Prefetch the neighbouring block during compute, instead of leaving the order to FSDP."""
     mixed_precision: bool = False
     """Gather parameters in bf16 and reduce gradients in fp32, instead of autocast (bf16 only)."""
     no_sync: bool = True
@@ -135,7 +135,7 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters.
+        """Returns the bytes of parameter gathers (blocks again for backward) and gradient scatters.
 
         This is ZeRO-3's 3P minus the root's second gather. Without `no_sync` each micro-batch
         scatters its gradients. Hybrid sharding adds all-reduces between replicas.
@@ -172,7 +172,7 @@ def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
 
 
 def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters on the device, so that its process group can gather offloaded shards."""
+    """Yields parameters on the device, whose process group can gather offloaded shards."""
     return ((name, p.detach().to(job.device)) for name, p in model.named_parameters())
 
 
@@ -186,11 +186,10 @@ def without_sync(root: FSDPModule) -> Iterator[None]:
 def sharded_messages(
     cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
 ) -> float:
-    """Returns collectives per step.
+    """Returns the number of collectives per step.
 
-    Each micro-batch gathers every unit, and freed blocks again. Each unit's gradients are
-    scattered, and for hybrid sharding all-reduced, after the last micro-batch or, without
-    `no_sync`, after each.
+    Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered, and with
+    hybrid sharding all-reduced, after the last micro-batch or, without `no_sync`, after each.
     """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))

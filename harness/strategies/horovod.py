@@ -37,16 +37,16 @@ class Horovod(Strategy):
     controller: Literal["gloo", "mpi"] = "gloo"
     """Communication backend: Gloo's ring, or MPI_Allreduce under mpirun."""
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of MPI (Gloo's is TCP); auto: shared memory within a node, where bytes sent are
-    unknown."""
+    """Transport of MPI (Gloo's is TCP). `auto` uses shared memory within a node, where bytes sent
+    are unknown."""
     op: Literal["average", "adasum"] = "average"
-    """How gradients are combined; Adasum combines updates and needs MPI."""
+    """How gradients are combined; `adasum` combines updates and needs MPI."""
     compression: Literal["none", "fp16"] = "none"
     """Compression of gradients during communication."""
     fusion_threshold_mib: float = Field(default=128.0, ge=0)
-    """Size in MiB of the buffer that small gradients are fused in; 0: no fusion."""
+    """Size in MiB of the buffer that fuses small gradients; 0 for no fusion."""
     cycle_time_ms: float = Field(default=1.0, gt=0)
-    """Interval in ms between checks for gradients that are ready on all ranks."""
+    """Milliseconds between checks for gradients that are ready on all ranks."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.arithmetic == "bf16":
@@ -80,7 +80,7 @@ class Horovod(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        """Adasum's log2(ranks) steps add differences that the reference averages."""
+        """Allows for Adasum's log2(ranks) steps, which add differences that the reference averages."""
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)
@@ -121,26 +121,24 @@ class Horovod(Strategy):
 
 class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns a full copy plus the fusion buffer; Adasum also keeps each update's starting
-        point.
+        """Returns a full copy, the fusion buffer and, with Adasum, each update's starting point.
 
-        The buffer is allocated at its threshold size when two gradients are first fused. A CPU uses
-        its memory only as gradients fill it.
+        The buffer gets its threshold size when two gradients are first fused. On CPUs it takes
+        memory only as gradients fill it.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
         return dataclasses.replace(model_states(cell, facts), library=kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns None for Adasum, which combines pairs of ranks."""
+        """Returns the bytes sent; None for Adasum, which combines pairs of ranks."""
         if self.strategy.op == "adasum":
             return None
         half = 2 if self.strategy.compression == "fp16" else 1
         return all_reduced(layout.data, facts.trained_bytes / half)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts negotiations and all-reduces; a few gradients are ready per cycle, and fused if
-        enabled."""
+        """Counts negotiations and all-reduces of the few gradients ready per cycle."""
         tensors, chosen = len(facts.sizes), self.strategy
         fused = _horovod.GRADIENTS_FUSED if chosen.fusion_threshold_mib else 1
         agreed = 0.0 if chosen.controller == "mpi" else tensors / _horovod.GRADIENTS_FUSED

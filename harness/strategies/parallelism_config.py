@@ -17,10 +17,10 @@ from harness.workloads import Workload, make_workload
 
 
 class ParallelismConfigMesh(mesh.MeshStrategy):
-    """Accelerate with a `ParallelismConfig`: FSDP2, within replicas or not, or tensor parallelism.
+    """Accelerate with a `ParallelismConfig`: FSDP2, replicated or not, or tensor parallelism.
 
-    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs; preparation
-    then runs over gloo.
+    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs and prepares
+    over gloo.
     """
 
     requires = ("accelerate",)

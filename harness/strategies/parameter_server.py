@@ -44,9 +44,9 @@ class ParameterServer(Strategy):
 
     Each device has a worker. The server computes in its training step; its RPC threads only wait.
     In asynchronous mode it updates once per worker and step (see `server_optimizer`), and no worker
-    gets more than a step ahead of the slowest. A worker's parameters still lack up to (N-1)/N of a
-    step's gradients, so its losses lag. Parameters with gradients from only one worker, such as a
-    rare token's embedding, move by 1/N of an AdamW step.
+    gets more than a step ahead of the slowest. Losses lag, because a worker's parameters lack up to
+    (N-1)/N of a step's gradients. Parameters with gradients from one worker only, such as a rare
+    token's embedding, move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(
@@ -56,10 +56,11 @@ class ParameterServer(Strategy):
     )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Update once a step with the average of all gradients, or with each worker's as they arrive.
-    """
+    """Update once per step with the average of all gradients, or with each worker's as they
+    arrive."""
     transport: Literal["auto", "tcp"] = "auto"
-    """Transport of TensorPipe; auto: shared memory within a node, where bytes sent are unknown."""
+    """Transport of TensorPipe. `auto` uses shared memory within a node, where bytes sent are
+    unknown."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(data=devices, servers=1)
@@ -127,7 +128,7 @@ def join(job: Job, tcp: bool) -> None:
 
 
 def push(worker: int, gradients: list[Tensor]) -> Reply:
-    """Passes gradients to the training step and waits for its reply; runs on the server."""
+    """Hands gradients to the training step and waits for its reply; runs on the server."""
     reply: Future[Reply] = Future()
     _PUSHED.put((worker, gradients, reply))
     return reply.result()
@@ -139,12 +140,12 @@ def confirm(worker: int) -> None:
 
 
 def next_push() -> Push:
-    """Waits for a worker's push; runs in the server's step."""
+    """Waits for a worker's push in the server's step."""
     return _PUSHED.get()
 
 
 def next_confirmation() -> int:
-    """Waits for a worker's confirmation; runs in the server's step."""
+    """Waits for a worker's confirmation in the server's step."""
     return _HEARD.get()
 
 
@@ -235,7 +236,7 @@ def take(parameters: list[nn.Parameter], fetched: list[Tensor]) -> None:
 def serve(
     job: Job, optimizer: Optimizer, parameters: list[nn.Parameter], together: int
 ) -> TrainStep:
-    """Returns the server's step: one update per `together` workers' gradients, as they arrive."""
+    """Returns the server's step: one update per `together` workers' gradients as they arrive."""
     import torch
 
     workers, scaler = job.layout.data, loss_scaler(job)
@@ -248,8 +249,8 @@ def serve(
         while pushes := sorted(itertools.islice(came, together), key=lambda pushed: pushed[0]):
             average(parameters, pushes)
             update(job, optimizer, scaler)
-            # Without cloning, the next update may change a reply before it is sent, unless it needs
-            # this worker's gradients.
+            # The next update may change an uncloned reply before it is sent, unless it needs this
+            # worker's gradients.
             answer = [p.detach() if together == workers else p.detach().clone() for p in parameters]
             for _, _, reply in pushes:
                 reply.set_result((answer, scaler.get_scale()))

@@ -25,7 +25,7 @@ class Pipeline(Strategy):
     """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients
     separately, in idle slots; looped_bfs runs all micro-batches of a stage at once."""
     stages_per_rank: int = Field(default=2, ge=1)
-    """Virtual stages of a rank under an interleaved schedule and looped_bfs; always 2 for zbv and
+    """Virtual stages per rank for interleaved schedules and looped_bfs. Always 2 for zbv and
     dualpipev (the arms of the V), 1 for gpipe and 1f1b."""
 
     def layout(self, devices: int) -> Layout:
@@ -59,7 +59,7 @@ class Pipeline(Strategy):
         return tuple(range(rank, count, ranks))
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns a script whose stages are transformers' model without other stages' layers.
+        """Returns a script whose stages are transformers' model without the other stages' layers.
 
         Parameters tied across ranks have two copies, whose gradients are summed.
         """
@@ -92,8 +92,7 @@ class PipelineCosts(CostModel[Pipeline]):
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the micro-batches in flight (`held_with_gradients`); None if weight gradients
-        are separate."""
+        """Returns the bytes of micro-batches in flight; None if weight gradients are separate."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
@@ -102,7 +101,7 @@ class PipelineCosts(CostModel[Pipeline]):
         return held_with_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of hidden states, their gradients and tied gradients, averaged over ranks.
+        """Returns the bytes of hidden states and of their and tied gradients, averaged over ranks.
 
         The end ranks have one neighbour. One boundary of a V is within a rank.
         """

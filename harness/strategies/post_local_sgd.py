@@ -14,7 +14,7 @@ from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
-# Ranks that never average end at 0.8 to 1.2 of the update under AdamW.
+# Under AdamW, ranks that never average deviate by 0.8 to 1.2 times the update.
 LOCAL = Tolerance(
     0.3,
     0.6,
@@ -22,18 +22,18 @@ LOCAL = Tolerance(
     " steps",
 )
 EARLY_START = 4
-"""Start step up to which all steps that are trained again are local."""
+"""Latest start step at which all repeated steps are local."""
 
 
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    AdamW's moments are never averaged. torch would still average gradients within a node; this is
-    disabled, or a single node would take no local steps.
+    AdamW's moments are never averaged. torch's gradient averaging within a node is disabled, or a
+    single node would take no local steps.
     """
 
     capabilities = Capabilities(
-        # fp16 loss scaling would skip a step and its average on one rank only.
+        # With fp16 loss scaling, one rank alone could skip a step and its average.
         precisions=("fp32", "bf16"),
         # Between averages every rank has its own parameters.
         checkpoints=("sharded",),
@@ -41,7 +41,7 @@ class PostLocalSgd(Strategy):
     )
 
     start_step: int = Field(default=4, ge=0)
-    """First step without averaged gradients."""
+    """First step whose gradients are not averaged."""
     period: int = Field(default=4, ge=1)
     """Steps between parameter averages."""
 

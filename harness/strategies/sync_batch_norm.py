@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SyncBatchNorm(Strategy):
     """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, as in a single process.
 
-    torch's SyncBatchNorm takes GPU modules only. On CPU a differentiable all-reduce exchanges the
+    torch's SyncBatchNorm takes only GPU modules. On CPUs a differentiable all-reduce exchanges the
     same statistics.
     """
 
@@ -59,7 +59,7 @@ class SyncBatchNorm(Strategy):
 
 class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and one per BatchNorm forward and backward.
+        """Counts DDP's messages and one per BatchNorm in forward and backward.
 
         A convolution and its BatchNorm have three parameters, the last layer two.
         """
@@ -67,7 +67,7 @@ class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
 
 
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
-    """Makes every BatchNorm2d use statistics over all ranks, with equally many samples each."""
+    """Makes every BatchNorm2d use statistics over all ranks, which have equally many samples."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -98,7 +98,8 @@ def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
             if not self.training:
                 return super().forward(input)
             x = input.float()
-            # The variance is exchanged separately: E[x^2] - E[x]^2 would cancel significant digits.
+            # The variance is exchanged separately, because E[x^2] - E[x]^2 would cancel significant
+            # digits.
             mean = mean_over_ranks(x.mean((0, 2, 3)))
             centred = x - mean[:, None, None]
             variance = mean_over_ranks(centred.square().mean((0, 2, 3)))

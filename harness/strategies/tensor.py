@@ -81,7 +81,7 @@ class TensorParallel(Strategy):
 
 class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the rank's part; with sequence parallelism also of embedding and head."""
+        """Returns the rank's part; sequence parallelism also splits embedding and head."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -93,7 +93,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return model_states(cell, own) if own else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns activations of the rank's part of each layer.
+        """Returns the activations of the rank's part of each layer.
 
         Sequence parallelism also splits tokens outside attention and MLP (arXiv 2205.05198, section
         4.2.2).
@@ -104,11 +104,11 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes of hidden-state all-reduces: forward per layer split by row, backward by
-        column.
+        """Returns the bytes of hidden-state all-reduces.
 
-        Megatron-LM (arXiv 1909.08053, section 3) needs four per block, summing gradients of layers
-        with the same input first. torch reduces each layer separately: seven for Llama (two by row;
+        Layers split by row have one in forward, layers split by column one in backward. Megatron-LM
+        (arXiv 1909.08053, section 3) first sums gradients of layers with the same input, so it
+        needs four per block. torch reduces each layer separately: seven for Llama (two by row;
         query, key, value, gate and up by column). A recomputed block repeats its forward
         all-reduces except the last, whose result no gradient needs.
         """
@@ -125,7 +125,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts an all-reduce per split layer and block (see `traffic`).
 
-        With sequence parallelism: four gathers and four scatters per block, and each norm's
+        Sequence parallelism has four gathers and four scatters per block, and each norm's
         gradients.
         """
         workload = make_workload(cell.workload)
@@ -140,8 +140,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
 
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
-    """Returns torch's plan as source; raises Refused if the suite replaces modules before
-    splitting."""
+    """Returns torch's plan as source; raises Refused if the suite replaces modules first."""
     if type(split).prepare_tensor is not Split.prepare_tensor:
         raise Refused(
             f"torch splits only Linear layers; {workload.name} has others, which the suite"
@@ -158,7 +157,7 @@ def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> 
 
 
 def written_style(style: ParallelStyle) -> str:
-    """Writes a parallel style's constructor call with only its non-default arguments."""
+    """Writes a parallel style's constructor call with its non-default arguments."""
     kind = type(style)
     usual, accepted = vars(kind()), inspect.signature(kind).parameters
     given = {

@@ -40,9 +40,10 @@ class ThreeD(Strategy):
     tensor: int = Field(default=2, ge=1)
     """Ranks over which each weight is split."""
     pipeline: int = Field(default=2, ge=1)
-    """Stages into which the layers are split."""
+    """Number of pipeline stages."""
     data_axis: Literal["fsdp2", "all_reduce", "zero1", "ddp"] = "fsdp2"
-    """fully_shard; gradient all-reduce without or with ZeRO-1 (ZeroRedundancyOptimizer); or DDP."""
+    """Data parallelism by fully_shard, by gradient all-reduce without or with ZeRO-1
+    (ZeroRedundancyOptimizer), or by DDP."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards."""
 
@@ -62,7 +63,7 @@ class ThreeD(Strategy):
             workload.split.check_tensor(sequence_parallel=False)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns the pipeline's script, with torch's tensor plan and the data axis applied.
+        """Returns the pipeline's script with torch's tensor plan and the data axis.
 
         Raises Refused as `tensor_values` does.
         """
@@ -131,8 +132,7 @@ class ThreeDCosts(CostModel[ThreeD]):
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
-    """Returns the states of a rank that shares this part of the model with `ranks` on the data
-    axis.
+    """Returns the states of a rank that shares this part of the model with `ranks` data ranks.
 
     FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5). ZeroRedundancyOptimizer
     shards moments by whole parameters; DDP adds gradient buckets.
@@ -146,11 +146,10 @@ def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
 
 
 def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
-    """Wraps the stage in DDP on that axis, and removes DTensors between forwards, which DDP and
-    ZeroRedundancyOptimizer reject.
+    """Wraps the stage for its data axis, removing DTensors between forwards.
 
-    A schedule's first forward, for shapes, has no backward. DDP fails at it without
-    find_unused_parameters.
+    DDP and ZeroRedundancyOptimizer reject them. A schedule's first forward, for shapes, has no
+    backward; DDP fails at it without find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -180,7 +179,7 @@ def _with_gradients(stage: nn.Module, inputs: object) -> None:
 def stage_optimizer(
     job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
 ) -> Optimizer:
-    """Returns the cell's optimizer, sharded over this group if given."""
+    """Returns the cell's optimizer, sharded over `shards` if given."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if shards is None:

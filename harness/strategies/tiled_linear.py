@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone needs memory for a whole layer, its gradient and both their buffers; tiling, only
-    for one tile.
+    ZeRO-3 alone needs memory for a whole layer, its gradient and both buffers; tiling, for one
+    tile.
     """
 
     stage: Literal[3] = 3
@@ -103,7 +103,7 @@ def join_tiles(
 
 
 def _count(layer: DeepspeedTiledLinear) -> int:
-    """Counts parameters: one weight per tile, and a bias in each row's last column."""
+    """Counts parameters: one weight per tile, and one bias per row."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 

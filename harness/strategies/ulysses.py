@@ -28,8 +28,8 @@ class Ulysses(Strategy):
     requires = ("deepspeed",)
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens; None: all. The groups are data parallel.
-    """
+    """Neighbouring ranks that share each sample's tokens, by default all. Groups are data
+    parallel."""
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)
@@ -38,7 +38,7 @@ class Ulysses(Strategy):
         _sequence.check_heads(workload, self.layout(cell.devices).sequence)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns None in fp16, whose gradients stay scaled until after averaging."""
+        """Returns a script, except in fp16, whose gradients stay scaled until after averaging."""
         if to not in ("torchrun", "slurm") or cell.precision == "fp16":
             return None
         parts = self.layout(cell.devices).sequence

@@ -31,8 +31,8 @@ class UlyssesZero(Deepspeed):
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens; None: all. The groups are data parallel.
-    """
+    """Neighbouring ranks that share each sample's tokens, by default all. Groups are data
+    parallel."""
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)
@@ -99,8 +99,7 @@ class UlyssesZeroCosts(DeepspeedCosts):
     backend_library = "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Adds to ZeRO's the all-to-alls around attention, and an all-gather of token positions per
-        block."""
+        """Adds the all-to-alls around attention, and a gather of token positions per block."""
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged

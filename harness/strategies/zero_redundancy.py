@@ -25,7 +25,7 @@ class ZeroRedundancy(Strategy):
     capabilities = Capabilities(reshards=False)
 
     parameters_as_bucket_view: bool = False
-    """Store a rank's parameters in one tensor, so that a single broadcast sends them."""
+    """Store a rank's parameters in one tensor, sent by a single broadcast."""
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
@@ -52,7 +52,7 @@ class ZeroRedundancy(Strategy):
             {"model": model, "optimizer": optimizer},
             gather=lambda: optimizer.consolidate_state_dict(to=0),
         )
-        # Its own way is one file; each rank's inner optimizer can also save its shard.
+        # The library saves one file; torch can also save each rank's inner optimizer as a shard.
         full = job.cell.checkpoint == "full"
         job.register(
             model,
@@ -73,11 +73,10 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Counts DDP's all-reduce and broadcasts of parameters, where published ZeRO-1 scatters
-        gradients."""
+        """Counts DDP's all-reduce and parameter broadcasts; published ZeRO-1 scatters gradients."""
         ranks, size = layout.data, float(facts.trained_bytes)
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's and one broadcast per parameter, all started before the first wait."""
+        """Counts DDP's messages and a broadcast per parameter, all started before the first wait."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
