@@ -26,12 +26,12 @@ class Export:
     """Strategy-specific parts of a standalone script (see harness/export)."""
 
     template: str
-    """Training script in `templates` next to the strategy's file; extends
+    """Training script in `templates` next to the strategy's file, extending
     harness/export/templates/train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
     """Template values beyond cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
-    """Config files next to the script, by name."""
+    """Config files by name, placed next to the script."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""
     needs: tuple[str, ...] = ()
@@ -40,46 +40,46 @@ class Export:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do and requires, whatever its options."""
+    """What a strategy can do, and what it requires, whatever its options."""
 
     preload: tuple[str, ...] = ()
-    """Modules of every rank, imported once by the fork server."""
+    """Modules that the fork server imports once for all ranks."""
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     process_group: bool = True
     """Whether ranks need torch.distributed."""
     synchronizes_batch_norm: bool = False
     """Whether BatchNorm sees the whole global batch."""
     checkpoints: tuple[str, ...] = ("full", "sharded", "async")
-    """Values of the checkpoint axis, whatever its options."""
+    """Supported values of the checkpoint axis."""
     reshards: bool = True
-    """Whether checkpoints are torch's, which other ranks and other strategies can load."""
+    """Whether checkpoints are torch's, which other ranks and strategies can load."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""
     extra_optimizers: tuple[str, ...] = ()
-    """Supported optimizers beyond AdamW and SGD, see harness/strategy/optimizers.py."""
+    """Supported optimizers beyond AdamW and SGD (harness/strategy/optimizers.py)."""
     fixed_steps: bool = False
     """Whether trials must take exactly the cell's steps."""
     max_devices: int | None = None
-    """Most supported devices; None for any."""
+    """Maximum number of devices; None for any."""
     min_devices: int = 1
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Compiled parts for `bench doctor`: name -> `built` or the build command."""
+    """Compiled parts for `bench doctor`, each `built` or with its build command."""
 
 
 @dataclass(frozen=True)
 class OwnLauncher:
-    """A strategy's launcher, for one node only."""
+    """A strategy's own launcher, for one node."""
 
     name: str
     command: Callable[[Cell, Path], list[str]]
-    """(cell, scratch folder for its files) -> command line, to which the rank's is appended."""
+    """Function from cell and scratch folder to a command line, to which the rank's is appended."""
 
 
 class Strategy(BaseModel, ABC):
     """One way to spread training over devices.
 
-    Fields are its options; the first docstring line describes it.
+    Its fields are options; the first line of its docstring describes it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -87,11 +87,11 @@ class Strategy(BaseModel, ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
     install: ClassVar[str] = ""
-    """How to install them if `pip install 'parallelism-bench[PACKAGE]'` is not enough."""
+    """How to install them, if `pip install 'parallelism-bench[PACKAGE]'` is not enough."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
-        """Returns data x pipeline x tensor; raises Refused if the devices do not divide."""
+        """Returns the data, pipeline and tensor axes; raises Refused if the devices do not divide."""
         return Layout(data=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
@@ -102,8 +102,10 @@ class Strategy(BaseModel, ABC):
         return EXACT
 
     def reference(self, cell: Cell) -> Cell:
-        """Returns the same training in one process, which the strategy is compared with: `single`,
-        unless that rounds in other places."""
+        """Returns the cell to compare with: the same training in one process.
+
+        This is `single`, unless it rounds in other places.
+        """
         return cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -111,7 +113,7 @@ class Strategy(BaseModel, ABC):
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Returns the library that wraps plain DDP in this cell, for side-by-side comparison."""
+        """Returns the library that wraps plain DDP in this cell, if any, for comparison."""
         return None
 
     @property
@@ -121,10 +123,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why training cannot be rewound to an earlier step; empty if it can.
-
-        Rewinding restores what the strategy registers.
-        """
+        """Reason why training cannot be rewound by restoring what is registered; empty if it can."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
@@ -134,7 +133,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        """Launcher of the ranks; None: the cell's."""
+        """Launcher of the ranks, if not the cell's."""
         return None
 
     @property
@@ -142,8 +141,7 @@ class Strategy(BaseModel, ABC):
         return CostModel(self)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns how to run the cell standalone under the launcher `to` (see harness/export), if
-        supported.
+        """Returns how to run the cell under launcher `to` without the suite, if supported.
 
         Raises Refused, with a reason, if anything but the launcher prevents it.
         """
@@ -156,13 +154,13 @@ class Strategy(BaseModel, ABC):
 
 @dataclass(frozen=True)
 class CostModel(Generic[StrategyT_co]):
-    """Cost formulas of a strategy; those that return None have no formula."""
+    """Cost formulas of a strategy; None stands for a missing formula."""
 
     strategy: StrategyT_co
 
     @property
     def backend_library(self) -> str:
-        """Strategy whose library does most of the work; empty: its own."""
+        """Strategy whose library does most of the work; empty for its own."""
         return ""
 
     @property
@@ -177,19 +175,20 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
-        gradients too, 3 parameters too."""
+        """ZeRO stage of the data axis (arXiv 1910.02054).
+
+        0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        """
         return 3 if self.shards_parameters else 0
 
     @property
     def accumulates_whole_gradients(self) -> bool:
-        """Whether a rank holds whole gradients until the last micro-batch reduces them."""
+        """Whether ranks hold whole gradients until the last micro-batch reduces them."""
         return False
 
     @property
     def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs whole blocks; torch's stops at the last tensor that backward
-        needs."""
+        """Whether recomputation runs whole blocks; torch's stops once backward has what it needs."""
         return False
 
     @property
@@ -198,14 +197,13 @@ class CostModel(Generic[StrategyT_co]):
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns bytes the fullest rank keeps between steps, the library's copies included."""
+        """Returns the bytes the fullest rank keeps between steps, including the library's copies."""
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns peak fp32 bytes of a micro-batch's forward, loss and backward in a rank, without
-        states and gradients (see harness/workloads/operators.py).
+        """Returns a rank's peak fp32 bytes in a micro-batch's forward, loss and backward.
 
-        None if, for instance, model parts per rank are unknown.
+        Excludes states and gradients (see harness/workloads/operators.py). None if unknown.
         """
         if layout.tensor > 1 or layout.pipeline > 1:
             return None
@@ -214,7 +212,7 @@ class CostModel(Generic[StrategyT_co]):
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Counts activations of a rank's tokens and layers (see harness/workloads/operators.py)."""
+        """Counts the activations of a rank's tokens and layers."""
         from harness.workloads.operators import activation_bytes
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
@@ -223,8 +221,7 @@ class CostModel(Generic[StrategyT_co]):
         return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns bytes a rank must send per step for its library's collectives, averaged over
-        ranks.
+        """Returns the bytes a rank must send per step in its library's collectives, on average.
 
         An all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or all-gather (N-1)/N
         S, as in harness/measure/rank_traffic.py.
@@ -232,15 +229,14 @@ class CostModel(Generic[StrategyT_co]):
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns sequential collectives and transfers per step that a rank waits for, averaged
-        over a cycle.
+        """Returns the sequential collectives and transfers per step that a rank waits for.
 
-        Those overlapping backward count `BESIDE_BACKWARD` each.
+        This is an average over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each.
         """
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
-        """Returns FLOPs of recomputation per step, over all ranks."""
+        """Returns the FLOPs of recomputation per step, over all ranks."""
         if cell.recompute == "none":
             return 0.0
         from harness.workloads.operators import recomputed_flops
@@ -251,5 +247,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns approximate bytes to and from disk, or through one process, over all ranks."""
+        """Returns the approximate bytes to and from disk, or through one process, over all ranks."""
         return 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints of any model and optimizers, by torch's distributed checkpoints."""
+"""Checkpoints of any model and optimizers by torch's distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ class Stateful(Protocol):
 
 
 Counter = tuple[object, str]
-"""Object and name of its step counter."""
+"""Object and attribute name of a step counter."""
 OF_STAGES = ("sharded", "async")
-"""Checkpoints of pipelines: no rank has the whole model for a full one."""
+"""Checkpoints of pipelines, where no rank has the whole model for a full one."""
 LEAST_STEPS = 6
-"""Least steps of a parity segment with a checkpoint: steps are compared before and after it."""
+"""Minimum steps of a parity segment with a checkpoint: steps are compared before and after it."""
 FILE = "checkpoint.pt"
-"""Name of the one file of a full checkpoint."""
 
 
 def checkpoint_step(cell: Cell) -> int:
@@ -43,9 +42,9 @@ def checkpoint_step(cell: Cell) -> int:
 
 
 def saving_cell(cell: Cell) -> Cell:
-    """Returns the cell that saves the checkpoint: with `checkpoint_from`, another strategy's.
+    """Returns the cell that saves the checkpoint; with `checkpoint_from`, another strategy's.
 
-    Raises UsageError if that is not a strategy and a number of devices.
+    Raises UsageError unless that is a strategy and a number of devices.
     """
     if not cell.checkpoint_from:
         return cell
@@ -60,8 +59,10 @@ def saving_cell(cell: Cell) -> Cell:
 
 
 def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
-    """Raises Refused if the cell cannot be restarted from a checkpoint. `able`: the strategy's
-    checkpoints."""
+    """Raises Refused if the cell cannot restart from a checkpoint.
+
+    `able` lists the strategy's checkpoints.
+    """
     if cell.checkpoint not in able:
         remedy = f"use {', '.join(able)}" if able else "leave the checkpoint out"
         raise Refused(f"{cell.strategy} does not save checkpoints {cell.checkpoint}; {remedy}")
@@ -158,9 +159,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """What `state_dict` returns of several parts: rank 0's in one file, or every rank's in its own.
+    """The `state_dict` of several parts: rank 0's in one file, or every rank's in its own.
 
-    For libraries whose documentation says to save it so.
+    For libraries that document saving this way.
     """
 
     job: Job
@@ -222,11 +223,11 @@ def _states(job: Job, train_state: TrainState) -> StateDict:
 
 
 def _options(job: Job) -> StateDictOptions:
-    """Returns flat optimizer names, so that ranks with different parameters, such as pipeline
-    stages, share a checkpoint.
+    """Returns options with flat optimizer names, except for full checkpoints.
 
-    torch 2.13 raises KeyError when it loads flat names from a full checkpoint. On a CPU,
-    `cpu_offload` makes FSDP1 return views of memory that it frees.
+    Flat names let ranks with different parameters, such as pipeline stages, share a checkpoint.
+    torch 2.13 raises KeyError when it loads them from a full one. On a CPU, `cpu_offload` makes
+    FSDP1 return views of memory that it frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -241,7 +242,7 @@ def _options(job: Job) -> StateDictOptions:
 def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
     """Starts an asynchronous save; returns a function that waits for it.
 
-    It has its own process group, so that its collectives do not mix with the training's.
+    A separate process group keeps its collectives apart from the training's.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save

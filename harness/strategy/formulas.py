@@ -1,4 +1,4 @@
-"""Shared formulas: bytes that a rank keeps and sends."""
+"""Formulas for the bytes that a rank keeps and sends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""Weight of a message that overlaps backward: on CPU cores 0.4 to 0.8 ms each, 1.4 if awaited."""
+"""Weight of a message that overlaps backward: 0.4 to 0.8 ms on CPU cores, 1.4 if awaited."""
 
 KEPT_RESULTS = 2
-"""Result buffers of DeepSpeed's last pipeline stage, and fewest input buffers of its first
+"""Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first
 (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Returns parameters and optimizer state in equal shards, with whole layer buffers; zero_grad
-    frees gradients."""
+    """Returns parameters and optimizer state in equal shards, with whole layer buffers.
+
+    Gradients count as transient, because zero_grad frees them.
+    """
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=optimizer_bytes(cell, facts) / shards,
@@ -36,10 +38,9 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """Returns the facts of a rank's part of the model, with the `share` held of each parameter, by
-    name.
+    """Returns the facts of a rank's part of the model; None if some parameters are frozen.
 
-    None if some parameters are frozen, as their names are unknown.
+    `share` maps a parameter's name to the part held; names of frozen ones are unknown.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -61,8 +62,7 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
 def facts_of_stages(
     workload: Workload, facts: ModelFacts, own: Collection[int], count: int, tensor_ranks: int = 1
 ) -> ModelFacts | None:
-    """Returns the facts of a rank with the stages `own` of `count`; None if the model defines no
-    split."""
+    """Returns the facts of a rank with stages `own` of `count`; None if the model has no split."""
     split = workload.split
     if split is None:
         return None
@@ -83,7 +83,7 @@ def facts_of_stages(
 
 
 def received_bytes(stage: int, count: int, hidden: float) -> float:
-    """Returns a stage's receive buffers: hidden states and gradients of all micro-batches."""
+    """Returns the bytes of a stage's receive buffers, for all micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
@@ -99,11 +99,11 @@ def pipeline_states(
     keeps: Callable[[Cell, ModelFacts], States] = model_states,
     buffers: Callable[[int, int, float], float] = received_bytes,
 ) -> States | None:
-    """Returns the states of the fullest pipeline rank, with buffers.
+    """Returns the states of the fullest pipeline rank, including buffers.
 
-    `own`: each rank's stages. `keeps`: a rank's states from its model facts. `buffers`: a stage's
-    buffer bytes from its index, the stage count, and the bytes of hidden states of all of a rank's
-    samples.
+    `own` lists each rank's stages. `keeps` maps a rank's facts to its states. `buffers` maps a
+    stage's index, the stage count, and the bytes of hidden states of a rank's samples to buffer
+    bytes.
     """
     from harness.workloads import make_workload
 
@@ -125,25 +125,26 @@ def pipeline_states(
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
-    """Returns DDP's states: everything, plus gradient buckets."""
+    """Returns DDP's states: the whole model's, plus gradient buckets."""
     states = model_states(cell, facts)
     return dataclasses.replace(states, library=states.library + facts.trained_bytes)
 
 
 def all_reduced(ranks: int, size: float) -> float:
-    """Returns bytes each rank must send to all-reduce `size` bytes."""
+    """Returns the bytes each rank must send to all-reduce `size` bytes."""
     return 2 * passed_once(ranks, size)
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """Returns bytes each rank must send for a reduce-scatter, all-gather or, on average,
-    broadcast."""
+    """Returns the bytes each rank sends in a reduce-scatter, all-gather or, on average, broadcast."""
     return (ranks - 1) / ranks * size
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns a step's hidden states between blocks for a rank's samples; None if the dtype may
-    change."""
+    """Returns the bytes of hidden states between blocks of a rank's samples in a step.
+
+    None if the dtype may change.
+    """
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -157,13 +158,13 @@ def logits_bytes(workload: Workload, samples: int, tokens: int) -> float:
 
 
 def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
-    """Returns the fullest rank's states, sharded as by ZeroRedundancyOptimizer."""
+    """Returns the fullest rank's states when sharded by ZeroRedundancyOptimizer."""
     share = fullest_share(sorted(facts.sizes, reverse=True), ranks) / sum(facts.sizes)
     return dataclasses.replace(states, optimizer=states.optimizer * share)
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns the fullest rank's elements when each tensor goes to the rank with fewest so far."""
+    """Returns the fullest rank's elements if each tensor goes to the rank with fewest so far."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

@@ -1,4 +1,4 @@
-"""What the harness and a strategy pass each other."""
+"""Data that the harness and a strategy exchange."""
 
 from __future__ import annotations
 
@@ -37,35 +37,32 @@ if TYPE_CHECKING:
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
 
-`block_cudagraphs`, untested on GPUs, requires block weights at fixed addresses and no collectives
-inside a block, unlike FSDP2 and tensor parallelism.
-"""
+`block_cudagraphs`, untested on GPUs, needs block weights at fixed addresses and no collectives
+inside a block, which rules out FSDP2 and tensor parallelism."""
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
-"""Modifies the blocks in place: (model, its blocks, `selective` or `full`)."""
+"""Makes blocks recompute, in place: (model, its blocks, `selective` or `full`)."""
 Wire = Literal["gloo", "ring"]
 Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimizer", "data"]]
-"""Object or module, function name, and the component that its time counts for."""
+"""Object or module, function name, and the component its time counts towards."""
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
 Save = Callable[[Path, int], "Callable[[], object] | None"]
-"""Saves the state after this many steps to a folder, the number included.
-
-Returns a function that waits for the end of an asynchronous save, or None.
-"""
+"""Saves the state after this many steps, and their number, to a folder; returns a function that
+waits for an asynchronous save, or None."""
 Load = Callable[[Path], int]
-"""Loads the state from a folder; returns the number of steps read from it."""
+"""Loads the state from a folder; returns its number of steps."""
 Moment = tuple[str, str, "Tensor"]
-"""Parameter name, name of an optimizer state of its shape, such as exp_avg, and that state."""
+"""Parameter name, name of an optimizer state of its shape (such as exp_avg), and that state."""
 LOSS_SCALE = 4096.0
 ROUTER_WEIGHT = "router_aux_loss_coef"
-"""transformers' attribute of a model and its config: the weight of the balancing loss."""
+"""transformers' attribute for the weight of the balancing loss."""
 
 
 @dataclass(frozen=True)
 class Router:
     module: nn.Module
     tokens: Callable[[Any], Tensor]
-    """Module output -> tokens per expert, (experts,)."""
+    """Function from the module's output to tokens per expert (experts,)."""
 
 
 @dataclass
@@ -75,9 +72,10 @@ class TrainState:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """Parameter name -> function from the strategy's whole tensor to the workload's layout."""
+    """Functions by parameter name, from the strategy's whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
-    """Computation, as (object, method name), timed in a separate pass for the pipeline bubble."""
+    """Compute functions as (object, method name), timed in a separate pass for the pipeline
+    bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     """Yields whole tensors by name, if walking the model does not; called on all ranks."""
     moments: Callable[[], Iterable[Moment]] | None = None
@@ -85,18 +83,16 @@ class TrainState:
     states: Callable[[], Iterable[Retained]] | None = None
     """What this rank keeps between steps, if walking model and optimizers misses or misnames it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Library buffers in addition to model and optimizers."""
+    """Library buffers besides model and optimizers."""
     offload_folder: Path | None = None
-    """Folder of states, whose reads and writes are then recorded."""
+    """Folder of offloaded states, whose reads and writes are recorded."""
     waits: Sequence[Wait] = ()
-    """Functions in which a rank waits unseen by torch's profiler, wrapped in a separate pass.
-
-    Their time counts for the component if nothing computes meanwhile.
-    """
+    """Functions in which a rank waits unseen by torch's profiler, wrapped in a separate pass. Their
+    time counts towards the component if nothing computes meanwhile."""
     collectives: Sequence[Sender] = ()
-    """Functions that send their first argument among all ranks without torch.distributed."""
+    """Functions that send their first argument to all ranks without torch.distributed."""
     wire: Wire = "gloo"
-    """Algorithm that moves the bytes: torch's gloo backend's, or rings."""
+    """Algorithm that moves the bytes: that of torch's gloo backend, or rings."""
     routers: Mapping[int, Router] | None = None
     """Mixture-of-experts routers by block number, if not the workload's."""
     over_tcp: bool = True
@@ -104,17 +100,18 @@ class TrainState:
     counters: Sequence[tuple[object, str]] = ()
     """Step counters outside the optimizers that affect a step, as (object, attribute name)."""
     schedules: Sequence[LambdaLR] = ()
-    """The cell's schedulers; filled in by the harness."""
+    """The cell's schedulers, filled in by the harness."""
     save: Save | None = None
-    """Saves a checkpoint by the library's own means, if it has any; called on all ranks."""
+    """Saves a checkpoint by the library's own means; called on all ranks."""
     load: Load | None = None
     """Loads that checkpoint into a newly built training; called on all ranks."""
     loads_in_setup: bool = False
-    """Whether `setup` has loaded `Job.resume_from`, and `load` only returns its step."""
+    """Whether `setup` has already loaded `Job.resume_from`, so that `load` only returns its
+    step."""
 
 
 class TrainStateOptions(TypedDict, total=False):
-    """Fields of TrainState, all optional."""
+    """Optional fields of TrainState."""
 
     restore: Mapping[str, Callable[[Tensor], Tensor]]
     compute: Sequence[tuple[object, str]]
@@ -144,10 +141,10 @@ class Job:
     device: torch.device
     rank: int
     scratch: Path
-    """Trial folder, shared by the ranks of a node and kept across an elastic restart."""
+    """Trial folder, shared by a node's ranks and kept across an elastic restart."""
     restart_count: int = 0
     interface: str | None = None
-    """Network interface that reaches all ranks; None: libraries choose."""
+    """Network interface that reaches all ranks; None lets libraries choose."""
     node: str = ""
     """This rank's node; empty if there is only one."""
     local_processes: int = 1
@@ -155,12 +152,10 @@ class Job:
     threads: int = 1
     """Intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights; None: `device`.
-
-    Always a GPU in GPU cells: the CPU generator draws other weights than the reference's.
-    """
+    """Device that draws initial weights, if not `device`. In GPU cells it is a GPU, because the CPU
+    generator would draw other weights than the reference's."""
     resume_from: Path | None = None
-    """Checkpoint that `TrainState.load` will be called with; None without one."""
+    """Checkpoint that `TrainState.load` will get, if any."""
     train_state: TrainState | None = None
     recomputes: bool = False
     compiles: bool = False
@@ -174,7 +169,7 @@ class Job:
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
         """Builds the workload's model with seeded weights, on this rank's device, in training mode.
 
-        `recompute`: enables recomputation, if a library has its own.
+        `recompute` enables recomputation, if a library has its own.
         """
         model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
         self.follow_recipe(model)
@@ -189,7 +184,7 @@ class Job:
         return model
 
     def follow_recipe(self, model: nn.Module) -> None:
-        """Gives a model the cell's dropout and balancing loss, in place."""
+        """Applies the cell's dropout and balancing loss to a model, in place."""
         if self.cell.dropout:
             from harness.workloads.dropout import place_dropout
 
@@ -202,7 +197,7 @@ class Job:
                 setattr(owner, ROUTER_WEIGHT, self.cell.balance_weight)
 
     def require_model(self) -> None:
-        """Raises RuntimeError if the cell needs `model`, which was not called."""
+        """Raises RuntimeError if the cell needs `model`, but it was not called."""
         cell = self.cell
         for made, done, axis, value in (
             (self.recomputes, "recomputed", "recompute", cell.recompute),
@@ -215,8 +210,7 @@ class Job:
                 )
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Returns the cell's optimizer as (class, keyword arguments), for libraries that build
-        it."""
+        """Returns the cell's optimizer as (class, arguments), for libraries that build it."""
         return optimizer_class(self.cell)
 
     def optimizer(
@@ -224,13 +218,13 @@ class Job:
         parameters: Iterable[Tensor],
         matrices: Mapping[Tensor, bool] | None = None,
     ) -> Optimizer:
-        """Builds the cell's optimizer. `matrices`: see `parameter_groups`."""
+        """Builds the cell's optimizer (for `matrices`, see `parameter_groups`)."""
         factory, kwargs = self.optimizer_class()
         groups = parameter_groups(self.cell, parameters, matrices)
         return with_dtensors_apart(factory(groups, **kwargs))
 
     def parameter_groups(self, parameters: Iterable[Tensor]) -> ParamsT:
-        """Returns parameters as the cell's optimizer takes them, for libraries that build it."""
+        """Returns parameters in the form the cell's optimizer takes, for libraries that build it."""
         return parameter_groups(self.cell, parameters)
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
@@ -242,7 +236,7 @@ class Job:
         return scheduler
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
-        """Builds the cell's optimizer, also one that depends on parameter names."""
+        """Builds the cell's optimizer, even one that depends on parameter names."""
         return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
@@ -261,7 +255,7 @@ class Job:
         return torch.autocast(self.device.type, dtype=self.dtype())
 
     def loss(self, model: Callable[..., Tensor | HasLogits], batch: Batch) -> Tensor:
-        """Returns a batch's mean loss, with the cell's weight of the balancing loss."""
+        """Returns a batch's mean loss, including the weighted balancing loss."""
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
         self.recipe.masks.keys = batch.keys
         with self.autocast():
@@ -299,7 +293,7 @@ def standard_step(
 ) -> TrainStep:
     """Returns one optimizer step: forward and backward of every micro-batch, then the update.
 
-    Losses are divided by the number of micro-batches. fp16 scales the loss dynamically
+    Losses are divided by the number of micro-batches; fp16 scales them dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
     default, `clear` the optimizer's `zero_grad`. Gradients are clipped by torch, or by the
@@ -341,7 +335,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling in fp16 cells, disabled otherwise.
+    """Returns dynamic loss scaling for fp16 cells, disabled for others.
 
     It starts at 4096, because torch's 65536 may overflow and skip steps.
     """
@@ -351,7 +345,7 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def sharded_loss_scaler(job: Job) -> GradScaler:
-    """Makes all ranks skip the same steps, though each sees only its gradient shard."""
+    """Returns a scaler that makes all ranks skip the same steps, though each sees only its shard."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fp16 = job.cell.precision == "fp16"

@@ -28,10 +28,8 @@ EIGHT_BITS = Tolerance(
     "a moment halfway between two 8-bit values may be rounded to either",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
-"""Tolerances of optimizers that amplify gradient rounding.
-
-Eight bits deviated by up to 2.9e-3 of an update after 20 steps.
-"""
+"""Tolerances of optimizers that amplify gradient rounding. Eight bits deviated by up to 2.9e-3 of
+an update after 20 steps."""
 QUANTISED_ELEMENTS = 4096
 """Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
@@ -41,8 +39,7 @@ CODES = 256
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the cell's optimizer as (class, keyword arguments); for Muon, that of
-    non-matrices."""
+    """Returns the optimizer as (class, keyword arguments); for Muon, that of non-matrices."""
     import torch
 
     if cell.optimizer == "sgd":
@@ -67,7 +64,7 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 
 
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
-    """Builds the cell's optimizer of a model's trained parameters.
+    """Builds the cell's optimizer for a model's trained parameters.
 
     Muon updates block matrices, AdamW embeddings, head and vectors
     (https://kellerjordan.github.io/posts/muon/). Muon's steps are scaled to AdamW's, so both share
@@ -92,10 +89,10 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 
 
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
-    """Gives DTensors and plain tensors parameter groups of their own.
+    """Puts DTensors and plain tensors into separate parameter groups.
 
-    Tensor parallelism leaves norms as plain tensors, and torch's foreach and fused updates, of
-    which one is the default on GPUs, refuse a list of both.
+    Tensor parallelism leaves norms as plain tensors. torch's foreach and fused updates refuse a
+    list of both, and one of them is the default on GPUs.
     """
     from torch.distributed.tensor import DTensor
 
@@ -138,7 +135,7 @@ def _together(*parts: Optimizer) -> Optimizer:
 
 
 def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
-    """Returns bytes the optimizer keeps for the whole model between steps.
+    """Returns the bytes the optimizer keeps for the whole model between steps.
 
     AdamW keeps two moments of a parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054,
     section 3.1, for fp32), Muon one for block matrices. AdamW8bit keeps two of one byte per

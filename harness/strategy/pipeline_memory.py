@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 Action = tuple[Literal["forward", "backward"], int, int]
-"""Kind of action, stage index within the rank, micro-batch number."""
+"""Kind of action, stage index within the rank, and micro-batch number."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,11 @@ class Engine:
     tensor_ranks: int = 1
     """Ranks that split each layer of a stage."""
     shards: int = 0
-    """Ranks over which FSDP2 shards the stage's parameters; 0: none.
+    """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
 
     A block's parameters are gathered for forward and freed after it. Backward gathers them again,
     with several ranks while the following block computes, and keeps them until the next forward.
-    Other parameters stay. Gradients are whole until the last micro-batch ends.
-    """
+    Other parameters stay. Gradients are whole until the last micro-batch ends."""
     copies_inputs: bool = False
     """Whether stages copy inputs twice, send at once, and keep the last results until replaced, as
     in DeepSpeed."""
@@ -95,7 +94,7 @@ def actions(part: PipelineRank) -> Iterator[Action]:
 
 
 def _micro_batches_of_round(part: PipelineRank) -> int:
-    """Returns how many run before the rank switches stages."""
+    """Returns how many micro-batches run before the rank switches stages."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
     if len(part.own) == 1:
@@ -104,7 +103,7 @@ def _micro_batches_of_round(part: PipelineRank) -> int:
 
 
 def _ahead(part: PipelineRank) -> int:
-    """Counts the forwards before the one that the first backward follows."""
+    """Returns the number of forwards before the one that the first backward follows."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
     each_hop = 2 if len(part.own) > 1 else 1
@@ -115,10 +114,10 @@ def _ahead(part: PipelineRank) -> int:
 def held_with_gradients(
     cell: Cell, layout: Layout, workload: Workload, own: Sequence[tuple[int, ...]], engine: Engine
 ) -> float | None:
-    """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
-    states and the optimizer's gradients (`States.transient`).
+    """Returns a rank's peak fp32 bytes of activations and gradients in a step.
 
-    `own`: each rank's stages. None if the model defines no split, or is not fully trained.
+    Excludes retained states and the optimizer's gradients (`States.transient`). `own` lists each
+    rank's stages. None if the model has no split or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None
@@ -228,7 +227,7 @@ class _Run:
 
 
 def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Adds FSDP2's gathers (see `Engine.shards`). `ahead`: gather early in backward."""
+    """Adds FSDP2's gathers (see `Engine.shards`); with `ahead`, backward gathers early."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}

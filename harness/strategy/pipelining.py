@@ -50,10 +50,10 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count`: its blocks, and the embedding if first, the head if last.
+    """Stage `index` of `count`: its blocks, plus the embedding if first and the head if last.
 
     Placeholders for other modules preserve parameter names. Tied parameters have separate storage
-    on each stage, see `Pipe.sum_tied`.
+    on each stage (see `Pipe.sum_tied`).
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -93,9 +93,9 @@ class Stage(nn.Module):
         ]
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Maps token ids (first stage) or hidden states to logits (last stage) or hidden states.
+        """Maps token ids or hidden states to hidden states, or to logits on the last stage.
 
-        `keys`: of dropout masks, if they are not set yet.
+        `keys` are those of dropout masks, if not set yet.
         """
         if keys is not None:
             self.masks.keys = keys
@@ -108,7 +108,7 @@ class Stage(nn.Module):
 def split_tensors(
     stage: Stage, mesh: DeviceMesh, sequence_parallel: bool = False
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Splits weights over a tensor-parallel mesh, in place; returns functions that restore them."""
+    """Splits weights over a tensor-parallel mesh in place; returns functions that restore them."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())
@@ -127,7 +127,7 @@ def split_tensors(
 class Pipe:
     """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
 
-    `wrap` adds a data-parallel wrapper. It may change or hide names, so they are taken first.
+    `wrap` adds a data-parallel wrapper; names are taken before it, as it may hide them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Pipe:
         self.schedule = kind(
             self.torch_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.torch_stages,
             n_microbatches=max(self.parts, least),
-            # Looked up late: the harness may wrap `loss` to time it.
+            # Looked up late, since the harness may wrap `loss` to time it.
             loss_fn=lambda logits, labels: self.loss(logits, labels),
             scale_grads=False,
         )
@@ -167,7 +167,7 @@ class Pipe:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """Returns the ranks with the pipeline's stages; None for a single one."""
+        """Group of the ranks with the pipeline's stages; None for a single rank."""
         group = self.group or dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
 
@@ -184,7 +184,7 @@ class Pipe:
 
     @property
     def copies(self) -> list[Tensor]:
-        """Returns this rank's parameters tied to those of the first stage on another rank."""
+        """This rank's parameters tied to those of the first stage on another rank."""
         last = self.stages[-1]
         if last.count == 1 or not last.last or any(stage.first for stage in self.stages):
             return []
@@ -263,7 +263,7 @@ def train_step(
             (stage, name)
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
         ]
-    # ZeroRedundancyOptimizer's states are in the optimizer it wraps.
+    # ZeroRedundancyOptimizer keeps its states in the optimizer it wraps.
     states: Optimizer = getattr(optimizer, "optim", optimizer)
     scheduler, max_norm = job.scheduler(optimizer), job.cell.clip_norm
     named = TrainState(_module_of(pipe.named), [states])

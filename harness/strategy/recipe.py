@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from harness.workloads.dropout import Masks
 
 Clip = Callable[[float], "Tensor | float | None"]
-"""Clips the gradients to a global 2-norm; returns the norm before."""
+"""Function that clips gradients to a global 2-norm and returns the norm before."""
 WARMUP_SHARE = 0.25
 """Share of the parity segment in which the learning rate rises."""
 LAST_FACTOR = 0.1
-"""Factor of the learning rate at the end of the parity segment, and from then on."""
+"""Learning-rate factor from the end of the parity segment on."""
 
 
 def _new_masks() -> Masks:
@@ -34,22 +34,22 @@ def _new_masks() -> Masks:
 
 @dataclass
 class RecipeState:
-    """Recipe of one rank; shared by copies of its `Job`."""
+    """Recipe of one rank, shared by copies of its `Job`."""
 
     gradient_norm: Tensor | float | None = None
-    """Global norm of the latest step's gradients before clipping; None if not clipped."""
+    """Global gradient norm of the latest step, before clipping; None if not clipped."""
     clip: Clip | None = None
-    """The library's clipping, if it has its own."""
+    """The library's own clipping, if any."""
     schedulers: list[LambdaLR] = field(default_factory=list)
     masks: Masks = field(default_factory=_new_masks)
     """Dropout masks of this rank's model."""
 
 
 def learning_rate_factor(cell: Cell, step: int) -> float:
-    """Returns the factor of the learning rate at a step: a linear warm-up, then a cosine.
+    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine.
 
-    The parity segment holds all of it. A reference run for later steps is longer, so the number of
-    steps cannot matter.
+    It ends with the parity segment. References for later steps run longer, so the number of steps
+    must not matter.
     """
     if cell.schedule == "constant":
         return 1.0
@@ -83,7 +83,7 @@ def parameter_groups(
 ) -> ParamsT:
     """Returns the optimizer's parameters, in two groups if only matrices decay.
 
-    `matrices`: whether each parameter is one; needed if a library flattens them.
+    `matrices` says which parameters are matrices, for libraries that flatten them.
     """
     everything = list(parameters)
     if cell.decay == "all":
@@ -112,10 +112,10 @@ def clip_gradients(
 ) -> Tensor:
     """Clips gradients to a global 2-norm; returns the norm before.
 
-    torch's `clip_grad_norm_` fails on a list with DTensors of several meshes, or with plain tensors
-    as well (2.13). So each kind's norm is computed separately, over all ranks of its mesh, and then
-    combined. `group`: ranks with other parameters, such as pipeline stages. `copies`: parameters
-    that another rank of the group counts.
+    torch's `clip_grad_norm_` fails on DTensors of several meshes, or mixed with plain tensors
+    (2.13). So each kind's norm is computed over all ranks of its mesh, then combined. `group` has
+    ranks with other parameters, such as pipeline stages; `copies` are parameters that another of
+    its ranks counts.
     """
     import torch
     import torch.distributed as dist
@@ -143,8 +143,7 @@ def clip_gradients(
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor:
-    """Returns the gradient, as a DTensor if the parameter was one before torch localised it for
-    DDP."""
+    """Returns the gradient, as a DTensor if the parameter was one before torch made it local."""
     from torch.distributed.tensor.parallel._data_parallel_utils import _unflatten_tensor
 
     assert parameter.grad is not None

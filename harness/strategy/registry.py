@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "parallelism_bench.strategies"
 GRAPH_WARMUP = 3
-"""Warm-up steps: normal, recorded, replayed."""
+"""Warm-up steps of a CUDA graph: normal, recorded, replayed."""
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
-"""Strategy for measuring parity limits only; no matrix offers it."""
+"""Strategy for measuring parity limits; no matrix offers it."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -53,10 +53,9 @@ def _load(module_name: str, name: str) -> type[Strategy]:
 
 @functools.cache
 def strategies() -> dict[str, type[Strategy]]:
-    """Returns all strategies by name: files of harness/strategies/, then other packages' entry
-    points.
+    """Returns all strategies by name: files of harness/strategies/, then packages' entry points.
 
-    They are discovered because they import this package.
+    They are discovered, not imported, because they import this package.
     """
     home = importlib.import_module(HOME)
     names = sorted(
@@ -70,7 +69,7 @@ def strategies() -> dict[str, type[Strategy]]:
 
 
 def _strategy_class(name: str) -> type[Strategy]:
-    """Returns the class; raises UsageError for an unknown name."""
+    """Raises UsageError for an unknown name."""
     if names_user_class(name):
         return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
     known = strategies()
@@ -115,8 +114,10 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with current defaults of omitted options, which affect the measurement, and
-    with paths and digests of users' files; raises UsageError."""
+    """Returns the cell with current defaults of omitted options, which affect the measurement.
+
+    Also sets paths and digests of users' files. Raises UsageError.
+    """
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out, **_sources(cell)})
 
@@ -131,7 +132,7 @@ def _sources(cell: Cell) -> dict[str, str]:
 
 
 def require_unchanged(cell: Cell) -> None:
-    """Raises UsageError if a user's file is no longer what the cell was planned with."""
+    """Raises UsageError if a user's file has changed since the cell was planned."""
     planned, now = cell.model_dump(), _sources(cell)
     for field in ("strategy", "workload"):
         if planned[f"{field}_digest"] and planned[f"{field}_digest"] != now[f"{field}_digest"]:
@@ -139,17 +140,17 @@ def require_unchanged(cell: Cell) -> None:
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns scratch folder -> launch command; None for the cell's launcher."""
+    """Returns a function from scratch folder to launch command, or None for the cell's launcher."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else _no_command
 
 
 def _no_command(scratch: Path) -> None:
-    """A named function, because trials that share their ranks are pickled."""
+    """Not a lambda, because trials that share their ranks are pickled."""
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
-    """Returns the number of parts of the global batch that BatchNorm normalises separately."""
+    """Returns how many parts of the global batch BatchNorm normalises separately."""
     ranks = 1 if strategy.capabilities.synchronizes_batch_norm else layout.data
     return ranks * cell.micro_batches
 
@@ -160,7 +161,7 @@ def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | Non
 
 
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused if the ranks do not divide evenly over the cell's nodes."""
+    """Raises Refused if the ranks cannot be placed on the cell's nodes."""
     if cell.devices % cell.nodes:
         raise Refused(
             f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
@@ -201,7 +202,7 @@ def _require(package: str, install: str = "") -> None:
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
     """Returns strategy and layout if the cell can run; raises UsageError, Refused or Unavailable.
 
-    `here`: also check this host's packages.
+    `here` also checks this host's packages.
     """
     strategy = make_strategy(cell)
     if here:
@@ -253,7 +254,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 
 
 def _admit_recipe(cell: Cell, workload: Workload, layout: Layout) -> None:
-    """Raises Refused if the workload, or how it is divided, does not allow the recipe."""
+    """Raises Refused if the workload or its layout does not allow the recipe."""
     if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
         raise Refused(
             f"{workload.name} has one label per sample, so none can be left out; use a causal"
@@ -328,7 +329,7 @@ def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: boo
 def _admit_cuda_graphs(cell: Cell) -> None:
     """Raises Refused if blocks cannot be replayed as CUDA graphs.
 
-    A graph reuses its memory: more micro-batches or recomputation would overwrite needed data.
+    A graph reuses its memory, so more micro-batches or recomputation would overwrite needed data.
     """
     if cell.device != "cuda":
         raise Refused("CUDA graphs need GPUs; use compile block on CPUs")

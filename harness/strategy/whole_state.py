@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer states of a rank by the model's names, without shards."""
+"""A rank's parameters, buffers and optimizer states by the model's names, without shards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from harness.strategy.job import Moment, TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names of the compared states of torch's optimizers."""
+"""Names of the optimizer states that are compared."""
 MOMENTS_UP_TO = 2**29
-"""Bytes of trained parameters up to which optimizer states are compared: references would take
-three times the disk, and are kept for many cells."""
+"""Bytes of trained parameters up to which optimizer states are compared; with them, references take
+three times the disk."""
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -29,8 +29,8 @@ def plain_name(name: str) -> str:
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
 
-    Gathers shards (DTensor) with a collective, so all ranks must iterate together. A pipeline stage
-    yields only its parameters.
+    Gathering shards (DTensor) is a collective, so all ranks must iterate together. A pipeline stage
+    yields only its own parameters.
     """
     gather = train_state.gather or train_state.model.named_parameters
     for name, parameter in gather():
@@ -40,10 +40,10 @@ def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
 def full_moments(
     train_state: TrainState, shape_of: Callable[[str], tuple[int, ...] | None]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (plain name, state's name, whole tensor) of optimizer states, as `full_parameters`.
+    """Yields (plain name, state's name, whole tensor) of optimizer states, like `full_parameters`.
 
-    `shape_of`: the parameter's shape by plain name. States of another shape are left out: a library
-    keeps them in a form of its own.
+    `shape_of` returns a parameter's shape. States of another shape are left out, as a library keeps
+    them in its own form.
     """
     named = (
         train_state.moments()
