@@ -232,7 +232,7 @@ def pretend_gpus() -> None:
 
 
 def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
-    """Raises RuntimeError unless Accelerate's ranks, engine, precision and threads are the cell's."""
+    """Raises RuntimeError unless Accelerate's ranks, engine, precision and threads match the cell."""
     import torch
     from accelerate.utils import DistributedType
 

@@ -67,7 +67,7 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """Bytes of the optimizer's swap buffers, four of the largest sub-group; 0 if not on disk."""
+        """Bytes of the optimizer's swap buffers: four of the largest sub-group, if on disk."""
         if self.optimizer != "nvme":
             return 0
         return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)

@@ -250,7 +250,7 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers sends by Horovod's threads and waits in `synchronize`, which profilers cannot see."""
+    """Registers sends and waits of Horovod's threads, which profilers cannot see."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

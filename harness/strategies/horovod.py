@@ -80,7 +80,7 @@ class Horovod(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        """Allows for Adasum's log2(ranks) steps, which add differences that the reference averages."""
+        """Allows for Adasum's log2(ranks) steps, which add what the reference averages."""
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)

@@ -78,5 +78,5 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and a broadcast per parameter, all started before the first wait."""
+        """Counts DDP's messages and a broadcast per parameter, which all overlap."""
         return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)

@@ -91,7 +91,7 @@ class Strategy(BaseModel, ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
-        """Returns the data, pipeline and tensor axes; raises Refused if the devices do not divide."""
+        """Returns the axes; raises Refused if the devices do not divide evenly."""
         return Layout(data=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
@@ -123,7 +123,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why training cannot be rewound by restoring what is registered; empty if it can."""
+        """Reason why training cannot be rewound by what it registers; empty if it can."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
@@ -188,7 +188,7 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs whole blocks; torch's stops once backward has what it needs."""
+        """Whether recomputation runs whole blocks, unlike torch's."""
         return False
 
     @property
@@ -197,7 +197,7 @@ class CostModel(Generic[StrategyT_co]):
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the bytes the fullest rank keeps between steps, including the library's copies."""
+        """Returns the bytes the fullest rank keeps between steps, with the library's copies."""
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
@@ -247,5 +247,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns the approximate bytes to and from disk, or through one process, over all ranks."""
+        """Returns the approximate bytes to and from disk, or through one process."""
         return 0.0

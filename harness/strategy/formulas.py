@@ -136,7 +136,7 @@ def all_reduced(ranks: int, size: float) -> float:
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """Returns the bytes each rank sends in a reduce-scatter, all-gather or, on average, broadcast."""
+    """Returns the bytes each rank sends in a reduce-scatter, all-gather or average broadcast."""
     return (ranks - 1) / ranks * size
 
 

@@ -224,7 +224,7 @@ class Job:
         return with_dtensors_apart(factory(groups, **kwargs))
 
     def parameter_groups(self, parameters: Iterable[Tensor]) -> ParamsT:
-        """Returns parameters in the form the cell's optimizer takes, for libraries that build it."""
+        """Returns parameters in the form the cell's optimizer takes."""
         return parameter_groups(self.cell, parameters)
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
@@ -345,7 +345,7 @@ def loss_scaler(job: Job) -> GradScaler:
 
 
 def sharded_loss_scaler(job: Job) -> GradScaler:
-    """Returns a scaler that makes all ranks skip the same steps, though each sees only its shard."""
+    """Returns a scaler that makes all ranks skip the same steps."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     fp16 = job.cell.precision == "fp16"
