@@ -64,9 +64,9 @@ def fit(
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring log predictions closest to measurements.
 
-    `predict` returns predictions in the shape and unit of `measured`. Effects are further unknowns
-    with prior 0 and standard deviation `effect_spread`, one for all or one each. `effects` (shape
-    [measured, kinds]) numbers each row's effects from 0.
+    `predict` returns predictions in the shape and unit of `measured`. Effects have prior 0 and
+    standard deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds])
+    numbers each row's effects from 0.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -86,10 +86,7 @@ def fit(
         return np.concatenate([errors, PRIOR_WEIGHT * scale * x])
 
     def slopes(x: Floats) -> Floats:
-        """Returns slopes of residuals (rows) by unknowns (columns).
-
-        A row has one effect of each kind, so all effects of a kind vary at once.
-        """
+        """Returns slopes of residuals (rows) by unknowns (columns), all effects of a kind at once."""
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
         result = np.zeros((len(measured) + len(x), len(x)))

@@ -1,4 +1,4 @@
-"""Writes cells that would settle a prediction's open questions, as a matrix or standalone files."""
+"""Writes cells that would settle a prediction's open questions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.strategy.registry import make_strategy, strategies, validate, with_
 from harness.workloads import make_workload
 
 TRIALS = 5
-"""Trials per written cell, enough for an interval."""
+"""Trials per cell, enough for an interval."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StrategyOptions:
 def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
     """Writes a matrix of these cells, best first; returns a message about it.
 
-    Raises UsageError if there are no cells, or the file exists or cannot be written.
+    Raises UsageError without cells, or if the file exists or cannot be written.
     """
     if not cells:
         raise UsageError(
@@ -111,8 +111,8 @@ def cells_of_layout(
 ) -> list[Cell]:
     """Returns the cells that train with a layout; empty if no strategy does.
 
-    Prefers strategies that need few packages, then those with an export. `tried` adds strategies
-    with options to the defaults.
+    Prefers strategies that need few packages, then those with an export. `tried` adds to the
+    default options.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -148,8 +148,7 @@ def cells_of_layouts(
 ) -> Iterator[tuple[Cell, float]]:
     """Yields the cells of many layouts, each with its layout's value.
 
-    If no exportable strategy divides the devices like a layout, later ones with the same axes are
-    skipped.
+    If a layout has no exportable strategy, later ones with the same axes are skipped.
     """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:
@@ -173,7 +172,6 @@ def _matching(
     layout: PlannedLayout,
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, Strategy]]:
-    """Yields the cells that can run and divide the devices as the layout does."""
     axes = (layout.data, layout.pipeline, layout.tensor)
     variant, precision = SUITE_CELLS[question.precision]
     workload += variant

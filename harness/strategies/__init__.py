@@ -1,1 +1,1 @@
-"""One file per strategy; the name of the file is the name of the strategy."""
+"""One file per strategy, named after it."""

@@ -147,7 +147,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP.
 
-    If `launched`, `accelerate launch` has already passed the settings as environment variables.
+    If `launched`, the environment already has the settings.
     """
     import torch
     from accelerate import Accelerator
@@ -196,8 +196,6 @@ def make_accelerator(
 
 @dataclass
 class SavedStep:
-    """Step number, saved by Accelerate with the rest."""
-
     step: int = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -232,7 +230,7 @@ def pretend_gpus() -> None:
 
 
 def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> None:
-    """Raises RuntimeError unless Accelerate's ranks, engine, precision and threads match the cell."""
+    """Raises RuntimeError unless Accelerate's engine, precision, ranks and threads fit the cell."""
     import torch
     from accelerate.utils import DistributedType
 

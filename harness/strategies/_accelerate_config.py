@@ -28,8 +28,7 @@ def fsdp2_settings(
 ) -> dict[str, object]:
     """Returns Accelerate's FSDP2 settings, with one unit per block.
 
-    Without block names, Accelerate also wraps modules that transformers marks as indivisible, and
-    fails on BERT's word embedding.
+    Without block names, Accelerate also wraps other modules, and fails on BERT's word embedding.
     """
     classes = block_classes(workload)
     return {
@@ -43,7 +42,7 @@ def fsdp2_settings(
 
 
 def state_dict_type(cell: Cell) -> dict[str, object]:
-    """Returns the setting for the checkpoint's format, if there is a checkpoint."""
+    """Returns the setting for the checkpoint's format, if any."""
     kinds = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
     return {"state_dict_type": kinds[cell.checkpoint]} if cell.checkpoint in kinds else {}
 
@@ -64,7 +63,7 @@ def launch_config(
     """Returns the config file for DDP, FSDP, or DeepSpeed with its own config file.
 
     On CPUs the type is MULTI_GPU too, because MULTI_CPU starts one process without an MPI host
-    file; the script must pass `Accelerator(cpu=True)`. Port 0 selects a free one.
+    file. The script must pass `Accelerator(cpu=True)`.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -120,7 +119,7 @@ def accelerate_export(
 ) -> Export | None:
     """Returns one engine's script and config file; None for fp16 on CPUs, which would run as fp32.
 
-    `about_deepspeed` has template values missing from the config (cpu_adam, undo_first_step).
+    `about_deepspeed` has template values missing from the config.
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None

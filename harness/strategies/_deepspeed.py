@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops, and its set-up in a rank."""
+"""DeepSpeed's compiled ops and set-up."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_in_memory(folder: str) -> bool:
 def require_disk(folder: str) -> None:
     """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS.
 
-    Somebody else's matrix must not choose where files are written and removed.
+    Somebody else's matrix must not choose where files are written.
     """
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
@@ -112,8 +112,8 @@ def compiled_parts() -> set[str]:
 def settle(device: str, local_processes: int) -> None:
     """Sets up DeepSpeed in a rank, whichever device the fork server imported it for.
 
-    Compiled ops are marked compatible, because probing others starts compilers. The CPU
-    accelerator's shared-memory collectives are left out: they leave 66 MiB per rank in /dev/shm.
+    Compiled ops are marked compatible, because probing starts compilers. The CPU accelerator's
+    shared-memory collectives are left out: they leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -150,9 +150,9 @@ def _switch_to(accelerator: Any) -> None:
 def keep_dtype(device: str) -> None:
     """Keeps fp32 parameters in fp32 when offloaded to disk, as DeepSpeed intends.
 
-    DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
-    else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
-    in bf16, which layers reject. So the CPU claims fp16 support; fp16 cells are refused earlier.
+    Its `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ... else bf16`.
+    On a CPU without fp16, parameters below 2 MiB would stay in memory and others return in bf16,
+    which layers reject. So the CPU claims fp16 support; fp16 cells are refused earlier.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: the tensors it retains, its waits, and fixes."""
+"""DeepSpeed's engine: retained tensors, waits and fixes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def keep_norm(engine: DeepSpeedEngine) -> None:
 
 
 def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
-    """Saves each rank's shards, with step and random states as DeepSpeed's client state."""
+    """Saves each rank's shards, with step and random states."""
     client_state = {"step": step, "random": random_states()}
     engine.save_checkpoint(str(folder), CHECKPOINT, client_state=client_state)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's `MoE` layer in place of a workload's mixtures, with the same weights."""
+"""DeepSpeed's `MoE` layer in place of a workload's mixtures."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def replace_mixtures(
 ) -> dict[str, Mixture]:
     """Replaces each block's mixture by DeepSpeed's layer in place; returns the layers by path.
 
-    Neighbouring ranks share the experts, so each knows its own before DeepSpeed makes its process
-    group (see `check_groups`).
+    Neighbouring ranks share the experts, which `check_groups` compares with DeepSpeed's group.
     """
     first = rank % ranks * (workload.experts // ranks)
     made = {}

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO options, their requirements, and the matching DeepSpeed config."""
+"""DeepSpeed ZeRO options, their requirements and config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.workloads.counts import model_facts
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
-"""Smallest tensor in bytes that DeepSpeed swaps, whatever the config says."""
+"""Smallest tensor in bytes that DeepSpeed swaps."""
 SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's default of 1e9 would buffer everything."""
 SWAP_BUFFERS = 5
@@ -34,11 +34,10 @@ ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS = 1000
-"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's default of 1e5 would
-keep nearly all of a model of hidden size 256."""
+"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's 1e5 would keep nearly
+all of a model of hidden size 256."""
 LOSS_SCALE_POWER = 12
-"""Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 overflows and skips the
-first steps."""
+"""Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 skips the first steps."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Swapping:
     """Elements of each trained parameter, unsharded."""
     ranks: int
     width: int
-    """Bytes per parameter element."""
     optimizer: OffloadTarget
     parameters: OffloadTarget
 
@@ -67,17 +65,14 @@ class Swapping:
 
     @property
     def optimizer_buffer_bytes(self) -> int:
-        """Bytes of the optimizer's swap buffers: four of the largest sub-group, if on disk."""
+        """Bytes of the optimizer's swap buffers: four of the largest sub-group, or 0."""
         if self.optimizer != "nvme":
             return 0
         return 4 * 4 * _aligned(max(sum(group) for group in self.groups), 4)
 
     @property
     def parameter_buffer_bytes(self) -> int:
-        """Bytes of swap buffers for parameters and a sub-group's updates; 0 if not on disk.
-
-        They are sized for whole parameters, although a rank writes only its parts.
-        """
+        """Bytes of swap buffers for whole parameters and a sub-group's updates, or 0."""
         if self.parameters != "nvme":
             return 0
         buffers = SWAP_BUFFERS * _aligned(largest_part(self.sizes, self.ranks), self.width)
@@ -217,10 +212,7 @@ class ZeroOptions(Strategy):
         return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
 
     def bucket(self, sizes: Sequence[int]) -> int:
-        """Returns the elements reduced, prefetched and held live at a time.
-
-        `sizes` are the elements of each trained parameter.
-        """
+        """Returns the elements reduced, prefetched and held live at a time."""
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
     def config(
@@ -228,8 +220,7 @@ class ZeroOptions(Strategy):
     ) -> dict[str, object]:
         """Returns DeepSpeed's JSON config for the cell.
 
-        `sizes` are the elements of each trained parameter; `folder` is for states offloaded to
-        `nvme`.
+        `sizes` are the elements of each trained parameter; `folder` is for `nvme`.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -267,7 +258,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
     Unless `gradient_clipping` is 0, DeepSpeed clips at 1.0. Libraries on top would derive a missing
-    batch size from a process count they may not see.
+    batch size from a wrong process count.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,

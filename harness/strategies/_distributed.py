@@ -225,9 +225,9 @@ def exchange(
 ) -> float:
     """Returns the bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    `rows` is the bytes of hidden states of all samples a rank sees in a step, sent to each expert
-    of a token. With uniform routing, `1 / expert` stay. `numbers` adds token counts, 8 bytes per
-    expert and micro-batch.
+    `rows` is the bytes of hidden states of a rank's samples, sent to each expert of a token. With
+    uniform routing, `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for token
+    counts.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -283,8 +283,8 @@ def tensor_traffic(
     backward for each layer split by column. The head is one of these, and its logits are gathered.
 
     Experts split like an MLP reduce outputs in forward, and gradients of inputs and token weights
-    in backward. Ranks with whole experts send a share of the tokens each (`exchange`) and gather
-    outputs and gradients. A recomputed block repeats its forward collectives except the last.
+    in backward. Whole experts exchange tokens (`exchange`) and gather outputs and gradients. A
+    recomputed block repeats its forward collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

@@ -1,4 +1,4 @@
-"""Half precision throughout instead of autocast, and its reference in one process."""
+"""Half precision throughout instead of autocast, and its reference."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 GRADIENTS_FUSED = 4
-"""Rough number of gradients ready in a 1 ms cycle: backward makes tens in tens of milliseconds."""
+"""Rough number of gradients ready in a 1 ms cycle."""
 
 
 @functools.cache
@@ -138,10 +138,7 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 
 @contextlib.contextmanager
 def rendezvous(job: Job) -> Iterator[None]:
-    """Runs the rendezvous of Gloo's ranks as horovodrun does, with a server in a thread of rank 0.
-
-    The process group exchanges host names and rank 0's address.
-    """
+    """Runs the rendezvous of Gloo's ranks like horovodrun, with the server in a thread of rank 0."""
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.util.network import get_driver_ip
@@ -199,9 +196,8 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    `broadcast_optimizer_state` has two bugs: a new optimizer takes a real step with zero gradients,
-    which decays weights and is counted, and plain SGD misses the learning rate. Call after
-    wrapping, which discards the optimizer's state.
+    Horovod's `broadcast_optimizer_state` lets a new optimizer take a real step with zero gradients,
+    and misses plain SGD's learning rate. Call after wrapping, which discards the optimizer's state.
     """
     import horovod.torch as hvd
 

@@ -98,7 +98,7 @@ def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
     Attention returns gradients to the ranks of keys and values, so each rank has the gradient of
-    the sum of all losses. With equally many tokens per rank, averaging gives that of the mean loss.
+    the sum of all losses. Ranks have equally many tokens, so averaging gives that of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -124,7 +124,7 @@ def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
     transformers makes no mask for an unknown attention, and should not: it would take this rank's
-    tokens for a whole sample. Attention over whole samples is causal anyway.
+    tokens for a whole sample.
     """
     from transformers import AttentionInterface
 
@@ -166,10 +166,9 @@ def exchanged_for_heads(
 ) -> float | None:
     """Returns the bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls, on average.
 
-    Source: arXiv 2309.14509, section 3.2. None unless all tensors are fp32. A block has four
-    all-to-alls forward (queries, keys, values, outputs) and four backward; recomputation repeats
-    the forward ones. With h elements per token in queries and outputs, and in keys and values, this
-    is the paper's 4Nh/P. `gathers_positions` adds 8 bytes per token and computed block.
+    Source: arXiv 2309.14509, section 3.2 (4Nh/P). None unless all tensors are fp32. A block has
+    four all-to-alls forward (queries, keys, values, outputs) and four backward; recomputation
+    repeats the forward ones. `gathers_positions` adds 8 bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:

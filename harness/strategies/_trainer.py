@@ -36,7 +36,7 @@ KEYS = "dropout_keys"
 class Stepped:
     """A script with its own training loop, in a thread that pauses before each step.
 
-    A step lasts from one request for a batch (`next_batch`) to the next, including all of the
+    A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
     loop's work. The script also builds the model, because glibc keeps freed memory per thread.
     """
 
@@ -101,7 +101,7 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers, which reveal the loader's order and are replaced by samples.
+    Its samples are numbers, which reveal the loader's order and are replaced by the harness's.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
@@ -139,7 +139,6 @@ class SteppedTrainer(Trainer):
         return inputs if part.keys is None else {**inputs, KEYS: part.keys}
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """Sets the dropout keys of a micro-batch before its forward."""
         prepared: Inputs = super()._prepare_inputs(inputs)
         self.job.recipe.masks.keys = prepared.pop(KEYS, None)
         return prepared
@@ -159,14 +158,12 @@ class SteppedTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
-        """Returns the cell's scheduler, which Trainer steps once per update."""
         if self.lr_scheduler is None:
             self.lr_scheduler = self.job.scheduler(optimizer or self.create_optimizer())
         created: LRScheduler = super().create_scheduler(num_training_steps, optimizer)
         return created
 
     def keep_norms(self) -> None:
-        """Records the gradient norm when Accelerate clips."""
         clip = self.accelerator.clip_grad_norm_
 
         def clip_and_keep(*arguments: object, **named: object) -> Tensor:
@@ -272,8 +269,8 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    If a model ignores the count, Trainer multiplies its mean by the ranks and does not divide by
-    micro-batches. So other models are declared not to accept it.
+    For a model that ignores the count, Trainer would multiply the mean by the ranks and not divide
+    by micro-batches. So it is told that other models do not accept it.
     """
     return workload.kind == "causal"
 
@@ -281,9 +278,9 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
-    Labels are already shifted, so causal models also get them as `shift_labels`. If transformers
-    does not recognise the loss by class name (as for GPT-2), Trainer would count the first
-    unshifted label, which nothing predicts.
+    Labels are already shifted, so causal models also get them as `shift_labels`. Without these,
+    Trainer counts unshifted labels if transformers does not recognise the loss by class name (as
+    for GPT-2).
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     if part.positions is not None:

@@ -30,12 +30,12 @@ class Amp(Strategy):
 
     Half is the cell's precision; fp16 scales the loss dynamically in O1 and O2. As in apex, O2
     keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights start
-    unrounded and rotary frequencies stay fp32, so levels differ only in how they train.
+    unrounded and rotary frequencies stay fp32.
 
     Each level is compared with itself in one process. They deviate from fp32 by rounding in
     autocast operators (O1), also in norms and residuals (O2), and by lost updates (O3): in bf16, a
     norm weight of 1.0 never moves by steps of 1e-3. Pure fp16 with AdamW diverges: a squared
-    gradient below 6e-8 becomes zero, leaving epsilon as the divisor.
+    gradient below 6e-8 becomes zero.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs it would only call the model, so the five steps run on one CPU thread per device.
-    Autocast is entered inside each replica: replica threads inherit only whether it is enabled
-    (torch/nn/parallel/parallel_apply.py), so on GPUs bf16 cells would use fp16.
+    Without GPUs the five steps run on one CPU thread per device. Autocast is entered inside each
+    replica: replica threads inherit only whether it is enabled, so on GPUs bf16 cells would use
+    fp16.
     """
 
     capabilities = Capabilities(process_group=False)

@@ -115,7 +115,6 @@ class DdpCosts(CostModel[Ddp]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts one per bucket; None if torch chooses the bucket size."""
         if self.strategy.bucket_cap_mb is None:
             return None
         buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))
@@ -166,8 +165,8 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """Returns the minimum bucket size in MiB under this hook; 0 for any size.
 
     PowerSGD reduces each bucket several times, from callbacks in another thread, in a different
-    order on each rank. With several buckets gloo pairs the wrong ones and aborts ("Received data
-    size doesn't match"). So on CPUs one bucket must hold all gradients.
+    order on each rank. With several buckets gloo pairs the wrong ones and aborts, so on CPUs one
+    bucket must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -49,7 +49,6 @@ class Deepspeed(ZeroOptions):
         return "DeepSpeed stage 0" if plain else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns DeepSpeed's or Accelerate's script, with the same config file."""
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
         layout = self.layout(cell.devices)
         config = self.config(cell, layout, sizes, self.folder or "offload")
@@ -139,9 +138,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 
         Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 should share
-        it, but compares a device with its name, which never matches. Stage 3 also keeps the
-        partition's gradients and reduction buckets between steps. States offloaded from a GPU do
-        not count.
+        it, but compares a device with its name, and also keeps the partition's gradients and
+        reduction buckets. States offloaded from a GPU do not count.
         """
         chosen = self.strategy
         width, moments = 4 if cell.precision == "fp32" else 2, cell.moments
@@ -173,7 +171,6 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def _states_3(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns stage 3's states, except on disk or moved from a GPU to host memory."""
         chosen = self.strategy
         swapping = chosen.swapping(cell, layout.replicas, facts.sizes)
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
@@ -210,10 +207,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the bytes of about 3P elements for stages 1 to 3 (paper, section 7: 2P, 2P, 3P).
 
-        DeepSpeed all-reduces gradients in stages 1 and 2 and gathers the updated parameters. Stage
-        3 gathers for forward and backward, except parameters reused soon (`_reused`), and
-        persistent ones after the update. Stages 2 and 3 reduce gradients in every micro-batch. None
-        for stage 3 with recomputation, whose gathers depend on prefetching.
+        Stages 1 and 2 all-reduce gradients and gather the updated parameters. Stage 3 gathers for
+        forward and backward, except parameters reused soon (`_reused`), and persistent ones after
+        the update. None for stage 3 with recomputation, whose gathers depend on prefetching.
         """
         chosen = self.strategy
         width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas
@@ -230,11 +226,6 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts collectives, each of one bucket.
-
-        Bucket sizes are `reduce_bucket_size`, `allgather_bucket_size` (stages 1 and 2) and
-        `stage3_prefetch_bucket_size` (forward and backward).
-        """
         chosen = self.strategy
         if chosen.stage == 0:
             return 1.0
@@ -247,7 +238,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """Counts masters and moments in and out, gradients out, parameters in twice and out once.
 
-        Host memory is about ten times as fast as disks, so its bytes count a tenth.
+        Bytes to host memory count a tenth of those to disk.
         """
         chosen = self.strategy
         share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}

@@ -22,8 +22,7 @@ class DeepspeedMoe(Strategy):
     It takes over the model's weights; no token is dropped, no expert drawn at random. DeepSpeed
     0.19.8 clips to the mean of the ranks' norms, although their experts differ, so cells with
     `clip_norm` are `diverged`. Its gate balances each layer separately, so `balance_weight` is
-    refused. Rows for each expert are padded to the busiest one's, so traffic depends on the routing
-    and has no formula.
+    refused. Rows are padded to the busiest expert's, so traffic has no formula.
     """
 
     requires = ("deepspeed",)

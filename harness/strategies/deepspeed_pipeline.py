@@ -135,10 +135,10 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns 1F1B's micro-batches in flight and the engine's input copies.
+        """Returns the bytes of 1F1B's micro-batches in flight and the engine's input copies.
 
-        torch's memory tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks);
-        its allocator agrees with the formula (docs/studies/recompute-memory.md).
+        This agrees with torch's allocator (docs/studies/recompute-memory.md). torch's memory
+        tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
@@ -150,7 +150,7 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
-    The engine calls its class's methods; this makes it use the instance's, which the harness wraps.
+    Makes the engine call the instance's methods, which the harness wraps, instead of its class's.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
@@ -176,9 +176,8 @@ def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: 
     """Returns the bytes of the engine's buffers in stage `stage` of `count` between steps.
 
     Each boundary adds a buffer for one micro-batch's hidden states or gradients. The first stage
-    keeps its latest token ids, the last its latest results and labels; ids have 8 bytes (DeepSpeed
-    0.19, runtime/pipe/engine.py, `pipe_recv_buf`, `grad_layer`, `pipe_buffers`). `hidden` is the
-    bytes of hidden states of a rank's samples.
+    keeps its latest token ids, the last its latest results and labels (DeepSpeed 0.19,
+    runtime/pipe/engine.py). `hidden` is the bytes of hidden states of a rank's samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

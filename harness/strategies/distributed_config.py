@@ -57,7 +57,6 @@ class DistributedConfigParallel(mesh.MeshStrategy):
 
 class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes sent; None in bf16 and with both axes at once."""
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             return mesh.sharded_traffic(cell, layout, workload, sizes, facts)

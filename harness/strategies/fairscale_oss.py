@@ -35,9 +35,8 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Gradients must be cleared through the model, not the optimizer (see `clear`). In fp16 all ranks
-    must skip the same steps; torch's sharded loss scaler does this on both devices, while
-    fairscale's ShardedGradScaler is disabled without CUDA.
+    Gradients must be cleared through the model, not the optimizer (see `clear`). torch's sharded
+    loss scaler replaces fairscale's ShardedGradScaler, which is disabled without CUDA.
     """
 
     requires = ("fairscale",)
@@ -127,7 +126,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts a reduction per rank (per gradient if unbucketed) and a broadcast per rank."""
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced
 
@@ -136,8 +134,7 @@ def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees the others.
 
     OSS's `zero_grad` sets all to None, torch's default since 2.0. This detaches them from
-    ShardedDataParallel's buckets, so from the second step ranks update with local gradients. The
-    inner optimizer's `zero_grad` clears only this rank's parameters.
+    ShardedDataParallel's buckets, so from the second step ranks update with local gradients.
     """
     model.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""FSDP2, which shards each parameter as a DTensor along its first dimension."""
+"""FSDP2."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def sharded_messages(
     """Returns the number of collectives per step.
 
     Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered, and with
-    hybrid sharding all-reduced, after the last micro-batch or, without `no_sync`, after each.
+    hybrid sharding all-reduced, once per step or, without `no_sync`, per micro-batch.
     """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))

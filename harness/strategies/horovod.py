@@ -80,7 +80,6 @@ class Horovod(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        """Allows for Adasum's log2(ranks) steps, which add what the reference averages."""
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)
@@ -131,7 +130,6 @@ class HorovodCosts(CostModel[Horovod]):
         return dataclasses.replace(model_states(cell, facts), library=kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes sent; None for Adasum, which combines pairs of ranks."""
         if self.strategy.op == "adasum":
             return None
         half = 2 if self.strategy.compression == "fp16" else 1

@@ -92,7 +92,6 @@ class PipelineCosts(CostModel[Pipeline]):
         )
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the bytes of micro-batches in flight; None if weight gradients are separate."""
         if self.strategy.schedule in WEIGHTS_APART:
             return None
         from harness.strategy.pipeline_memory import Engine, held_with_gradients

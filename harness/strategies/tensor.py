@@ -107,10 +107,9 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         """Returns the bytes of hidden-state all-reduces.
 
         Layers split by row have one in forward, layers split by column one in backward. Megatron-LM
-        (arXiv 1909.08053, section 3) first sums gradients of layers with the same input, so it
-        needs four per block. torch reduces each layer separately: seven for Llama (two by row;
-        query, key, value, gate and up by column). A recomputed block repeats its forward
-        all-reduces except the last, whose result no gradient needs.
+        (arXiv 1909.08053, section 3) needs four per block, because it first sums gradients of
+        layers with the same input; torch needs seven for Llama. A recomputed block repeats its
+        forward all-reduces except the last, whose result no gradient needs.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:

@@ -63,10 +63,6 @@ class ThreeD(Strategy):
             workload.split.check_tensor(sequence_parallel=False)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns the pipeline's script with torch's tensor plan and the data axis.
-
-        Raises Refused as `tensor_values` does.
-        """
         workload, layout = make_workload(cell.workload), self.layout(cell.devices)
         if to not in ("torchrun", "slurm") or workload.split is None:
             return None
@@ -149,7 +145,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     """Wraps the stage for its data axis, removing DTensors between forwards.
 
     DDP and ZeroRedundancyOptimizer reject them. A schedule's first forward, for shapes, has no
-    backward; DDP fails at it without find_unused_parameters.
+    backward, so DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel

@@ -17,9 +17,8 @@ class TransformersTrainer(AccelerateEngine):
 
     By default Trainer shuffles, clips the gradient norm at 1.0, decays the learning rate, exempts
     norms and biases from weight decay, and lets DDP look for unused parameters. All this is
-    disabled (see `arguments` and `named_inputs` in _trainer.py), and its sample order is checked at
-    every step. Trainer still computes the gradient norm and checks the loss for NaN; that overhead
-    is measured.
+    disabled, and the order of samples is checked at every step. Trainer still computes the gradient
+    norm and checks the loss for NaN; that overhead is measured.
 
     A router's balancing loss (transformers 5.23) would count once per rank and micro-batch; see
     `scale_balance` in _trainer.py.

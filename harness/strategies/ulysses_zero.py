@@ -99,7 +99,6 @@ class UlyssesZeroCosts(DeepspeedCosts):
     backend_library = "deepspeed"
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Adds the all-to-alls around attention, and a gather of token positions per block."""
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged

@@ -42,7 +42,6 @@ class VerticalCosts(CostModel[Vertical]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout))
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns GPipe's activations with the batch as one micro-batch."""
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
         return held_with_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))

@@ -1,4 +1,4 @@
-"""The strategy interface, without importing torch: everything a strategy needs."""
+"""Everything a strategy needs, without importing torch."""
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable

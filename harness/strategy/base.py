@@ -26,21 +26,19 @@ class Export:
     """Strategy-specific parts of a standalone script (see harness/export)."""
 
     template: str
-    """Training script in `templates` next to the strategy's file, extending
-    harness/export/templates/train.py.j2."""
+    """Training script in `templates` next to the strategy's file, extending train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
     """Template values beyond cell, model and options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files by name, placed next to the script."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks."""
     needs: tuple[str, ...] = ()
     """Packages beyond torch and transformers."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do, and what it requires, whatever its options."""
+    """What a strategy can do and requires, whatever its options."""
 
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once for all ranks."""
@@ -64,7 +62,7 @@ class Capabilities:
     """Maximum number of devices; None for any."""
     min_devices: int = 1
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Compiled parts for `bench doctor`, each `built` or with its build command."""
+    """Compiled parts for `bench doctor`: `built`, or how to build each."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,12 @@ class Strategy(BaseModel, ABC):
 
     @property
     def cycle(self) -> int:
-        """Steps after which the work repeats; more than 1 if, say, only some communicate."""
+        """Steps after which the work repeats."""
         return 1
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why training cannot be rewound by what it registers; empty if it can."""
+        """Reason why training cannot be rewound by restoring what it registers, or empty."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
@@ -223,15 +221,14 @@ class CostModel(Generic[StrategyT_co]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the bytes a rank must send per step in its library's collectives, on average.
 
-        An all-reduce of S bytes over N ranks is 2(N-1)/N S, a reduce-scatter or all-gather (N-1)/N
-        S, as in harness/measure/rank_traffic.py.
+        Counted as in harness/measure/rank_traffic.py.
         """
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the sequential collectives and transfers per step that a rank waits for.
 
-        This is an average over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each.
+        Averaged over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each.
         """
         return None
 

@@ -32,7 +32,7 @@ Counter = tuple[object, str]
 OF_STAGES = ("sharded", "async")
 """Checkpoints of pipelines, where no rank has the whole model for a full one."""
 LEAST_STEPS = 6
-"""Minimum steps of a parity segment with a checkpoint: steps are compared before and after it."""
+"""Minimum steps of a parity segment with a checkpoint."""
 FILE = "checkpoint.pt"
 
 
@@ -159,10 +159,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """The `state_dict` of several parts: rank 0's in one file, or every rank's in its own.
-
-    For libraries that document saving this way.
-    """
+    """The `state_dict` of several parts: rank 0's in one file, or every rank's in its own."""
 
     job: Job
     parts: Mapping[str, Stateful]
@@ -225,9 +222,9 @@ def _states(job: Job, train_state: TrainState) -> StateDict:
 def _options(job: Job) -> StateDictOptions:
     """Returns options with flat optimizer names, except for full checkpoints.
 
-    Flat names let ranks with different parameters, such as pipeline stages, share a checkpoint.
-    torch 2.13 raises KeyError when it loads them from a full one. On a CPU, `cpu_offload` makes
-    FSDP1 return views of memory that it frees.
+    Flat names let ranks with different parameters share a checkpoint, but torch 2.13 raises
+    KeyError when it loads them from a full one. On a CPU, `cpu_offload` makes FSDP1 return views of
+    memory that it frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 

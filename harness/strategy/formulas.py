@@ -101,9 +101,9 @@ def pipeline_states(
 ) -> States | None:
     """Returns the states of the fullest pipeline rank, including buffers.
 
-    `own` lists each rank's stages. `keeps` maps a rank's facts to its states. `buffers` maps a
-    stage's index, the stage count, and the bytes of hidden states of a rank's samples to buffer
-    bytes.
+    `own` lists each rank's stages. `keeps` returns a rank's states from its facts, `buffers` a
+    stage's bytes from its index, the stage count, and the bytes of hidden states of a rank's
+    samples.
     """
     from harness.workloads import make_workload
 

@@ -38,7 +38,7 @@ COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
 
 `block_cudagraphs`, untested on GPUs, needs block weights at fixed addresses and no collectives
-inside a block, which rules out FSDP2 and tensor parallelism."""
+inside a block."""
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
 """Makes blocks recompute, in place: (model, its blocks, `selective` or `full`)."""
 Wire = Literal["gloo", "ring"]
@@ -87,8 +87,8 @@ class TrainState:
     offload_folder: Path | None = None
     """Folder of offloaded states, whose reads and writes are recorded."""
     waits: Sequence[Wait] = ()
-    """Functions in which a rank waits unseen by torch's profiler, wrapped in a separate pass. Their
-    time counts towards the component if nothing computes meanwhile."""
+    """Functions in which a rank waits unseen by torch's profiler. Their time counts towards the
+    component if nothing computes meanwhile."""
     collectives: Sequence[Sender] = ()
     """Functions that send their first argument to all ranks without torch.distributed."""
     wire: Wire = "gloo"
@@ -152,8 +152,8 @@ class Job:
     threads: int = 1
     """Intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights, if not `device`. In GPU cells it is a GPU, because the CPU
-    generator would draw other weights than the reference's."""
+    """Device that draws initial weights, if not `device`. In GPU cells it is a GPU, because a CPU
+    would draw other weights than the reference's."""
     resume_from: Path | None = None
     """Checkpoint that `TrainState.load` will get, if any."""
     train_state: TrainState | None = None
@@ -296,8 +296,7 @@ def standard_step(
     Losses are divided by the number of micro-batches; fp16 scales them dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
-    default, `clear` the optimizer's `zero_grad`. Gradients are clipped by torch, or by the
-    library's `job.recipe.clip`.
+    default, `clear` the optimizer's `zero_grad`, and `job.recipe.clip` torch's clipping.
     """
     import torch
 

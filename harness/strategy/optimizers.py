@@ -91,8 +91,8 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
     """Puts DTensors and plain tensors into separate parameter groups.
 
-    Tensor parallelism leaves norms as plain tensors. torch's foreach and fused updates refuse a
-    list of both, and one of them is the default on GPUs.
+    Tensor parallelism leaves norms as plain tensors, and torch's foreach and fused updates refuse a
+    list of both.
     """
     from torch.distributed.tensor import DTensor
 

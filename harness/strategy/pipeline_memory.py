@@ -38,9 +38,9 @@ class Engine:
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
 
-    A block's parameters are gathered for forward and freed after it. Backward gathers them again,
-    with several ranks while the following block computes, and keeps them until the next forward.
-    Other parameters stay. Gradients are whole until the last micro-batch ends."""
+    A block's parameters are gathered for forward and freed after it. Backward gathers them again
+    (with several ranks, during the following block) and keeps them until the next forward.
+    Gradients are whole until the last micro-batch ends."""
     copies_inputs: bool = False
     """Whether stages copy inputs twice, send at once, and keep the last results until replaced, as
     in DeepSpeed."""
@@ -48,9 +48,8 @@ class Engine:
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
         """Returns whether a sent tensor stays in memory until the step ends.
 
-        torch waits for all messages, and frees them, at the end of a step. 1F1B waits for each
-        before the next, but fails to drop the last but one of the `ahead` forwards (PyTorch 2.13,
-        pipelining/schedules.py).
+        torch frees messages at the end of a step. 1F1B waits for each before the next, but fails to
+        drop the last but one of the `ahead` forwards (PyTorch 2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -76,8 +75,8 @@ class PipelineRank:
 def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of as many micro-batches as ranks,
-    stage by stage.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, stage
+    by stage.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -94,7 +93,6 @@ def actions(part: PipelineRank) -> Iterator[Action]:
 
 
 def _micro_batches_of_round(part: PipelineRank) -> int:
-    """Returns how many micro-batches run before the rank switches stages."""
     if part.engine.schedule in FORWARDS_FIRST:
         return part.micro_batches
     if len(part.own) == 1:
@@ -139,8 +137,7 @@ def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
     """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
     Counts activations, gradients, gathered parameters and engine buffers on tensors without memory.
-    The last stage computes losses at the end of forward. torch keeps a stage's result until its
-    backward.
+    The last stage computes losses at the end of forward.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():
@@ -177,7 +174,6 @@ class _Run:
         """The last stage's latest results, if the engine keeps them."""
 
     def begin(self) -> None:
-        """Allocates what remains from the previous step."""
         if self.part.engine.copies_inputs and self.stages[-1].last:
             part = self.part
             elements = round(logits_bytes(self.workload, part.samples, part.tokens)) // 4

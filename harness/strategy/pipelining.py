@@ -127,7 +127,7 @@ def split_tensors(
 class Pipe:
     """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
 
-    `wrap` adds a data-parallel wrapper; names are taken before it, as it may hide them.
+    `wrap` adds a data-parallel wrapper, which may hide names.
     """
 
     def __init__(

@@ -48,8 +48,7 @@ class RecipeState:
 def learning_rate_factor(cell: Cell, step: int) -> float:
     """Returns the learning-rate factor at a step: a linear warm-up, then a cosine.
 
-    It ends with the parity segment. References for later steps run longer, so the number of steps
-    must not matter.
+    It ends with the parity segment, so that longer references have the same.
     """
     if cell.schedule == "constant":
         return 1.0
@@ -113,9 +112,8 @@ def clip_gradients(
     """Clips gradients to a global 2-norm; returns the norm before.
 
     torch's `clip_grad_norm_` fails on DTensors of several meshes, or mixed with plain tensors
-    (2.13). So each kind's norm is computed over all ranks of its mesh, then combined. `group` has
-    ranks with other parameters, such as pipeline stages; `copies` are parameters that another of
-    its ranks counts.
+    (2.13), so norms are computed per kind. `group` has ranks with other parameters, such as
+    pipeline stages; `copies` are parameters that another of its ranks counts.
     """
     import torch
     import torch.distributed as dist

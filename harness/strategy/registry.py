@@ -69,7 +69,6 @@ def strategies() -> dict[str, type[Strategy]]:
 
 
 def _strategy_class(name: str) -> type[Strategy]:
-    """Raises UsageError for an unknown name."""
     if names_user_class(name):
         return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
     known = strategies()
@@ -114,9 +113,9 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with current defaults of omitted options, which affect the measurement.
+    """Returns the cell with defaults of omitted options, and paths and digests of users' files.
 
-    Also sets paths and digests of users' files. Raises UsageError.
+    Raises UsageError.
     """
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out, **_sources(cell)})
@@ -161,7 +160,6 @@ def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | Non
 
 
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
-    """Raises Refused if the ranks cannot be placed on the cell's nodes."""
     if cell.devices % cell.nodes:
         raise Refused(
             f"{cell.devices} devices do not divide into {cell.nodes} nodes; use a multiple of"
@@ -189,7 +187,6 @@ def required_packages() -> list[str]:
 
 
 def _require(package: str, install: str = "") -> None:
-    """Raises Unavailable for a missing package, with its install command."""
     if is_installed(package):
         return
     failure = unbuilt(package)
@@ -254,7 +251,6 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 
 
 def _admit_recipe(cell: Cell, workload: Workload, layout: Layout) -> None:
-    """Raises Refused if the workload or its layout does not allow the recipe."""
     if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
         raise Refused(
             f"{workload.name} has one label per sample, so none can be left out; use a causal"
@@ -313,7 +309,6 @@ def _without_extra_optimizer(cell: Cell) -> Refused:
 
 
 def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: bool) -> None:
-    """Raises Refused if the strategy cannot load the checkpoint, or another cannot save it."""
     admit_checkpoint(cell, loads.checkpoints)
     if not cell.checkpoint_from:
         return
@@ -327,10 +322,7 @@ def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: boo
 
 
 def _admit_cuda_graphs(cell: Cell) -> None:
-    """Raises Refused if blocks cannot be replayed as CUDA graphs.
-
-    A graph reuses its memory, so more micro-batches or recomputation would overwrite needed data.
-    """
+    """Raises Refused if blocks cannot be replayed as CUDA graphs, which reuse their memory."""
     if cell.device != "cuda":
         raise Refused("CUDA graphs need GPUs; use compile block on CPUs")
     if cell.micro_batches > 1 or cell.recompute != "none":
@@ -345,7 +337,6 @@ def _admit_cuda_graphs(cell: Cell) -> None:
 
 
 def _admit_compiled(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
-    """Raises Refused if blocks cannot be compiled separately, Unavailable without a compiler."""
     if cell.compile not in strategy.capabilities.compiles:
         able = [
             name for name, cls in strategies().items() if cell.compile in cls.capabilities.compiles

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the optimizer states that are compared."""
 MOMENTS_UP_TO = 2**29
-"""Bytes of trained parameters up to which optimizer states are compared; with them, references take
-three times the disk."""
+"""Bytes of trained parameters up to which optimizer states are compared."""
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -29,8 +28,7 @@ def plain_name(name: str) -> str:
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
 
-    Gathering shards (DTensor) is a collective, so all ranks must iterate together. A pipeline stage
-    yields only its own parameters.
+    Gathering shards (DTensor) is a collective, so all ranks must iterate together.
     """
     gather = train_state.gather or train_state.model.named_parameters
     for name, parameter in gather():
@@ -42,8 +40,7 @@ def full_moments(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (plain name, state's name, whole tensor) of optimizer states, like `full_parameters`.
 
-    `shape_of` returns a parameter's shape. States of another shape are left out, as a library keeps
-    them in its own form.
+    `shape_of` returns a parameter's shape. States of another shape are left out.
     """
     named = (
         train_state.moments()

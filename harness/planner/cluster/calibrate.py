@@ -1,4 +1,4 @@
-"""Reads measured runs, fits the planner's constants to them, and scores predictions."""
+"""Fits the planner's constants to measured runs, and scores predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLUMNS = (
     "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",
 )  # fmt: skip
 MODELS = {name: f"playbook-{name.lower()}" for name in ("1B", "3B", "8B", "80B")}
-"""Model names in the Ultra-Scale Playbook's table, and their shapes here."""
+"""Model names in the Ultra-Scale Playbook's table."""
 MEMORY_UNIT = 2.0**30
 """Bytes per unit of `gpu_mem_gb`: nanotron divides by 1024**3 (`create_table_log`)."""
 LAPSE = 0.03
@@ -44,20 +44,17 @@ SHARPEST = 0.04
 NEAR_LIMIT = 0.8
 """Share of device memory above which a run may be slow."""
 SLOW = (float(np.log(5.0)), 0.5)
-"""Assumed mean and standard deviation of the log slowdown near the limit, for fewer than FEW_SLOW
-slow runs."""
+"""Assumed mean and standard deviation of the log slowdown near the limit."""
 FEW_SLOW = 5
 FEWEST = 20
-"""Minimum number of rows for a calibration."""
 FEWEST_RANKED = 20
-"""Minimum number of consistent rows for a rank correlation."""
 NEAR = 0.5
 """Speed relative to the group's best that makes a layout a contender."""
 
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Columns of a table of runs (shape [rows])."""
+    """Measured runs (shape [rows])."""
 
     models: tuple[str, ...]
     shapes: Mapping[str, ModelShape]
@@ -82,7 +79,7 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Failed rows whose model and layout ran in another row, so memory is not to blame."""
+        """Failed rows whose model and layout ran in another row, so memory was not the cause."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
@@ -101,9 +98,7 @@ class MeasuredRuns:
     def consistent(self) -> Bools:
         """Returns which rows contradict no others; failed rows never do.
 
-        A row contradicts another that did at least as much work in less than half the time. More
-        work means a larger model, fewer nodes, smaller micro-batches, or more micro-batches, stages
-        or tensor shards.
+        A row contradicts another that did at least as much work in less than half the time.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -126,8 +121,8 @@ def read_runs(
 ) -> MeasuredRuns:
     """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
 
-    Skips rows whose data axis, micro-batch and accumulation do not multiply to the global batch.
-    Raises UsageError if the file is unreadable, a column is missing or a model is unknown.
+    Skips rows whose factors do not multiply to the global batch. Raises UsageError if the file is
+    unreadable, a column is missing or a model is unknown.
     """
     try:
         table = pd.read_csv(file)
@@ -303,7 +298,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Fits a limit by maximum likelihood; `passed` says which shares of memory stayed below it."""
+    """Fits a limit by maximum likelihood to shares of memory, of which some `passed`."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -322,7 +317,7 @@ class HeldOutRuns:
     seconds: Floats
     half_width: Floats
     upper: Floats
-    """Half-width of the interval above the predicted time."""
+    """Half-width above the predicted time."""
     memory_bytes: Floats
     memory_half_width: Floats
     fits: Floats
@@ -352,7 +347,6 @@ class ClusterScores:
     false_alarms: float
     false_alarms_consistent: float
     covered: float
-    """Share of consistent rows within the 80 % interval."""
     covered_all: float
     memory_covered: float
 
@@ -393,8 +387,8 @@ def errors_by(
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
-    Twins differ only in ZeRO stage (0 or 1), which hardly changes the time. The estimate is their
-    median distance over 0.954, its value for two standard normals; NaN with fewer than three twins.
+    Twins differ only in ZeRO stage (0 or 1), which hardly changes the time. Their median distance
+    is divided by 0.954, its value for two standard normals; NaN with fewer than three twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}
@@ -492,10 +486,7 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 
 
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    """Returns each layout's slowdown against the best, in ranked order; 1 if it failed.
-
-    Repeated measurements of a layout count once, at their best.
-    """
+    """Returns each layout's slowdown against the best, in ranked order; 1 if it failed."""
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}
     first: list[int] = []

@@ -130,8 +130,8 @@ class TimeConstants:
 class MemoryConstants:
     """Constants of the allocator's memory.
 
-    Priors that count tensors are accurate to 1 to 3 %. The allocator's behaviour (`fragmentation`,
-    `overhead`, `knee`) is less certain.
+    Priors that count tensors are accurate to 1 to 3 %; those of the allocator's behaviour are less
+    certain.
     """
 
     fragmentation: float = constant(
@@ -186,12 +186,12 @@ class MemoryLimit:
     share: float
     """Share of device memory that half of the runs can use."""
     spread: float
-    """Standard deviation of the log of `share`."""
+    """Standard deviation of its log."""
 
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
         """Returns the probability that a demand in bytes stays below the limit.
 
-        `deviation` is the standard deviation of the demand's log.
+        `deviation` is that of the demand's log.
         """
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
@@ -205,9 +205,7 @@ class ClusterSpread:
     time: float
     """Half-width for step time on one node."""
     time_per_doubling: float
-    """Increase of `time` per doubling of the nodes."""
     memory: float
-    """Half-width for peak memory."""
     room: MemoryLimit
     """Limit beyond which the allocator frees memory in every micro-batch, many times slower."""
     end: MemoryLimit
@@ -221,8 +219,8 @@ class ClusterSpread:
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
         """Returns the half-width above the predicted log step time, at least `half_width`.
 
-        It is the 0.9-quantile of a mixture of two normals: full-speed runs, and a share `slow` of
-        slow ones. Both arrays have the same shape.
+        It is the 0.9-quantile of a mixture of full-speed runs and a share `slow` of slow ones
+        (arrays of one shape).
         """
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
@@ -256,7 +254,6 @@ class ClusterCalibration:
     """Everything a prediction needs besides the question."""
 
     source: str
-    """Measurements behind the fit."""
     time: TimeConstants
     memory: MemoryConstants
     spread: ClusterSpread
@@ -264,10 +261,7 @@ class ClusterCalibration:
     links: str
 
     def time_on(self, links: str) -> TimeConstants:
-        """Returns the step-time constants of a cluster with these links.
-
-        On other links `pipeline_stall` is 0, because it belongs to the measured software.
-        """
+        """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
     def save(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks the layouts of a question, and sweeps nearby models and device counts."""
+"""Ranks the layouts of a question, and sweeps models and device counts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from harness.spec.errors import UsageError
 
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
-"""Number of best layouts whose pipelines are simulated."""
+"""Layouts whose pipelines are simulated, best first."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits of a simulation; further micro-batches take as long as the slowest stage."""
+"""Limits of a simulated pipeline."""
 MOST_DEVICES = 2**16
 SURE = 0.9
-"""Probability from which a layout counts as fitting when memory is the goal."""
+"""Probability from which a layout fits, if memory is the goal."""
 MOST_SIZES = 5
 SPAN = 16.0
 """Largest ratio between the sizes of compared models."""
@@ -73,7 +73,7 @@ class ClusterCandidate:
     seconds_high: float
     tokens_per_second: float
     parts: dict[str, float]
-    """Seconds by key of PART_WORDS, adding up to `seconds`."""
+    """Seconds by key of PART_WORDS."""
     states_bytes: float
     activations_bytes: float
     working_bytes: float
@@ -81,13 +81,12 @@ class ClusterCandidate:
     reserved_bytes: float
     reserved_low: float
     reserved_high: float
-    """Upper bound; may exceed the device's memory."""
     fits: float
     doublings_beyond: float
     price: float | None = None
-    """Price per billion tokens, if a price is given."""
+    """Price per billion tokens."""
     joules_per_token: float | None = None
-    """Energy of all devices, if it is the goal."""
+    """Energy of all devices."""
     joules_low: float | None = None
     joules_high: float | None = None
 
@@ -122,8 +121,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is per device. Raises UsageError if no layout divides evenly or fits, and names
-    the nearest question that has an answer.
+    `price_per_hour` is per device. If no layout fits, raises UsageError naming the nearest question
+    with an answer.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -309,7 +308,7 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Doubles the devices until a layout fits; 0 if none does or no links are known."""
+    """Doubles the devices until a layout fits; returns 0 if none does."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -343,7 +342,7 @@ class SweepSquare:
     devices: int
     winner: str
     tokens_per_second: float
-    """Throughput of all devices; all figures are 0 if nothing fits."""
+    """Throughput of all devices; 0 if nothing fits."""
     tokens_low: float
     tokens_high: float
     memory_bytes: float
@@ -377,7 +376,7 @@ def device_counts(question: ClusterQuestion) -> list[int]:
 def sweep(
     question: ClusterQuestion, calibration: ClusterCalibration, goal: str
 ) -> list[SweepSquare]:
-    """Returns the best layout of each model on each number of devices."""
+    """Returns the best layout for each model and number of devices."""
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)

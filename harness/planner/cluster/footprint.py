@@ -1,7 +1,6 @@
 """Counts the bytes that PyTorch code allocates in training, on its fullest GPU.
 
-Each number counts tensors of code that runs: Hugging Face's Llama layers, peft, bitsandbytes, FSDP
-and the loss. Nothing is fitted.
+The code is Hugging Face's Llama, peft, bitsandbytes, FSDP and the loss. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from harness.planner.cluster.recipe import (
 LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
 """Bytes per logit at the loss's peak.
 
-transformers holds bf16 logits, their fp32 log-softmax and its gradient, and the bf16 gradient.
-Before 4.46 it held bf16 logits, fp32 logits, their shifted copy and the log-softmax. `fused` has no
-log-softmax. `native` has fp32 logits instead of a second bf16 tensor."""
+transformers holds bf16 logits, the fp32 log-softmax and its gradient, and the bf16 gradient. Before
+4.46: bf16 and fp32 logits, their shifted copy and the log-softmax. `fused` has no log-softmax,
+`native` fp32 logits instead of a second bf16 tensor."""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
 """Bytes per logit under FSDP1, whose hooks keep the model's outputs until backward.
 
-Counts fp32 logits, the log-softmax (unless fused), its gradient, the shifted copy's gradient, and
-the bf16 gradient if fused."""
+Counts fp32 logits, the log-softmax (unless fused), its gradient, the shifted copy's, and the bf16
+gradient if fused."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
 """Matrix-product workspaces."""
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
-"""Memory out of reach of torch's allocator: the CUDA context, a desktop on consumer cards, and
+"""Memory that torch's allocator cannot use: the CUDA context, a desktop on consumer cards,
 collective buffers on several GPUs."""
 FRAGMENTED = 0.05
 """Share of a step's temporary bytes that stays unusable after the allocator frees its cache."""
 MOST_CERTAIN = 0.98
-"""Highest probability ever given, because nobody measured the exact question."""
+"""Highest probability ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
 SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
-"""Additional spread for what was never measured: mixtures of experts, more than two GPUs (per
-doubling), partial recomputation, other bases, ungated layers."""
+"""Additional spread of unmeasured setups: mixtures of experts, more than two GPUs (per doubling),
+partial recomputation, other bases, ungated layers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Footprint:
     loaded: float
     """Parameters before the first step."""
     kept: float
-    """Parameters and optimizer state, without gradients."""
+    """Parameters and optimizer state."""
     gradients: float
     """Gradients at the end of backward."""
     gathered: float
@@ -147,7 +146,6 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
 
 
 def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns one layer's parameters in experts of other ranks."""
     return shape.experts * shape.expert_parameters * (1 - 1 / recipe.expert)
 
 
@@ -159,10 +157,9 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 
 
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes of parameters that FSDP has gathered.
+    """Returns the bytes that FSDP has gathered: embedding, head and one layer.
 
-    Embedding and head stay gathered, next to one layer. torch's own code wraps the two separately
-    and prefetches a layer.
+    torch's own code wraps the first two separately and prefetches a layer.
     """
     if recipe.sharding != "full" or recipe.gpus == 1:
         return 0.0
@@ -184,7 +181,6 @@ def _logits(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _activations(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes that all layers keep for backward."""
     per_token = layer_bytes(shape, recipe)
     if recipe.recompute == "full":
         per_token = (4.0 if recipe.fp32_stream else _stream(recipe)) * shape.hidden
@@ -217,9 +213,8 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes per token that one layer keeps for backward.
 
-    A norm keeps its fp32 input, and a normalised tensor if its weight is trained; all matrices it
-    feeds share its output. Attention keeps queries, keys, values and output; the gated product
-    keeps four tensors of the feed-forward size.
+    Norms keep an fp32 input, and a normalised tensor if their weight is trained. Attention keeps
+    queries, keys, values and output; the gated product four tensors of the feed-forward size.
     """
     hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
     feed = shape.feed_forward * shape.experts_per_token

@@ -28,10 +28,8 @@ usually reaches 230 to 240 of 300 GB/s."""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 x16 (PCI-SIG)."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes that a large all-reduce reaches.
-
-36.5 of 50 GB/s per device for 4 GiB over 4 nodes of 8 B200; NCCL's rings reach 74 to 82 % of other
-links (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
+"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s per device for 4
+GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
 SIZES = tuple(2**power for power in range(11))
 
 
@@ -39,8 +37,7 @@ SIZES = tuple(2**power for power in range(11))
 class BandwidthCurve:
     """Bus bandwidth of a collective over all devices, by number of nodes.
 
-    It counts bytes across the slowest link, whatever the number of ranks (nccl-tests,
-    PERFORMANCE.md).
+    It counts bytes across the slowest link (nccl-tests, PERFORMANCE.md).
     """
 
     nodes: tuple[int, ...]
@@ -49,7 +46,7 @@ class BandwidthCurve:
     def at(self, nodes: Ints) -> Floats:
         """Interpolates bytes per second between logarithms.
 
-        Beyond the last point it follows the slope of the last three, but never rises.
+        Beyond the last point, the slope of the last three continues, but never rises.
         """
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
@@ -100,7 +97,6 @@ class MeasuredLinks:
     name: str
     source: str
     reduce: float
-    """Bus bandwidth of all-reduce within a node."""
     gather: float
     rate: float
     """Rate of a device to other nodes."""
@@ -116,9 +112,9 @@ def measured_links() -> dict[str, MeasuredLinks]:
 def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """Returns a cluster of these devices and links.
 
-    `link` is a name in hardware.yaml or `INSIDE,BETWEEN`. INSIDE is `nvlink`, `pcie` or a rate per
-    device and direction (`450gbyte`); BETWEEN is each device's rate to other nodes (`400gbit`).
-    Raises UsageError for anything else.
+    `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: INSIDE is `nvlink`, `pcie` or a rate per
+    device and direction (`450gbyte`), BETWEEN each device's rate to other nodes (`400gbit`). Raises
+    UsageError for other texts.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -164,10 +160,9 @@ def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, 
 def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
     """Returns a collective's bandwidth, given `inside` bytes per second within a node.
 
-    `rate` is each device's rate to other nodes; None means a single node. Nodes first reduce or
-    gather inside. With n ranks in k nodes, (k - 1) / (n - 1) of the bytes that bus bandwidth counts
-    cross a device's link (Bekman, 2026, see WIRE_SHARE). So the bandwidth is the link's times (n -
-    1) / (k - 1), at most `inside`.
+    `rate` is each device's to other nodes; None means a single node. Nodes first reduce or gather
+    inside, so with n ranks in k nodes (k - 1) / (n - 1) of the bytes cross a device's link (Bekman,
+    2026, see WIRE_SHARE).
     """
     if rate is None:
         return BandwidthCurve((1,), (inside,))

@@ -1,7 +1,6 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Importing transformers takes seconds, so this follows its modelling code instead. FAMILIES lists how
-each family differs from Llama.
+Follows transformers' modelling code, whose import takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicts the fullest stage's memory: states, activations, and the allocator's reserve."""
+"""Predicts the fullest stage's memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNGATED = 0.5
 """Feed-forward tensors kept by an ungated layer, relative to a gated one: two of four."""
 GIGA = 1e9
 CODE_SPREAD = 0.06
-"""Standard deviation of log peak memory for unknown layer code: counts for two libraries differ by
-up to 17 %."""
+"""Standard deviation of log peak memory for unknown layer code; two libraries differ by up to 17
+%."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayoutMemory:
     demand: Floats
     """Bytes the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved; less near the limit, where the allocator frees its cache."""
+    """Bytes reserved; less near the limit."""
 
     @property
     def allocated(self) -> Floats:
@@ -75,8 +75,7 @@ def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns the parameters that one rank updates (shape [layouts]).
 
-    From ZeRO stage 1 on, the data axis shares them (arXiv 1910.02054, section 5.1). Experts count
-    as shared over the whole axis, which gives the same number.
+    From ZeRO stage 1 on, the data axis shares them (arXiv 1910.02054, section 5.1).
     """
     ranks = layouts.data * layouts.context
     whole = _parameters(shape, stage, np.ones_like(ranks)) / layouts.tensor
@@ -93,8 +92,7 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
     """Returns the bytes of model states on the device, without offloaded ones.
 
-    Gradients accumulate on it, but those of offloaded parameters leave layer by layer
-    (ZeRO-Infinity, arXiv 2104.07857).
+    Gradients of offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857).
     """
     parameters, gradients, optimizer = model_states(
         held, owned, layouts.zero, of, layouts.whole_gradients
@@ -107,7 +105,7 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
     """Returns whether a node can hold what its devices offload.
 
-    `owned` is the number of parameters that a rank of the largest stage updates (shape [layouts]).
+    `owned` counts parameters that a rank of the largest stage updates (shape [layouts]).
     """
     each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
     node = each * np.minimum(layouts.devices, cluster.per_node)
@@ -119,7 +117,7 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns the number of micro-batches whose activations a stage holds under 1F1B.
 
-    This is one per stage from it on (PipeDream-2BW, arXiv 2006.09503), more with interleaved chunks
+    One per stage from it on (PipeDream-2BW, arXiv 2006.09503), more with interleaved chunks
     (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
@@ -138,8 +136,8 @@ def _layer_activations(
 ) -> tuple[Floats, Floats, Floats]:
     """Returns a layer's bytes per micro-batch: kept, recomputed, and pending among the kept.
 
-    Each has shape [layouts]. Counts tensors as Korthikanti and others do (arXiv 2205.05198, section
-    4); full recomputation keeps only a layer's inputs (section 5).
+    Each has shape [layouts]. Tensors are counted as in arXiv 2205.05198, section 4; full
+    recomputation keeps only a layer's inputs (section 5).
     """
     tokens = layouts.micro_batch * float(sequence) / layouts.context
     tensor = layouts.tensor.astype(float)
@@ -170,12 +168,11 @@ def memory(
 ) -> LayoutMemory:
     """Returns the bytes of each layout's fullest stage in the measured software.
 
-    `native_memory` covers torch's own code. States follow ZeRO (arXiv 1910.02054) and activations
-    1F1B (arXiv 2006.09503); the allocator's part is fitted (`MemoryConstants`).
+    States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
+    part is fitted (`MemoryConstants`). `native_memory` covers torch's own code.
 
-    `ahead` (shape [layouts], 0 to 1) is how far launches run ahead of the device. Tensor-parallel
-    buffers are only reused once the device is done with them, so running ahead takes more.
-    `first_stage_only` is for comparisons with rank 0.
+    `ahead` (shape [layouts], 0 to 1) is how far launches run ahead of the device, during which
+    tensor-parallel buffers cannot be reused. `first_stage_only` selects rank 0.
     """
     of = STATES[precision]
     layer, again, pending = _layer_activations(shape, sequence, layouts, c, ahead, of.element)
@@ -216,7 +213,7 @@ def memory(
 
 
 def recipe_of(layout: PlannedLayout, sequence: int, precision: Precision) -> Recipe:
-    """Returns the recipe that torch's own code uses for a layout."""
+    """Returns the recipe of torch's own code for a layout."""
     shards = layout.data * layout.context
     return Recipe(
         precision=precision,
@@ -241,7 +238,6 @@ class NativeMemory:
     rows: Ints
     memory: LayoutMemory
     spread: Floats
-    """Standard deviation of log peak memory."""
 
 
 def native_memory(
@@ -289,7 +285,7 @@ def capped(demand: Floats, limit: float, knee: float) -> Floats:
     """Returns the bytes reserved under a limit: the demand up to a knee, then less and less.
 
     PyTorch's caching allocator frees cached blocks when the device runs out (its notes on CUDA
-    semantics). The exponential shape is assumed. Whether a layout fits depends on the demand alone.
+    semantics). The exponential shape is assumed.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -1,4 +1,4 @@
-"""Transformer shapes, and how their layers are divided into pipeline stages."""
+"""Transformer shapes, and their division into pipeline stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 
 FULL = 0.997
 """Share of its part of the cost at which a stage counts as full. nanotron's source has more than 1;
-only measured steps of 32 layers in 16 stages depend on this rounding."""
+the difference matters only for measured steps of 32 layers in 16 stages."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,13 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Number of key and value heads; 0 means `heads`."""
+    """Key and value heads; 0 means `heads`."""
     head_size: int = 0
     """Width of a head; 0 means hidden / heads."""
     gated: bool = True
-    """Whether feed-forward blocks have three matrices (SwiGLU) instead of two."""
+    """Whether feed-forward blocks have three matrices (SwiGLU), not two."""
     tied: bool = False
     experts: int = 1
-    """Feed-forward blocks per layer."""
     experts_per_token: int = 1
     other: int = 0
     """Parameters beyond the matrices and two norms per layer: biases, further norms, positions,
@@ -79,12 +78,12 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Total width of the key heads, which is also that of the values."""
+        """Total width of the key heads; values have the same."""
         return self.kv_heads * self.head_size
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of a layer's query, key, value and output projections."""
+        """Parameters of a layer's four projections."""
         return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
@@ -153,10 +152,9 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
     """Returns the kinds of stages in a pipeline balanced by cost, and the indices of each.
 
-    Layers and head are assigned in order. A stage is full once the cost so far passes its share of
-    the total; cost is the number of parameters a token passes through (nanotron, `build_model` and
-    `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if they make the
-    slowest stage faster. A stage may end up empty.
+    Layers and head are assigned in order. A stage is full once the cost so far passes its share;
+    cost is the number of parameters a token passes through (nanotron, `build_model` and
+    `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if faster.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
     head = shape.embedding_parameters

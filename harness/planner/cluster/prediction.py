@@ -33,15 +33,13 @@ COMPUTING, WAITING = 0.85, 0.45
 """Assumed shares of maximum power while computing, and while communicating or waiting. Idle devices
 draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
-"""Assumed half-width of the 80 % interval of log energy, never compared with measurements."""
+"""Assumed half-width of the 80 % interval of log energy."""
 
 PENDING_DONE = 0.5
 """Assumed share of pending activations that is free once the allocator waits for them."""
 REFUSED_BELOW = 1 / 3
-"""Probability of running below which layouts are refused.
-
-It is below one half because false alarms are worse. No value avoids both errors on contradicting
-runs (docs/studies/planner-accuracy.md)."""
+"""Probability of running below which layouts are refused: less than one half, because false alarms
+are worse (docs/studies/planner-accuracy.md)."""
 UNMEASURED = {
     "cluster": 0.08,
     "precision": 0.08,
@@ -51,18 +49,16 @@ UNMEASURED = {
     "offload": 0.2,
     "axes": 0.1,
 }
-"""Assumed half-widths for what the calibration never saw.
-
-Published tables of other software and devices differ by 6 to 31 % in time
-(docs/studies/planner-accuracy.md)."""
+"""Assumed half-widths for what the calibration never saw; published tables of other software and
+devices differ by 6 to 31 % in time."""
 TIE = 0.01
 """Difference in log speed below which layouts are tied; less memory then wins."""
 TRIED = 3
-"""Number of first ranks meant to be tried together."""
+"""Ranks meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered for them: the fastest, and the best by speed times probability of fitting."""
+"""Layouts considered for them, by speed and by speed times probability."""
 STEPS, DEVIATIONS = 96, 5.0
-"""Points of the integral over speed, and standard deviations covered on each side."""
+"""Points of the integral over speed, and standard deviations on each side."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class LayoutEnergy:
 
     per_token: Floats
     half_width: Floats
-    """Half-width of the 80 % interval of log energy."""
 
 
 @functools.cache
@@ -85,8 +80,8 @@ def energy(
 ) -> LayoutEnergy:
     """Returns joules per token: devices x power x seconds, over the tokens of a step.
 
-    Maximum power is from data sheets (power.yaml), its shares are assumed. `seconds` and
-    `half_width` (shape [layouts]) describe the whole step. Hosts, networks and cooling are
+    Maximum power is from data sheets (power.yaml); its shares are assumed. `seconds` and
+    `half_width` (shape [layouts]) are those of the whole step. Hosts, networks and cooling are
     excluded. Raises UsageError if the device's power is unknown.
     """
     device = question.cluster.device
@@ -114,7 +109,6 @@ class Predictions:
     upper: Floats
     """Upper half-width, including the risk of slowness near the memory limit."""
     memory_half_width: Floats
-    """Half-width for reserved bytes."""
     least: Floats
     """Bytes on the fullest device that cannot be freed."""
     fits: Floats
@@ -209,7 +203,6 @@ def _chances(
     native: NativeMemory,
     unmeasured: Floats,
 ) -> tuple[Floats, Floats]:
-    """Returns the probabilities of running at full speed, and at all (shape [layouts])."""
     cluster, spread = question.cluster, calibration.spread
     deviation = unmeasured / ndtri(0.9)
     runs = spread.end.passed(least, cluster.memory_bytes, deviation)
@@ -223,7 +216,6 @@ def _chances(
 def _unmeasured(
     question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
 ) -> Floats:
-    """Returns the half-width due to what the calibration never saw (shape [layouts])."""
     cluster, shape = question.cluster, question.shape
     seen = cluster.links == calibration.links
     kinds = {
@@ -243,11 +235,10 @@ def _unmeasured(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first rank is for users who run one layout: the most speed times probability of fitting,
-    with ties (TIE) broken by memory. The next, up to TRIED, are for users who try them all and keep
-    the fastest. Each adds the largest expected improvement (Jones, Schonlau and Welch, 1998), so a
-    faster layout that may not fit beats a slower one that surely does. The rest follow by speed
-    times probability.
+    The first rank is for users who run one layout: most speed times probability of fitting, then
+    least memory (TIE). The next, up to TRIED, are for users who try them all. Each adds the largest
+    expected improvement (Jones, Schonlau and Welch, 1998), so a faster layout that may not fit
+    beats a slower one that surely does. The rest follow by speed times probability.
 
     `half_width` is that of the 80 % interval of log seconds. Layouts are treated as independent.
     """
@@ -275,7 +266,6 @@ class _Gains:
         reach = DEVIATIONS * float(deviation.max())
         grid = np.linspace(log_speed.min() - reach, log_speed.max() + reach, STEPS)
         self.widths = np.diff(np.exp(grid), prepend=0.0)
-        """Width of each step in speed; the first reaches down to 0."""
         passed = ndtr((grid - log_speed[:, None]) / np.maximum(deviation, 1e-9)[:, None])
         self.slower = 1 - fits[:, None] * (1 - passed)
         """Probability that a layout is slower than each point (shape [rows, STEPS])."""

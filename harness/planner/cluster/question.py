@@ -19,10 +19,10 @@ OFFLOAD = ("none", "optimizer", "parameters", "disk")
 """What is offloaded: nothing, optimizer state to host memory, parameters as well, or both to
 disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Limits of a question, to catch mistakes and 64-bit overflow."""
+"""Limits that catch mistakes and 64-bit overflow."""
 MOST_TENSOR_NODES = 4
 LEAST_TOKENS = 1024
-"""Minimum number of a sequence's tokens per context device."""
+"""Minimum tokens of a sequence per context device."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -42,7 +42,7 @@ class PlannedLayout:
     micro_batch: int = 1
     """Sequences per forward pass."""
     accumulation: int = 1
-    """Micro-batches per step, including a pipeline's."""
+    """Micro-batches per step."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
@@ -50,8 +50,8 @@ class PlannedLayout:
     chunks: int = 1
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
     whole_gradients: int = 0
-    """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch, as FSDP2 does
-    without synchronisation; 0 if every micro-batch reduces them."""
+    """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch (FSDP2 without
+    synchronisation); 0 if every micro-batch reduces them."""
 
     @property
     def devices(self) -> int:
@@ -193,7 +193,6 @@ def divisors(number: int) -> list[int]:
 
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
-    """Returns the (data, pipeline, tensor, context) sizes that the model allows."""
     shape, devices = question.shape, question.devices
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
@@ -218,8 +217,8 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
-    Pipelines exclude stages 2 and 3, which shard gradients in every micro-batch (DeepSpeed refuses
-    them). Parameters are offloaded only with stage 3 or on a single device.
+    Stages 2 and 3 shard gradients in every micro-batch, so DeepSpeed refuses them in pipelines.
+    Parameters are offloaded only with stage 3 or on a single device.
     """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
@@ -231,11 +230,9 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 
 
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
-    """Returns every layout whose sizes divide evenly (see `_axes`).
+    """Returns every layout whose sizes divide evenly.
 
-    Combines power-of-two micro-batches with all applicable recomputation, ZeRO stages, offload,
-    interleaved chunks and ways to keep gradients. If there is none, raises UsageError with the
-    nearest batch that divides.
+    If there is none, raises UsageError with the nearest batch that divides.
     """
     shape = question.shape
     columns: list[tuple[int, ...]] = []

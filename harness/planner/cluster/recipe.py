@@ -51,9 +51,9 @@ STATES: dict[Precision, StateBytes] = {
     "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2, 2),
     "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
-"""`bf16` is autocast: fp32 parameters, gradients and moments, bf16 products. FSDP gathers bf16
-copies of its fp32 shards, which takes the same bytes per parameter. `pure-bf16-fused` updates each
-parameter during backward, so it cannot accumulate gradients."""
+"""`bf16` is autocast: fp32 states, bf16 products. FSDP gathers bf16 copies of its fp32 shards, at
+the same bytes per parameter. `pure-bf16-fused` updates each parameter during backward, so it cannot
+accumulate gradients."""
 
 SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "fp32": ("", "fp32"),
@@ -121,7 +121,7 @@ class Recipe:
     """Whether full sharding frees gathered parameters between forward and backward."""
     library: Library = "transformers"
     fused_optimizer: bool = True
-    """Whether the update needs no temporary copy of all parameters (torch's `fused`)."""
+    """Whether the update avoids a temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
     """Whether an adapter's frozen base passes fp32 between layers, as peft prepares quantised
     models."""

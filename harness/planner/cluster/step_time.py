@@ -1,4 +1,4 @@
-"""Predicts the time of a step: compute, launches, collectives, pipeline and update."""
+"""Predicts the time of a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
 """Collectives per layer with sequence parallelism: two gathers and two reduce-scatters each in
-forward and backward (Korthikanti and others, arXiv 2205.05198, section 4.2.2), and two gathers of
-inputs for weight gradients."""
+forward and backward (arXiv 2205.05198, section 4.2.2), and two gathers of inputs for weight
+gradients."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation relative to a gated one: 2 of 5. SiLU reads and writes
-once; its product with the gate reads twice and writes once."""
+"""Memory passes of an ungated activation relative to a gated one: SiLU has 2, its product with the
+gate 3 more."""
 AHEAD_POWER = 2.0
 """Exponent p in the processor's lead r^p / (1 + r^p), if a layer takes the device r times as long
-as its launches. Assumed; errors hardly change between 2 and 4."""
+as its launches. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AxisBandwidths:
     """Nodes spanned by a group of the data and context axes."""
     tensor: Floats
     reduce: Floats
-    """Bandwidth of all-reduce on the data axis."""
+    """All-reduce bandwidth on the data axis."""
     gather: Floats
     """Bandwidth of all-gather and reduce-scatter on the data axis."""
     stage: Floats
@@ -134,9 +134,8 @@ class AxisBandwidths:
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
-        step; stage 1 then gathers parameters. Stages 2 and 3 scatter gradients in every
-        micro-batch, or once if ranks hold them whole. Stage 3 gathers parameters in every forward
-        and backward.
+        step, 2 and 3 in every micro-batch unless ranks hold them whole. Stage 3 also gathers
+        parameters in every forward and backward.
         """
         cluster = question.cluster
         of = STATES[question.precision]
@@ -184,9 +183,7 @@ class LayoutStepTime:
 
     compute: Floats
     activation_exchange: Floats
-    """Exposed communication of the tensor, context and expert axes."""
     data: Floats
-    """Exposed communication of gradients and sharded parameters."""
     bubble: Floats
     """Filling and draining the pipeline, and waiting for the slowest stage."""
     launch: Floats
@@ -196,7 +193,7 @@ class LayoutStepTime:
     owned: Floats
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
-    """How far launches run ahead of the device, from 0 to 1; see `memory`."""
+    """How far launches run ahead of the device, from 0 to 1."""
 
     @property
     def total(self) -> Floats:
@@ -223,7 +220,6 @@ class _Layer:
     stalled: Floats
     """Processor time for launches with the stalls of a pipeline between nodes."""
     sharpness: float
-    """Exponent of the smooth maximum of device and processor time."""
 
     def of_stage(self, stage: LayerStage, rows: Ints) -> tuple[Floats, Floats]:
         """Returns a stage's seconds of compute and of communication."""
@@ -233,8 +229,8 @@ class _Layer:
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
         """Returns the seconds of a stage whose device needs `device` seconds.
 
-        Long kernels hide later launches; short ones wait for theirs. A smooth maximum with fitted
-        sharpness (`launch_sharpness`) is assumed.
+        Long kernels hide later launches; short ones wait for theirs. A smooth maximum is assumed,
+        with fitted `launch_sharpness`.
         """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
@@ -254,9 +250,8 @@ def product(
 ) -> Floats:
     """Returns the seconds of an M x K by K x N product on one device, its rows cut into `parts`.
 
-    2 M K N operations at the reached rate, times 1 + half size x ridge x (parts/M + 1/K + 1/N). A
-    half size of 1 means reading the operands once (K x N once per part) and writing the result
-    (roofline: Williams and others, CACM 2009). Unfilled tiles have the same form.
+    Follows the roofline (Williams and others, CACM 2009). A half size of 1 means reading the
+    operands once (K x N once per part) and writing the result.
     """
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
     small = 1 + c.matmul_half_size * ridge * (parts / m + 1 / k + 1 / n)
@@ -331,8 +326,8 @@ def step_time(
 ) -> LayoutStepTime:
     """Returns each layout's step time in seconds.
 
-    Pipelines follow 1F1B: the first micro-batch takes the sum over stages, each further one as long
-    as the slowest stage (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
+    Under 1F1B the first micro-batch takes the sum over stages, each further one as long as the
+    slowest stage (PipeDream-2BW, arXiv 2006.09503). Interleaved chunks divide the fill
     (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     shape, cluster = question.shape, question.cluster
@@ -383,7 +378,7 @@ def step_time(
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
     """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
 
-    Uses the same formulas as `step_time`. All pipelines must have the same length.
+    Uses the same formulas as `step_time`. All pipelines must be equally long.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)

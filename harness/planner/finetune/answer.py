@@ -168,8 +168,6 @@ def _largest(
     step: int,
     most: int,
 ) -> int:
-    """Returns the largest multiple of `step` that surely fits with any recipe; 0 if none."""
-
     def fit(count: int) -> bool:
         return any(
             probability(question, changed(recipe, count * step)) >= SURE for recipe in recipes
@@ -187,7 +185,6 @@ def _last(fit: Callable[[int], bool], most: int) -> int:
 
 
 def _remedies(question: FitQuestion) -> Iterator[Option]:
-    """Yields changes to the question that make it fit, cheapest first."""
     changed: list[tuple[str, str, FitQuestion]] = []
     if question.micro_batch > 1:
         changed.append(("batch", "1", dataclasses.replace(question, micro_batch=1)))

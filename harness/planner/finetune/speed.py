@@ -10,7 +10,7 @@ from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
 """Share of the best matrix product's rate that a model's products reach, and share of peak that
-fused attention reaches. Both come from the cluster planner's calibration."""
+fused attention reaches, as calibrated for the cluster planner."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
@@ -21,16 +21,16 @@ ADAPTER_BYTES = 13.0
 """Bytes per token and element of each target's input and output: casts, scaling and sum."""
 UPDATE_BYTES = 22.0
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
-"""Seconds to launch forward and backward of a layer (the calibration's `launch_layer`), of an
-adapter's target (some 36 kernels), and of a quantised matrix (unpacked in Python)."""
+"""Seconds to launch forward and backward of a layer, of an adapter's target (some 36 kernels), and
+of a quantised matrix (unpacked in Python)."""
 DDP_HIDDEN = 0.7
 """Share of compute that hides an all-reduce."""
 
 
 PCIE_PEER, PCIE_HOST = 24e9, 12e9
 """Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL's topology search counts 24
-GB/s for a GPU below a host bridge (log in NVIDIA/nccl-tests, issue 307). Without peer-to-peer, as
-with GeForce drivers, each byte crosses host memory, assumed to halve the rate."""
+GB/s for a GPU below a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer, as with
+GeForce drivers, bytes cross host memory, assumed to halve the rate."""
 NVLINK_SHARE = 0.55
 """Share of one direction that gathers reach on H100 nodes (Ultra-Scale Playbook)."""
 
@@ -125,7 +125,6 @@ def _dequantising(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
 def _exchange(
     shape: ModelShape, recipe: Recipe, trained: float, link: float, compute: float
 ) -> float:
-    """Returns the exposed seconds of communication per step."""
     part = (recipe.gpus - 1) / recipe.gpus
     gradient = 4.0 if recipe.adapter else STATES[recipe.precision].gradient
     if recipe.sharding == "none":

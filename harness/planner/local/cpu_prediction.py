@@ -17,16 +17,12 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CellFacts:
-    """What is known of a cell without measuring it.
-
-    Bytes and counts are per rank, the fullest if they differ, unless noted.
-    """
+    """What is known of a cell without measuring it; per rank (the fullest one) unless noted."""
 
     workload: str
     setting: str
     """Text of the setting; only cells of one setting are comparable."""
     links: str
-    """Emulated link between nodes; empty without one."""
     label: str
     engine: str
     """Strategy whose library does the work outside the model."""
@@ -52,7 +48,6 @@ class CellFacts:
     state_bytes: float
     """States kept between steps, without the library's."""
     library_bytes: float
-    """A library's copies and buffers."""
     transient_bytes: float
     """Gradients and gathered parameters."""
     trained_bytes: float
@@ -314,8 +309,8 @@ class CpuStep:
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
     """Returns each cell's step time in seconds.
 
-    `effects` (shape [cells]) are log slowdowns by a strategy's library, of everything except the
-    model's arithmetic and the link. The constants' rates are in 1e9 per second.
+    `effects` (shape [cells]) are log slowdowns by a strategy's library, except of the model's
+    arithmetic and the link. Rates are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -347,8 +342,8 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
     """Returns the fullest rank's peak resident bytes.
 
-    A library's buffers count only as far as gradients fill them, because unwritten pages are not
-    resident. `effects` (shape [cells]) are log factors by which the library needs more.
+    A library's buffers count only as far as gradients fill them. `effects` (shape [cells]) are log
+    factors by which the library needs more.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

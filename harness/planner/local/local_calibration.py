@@ -21,7 +21,6 @@ from harness.spec.cell import BASELINE
 from harness.spec.errors import UsageError
 
 FEWEST = 5
-"""Minimum number of measured cells for a calibration."""
 VARIANT_SPREAD, FAMILY_SPREAD = 0.1, 0.4
 """Prior standard deviations of the log effects of a strategy's options and of its library."""
 WORKLOAD_SPREAD = 0.05
@@ -31,7 +30,6 @@ ORDINARY_ERROR = 0.1
 UNKNOWN_SPREAD = 0.25
 """Assumed half-width of log 80 % intervals if too few workloads were measured."""
 FEWEST_ERRORS = 8
-"""Minimum number of held-out predictions for a spread."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
 
 
 class _Groups:
-    """Positions of variants, families and workloads in an array of unknowns."""
+    """Positions of variants, families and workloads among the unknowns."""
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:
         self._variants = list(dict.fromkeys(cell.variant for cell in cells))
@@ -169,7 +167,6 @@ class _Groups:
         self._family_of = {cell.variant: cell.family for cell in cells}
 
     def spreads(self, share: float) -> Floats:
-        """Returns prior spreads; `share` scales those of libraries."""
         each = (share * VARIANT_SPREAD, share * FAMILY_SPREAD, WORKLOAD_SPREAD)
         return np.repeat(each, self._counts)
 
@@ -208,8 +205,7 @@ def leave_out(
 ) -> list[HeldOutCell]:
     """Predicts each part's cells from all others; skips parts with too few others.
 
-    `part_of` returns a cell's part, or "" for none. By default it is the workload without suffixes,
-    so that a model is held out with its adapters.
+    `part_of` returns a cell's part, or "" for none; by default its workload without suffixes.
     """
     name = part_of or base_of
     result: list[HeldOutCell] = []

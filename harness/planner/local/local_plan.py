@@ -21,7 +21,7 @@ DEVIATIONS_IN_80_PERCENT = 1.2816
 """Half-width of a normal 80 % interval, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
-"""Probability from which a cell counts as fitting when memory is the goal."""
+"""Probability from which a cell fits, if memory is the goal."""
 PART_WORDS = {
     "compute": "the model's own arithmetic",
     "calls": "calling operators",
@@ -31,7 +31,7 @@ PART_WORDS = {
 }
 MOST_NAMED = 5
 OUTSIDE = 0.05
-"""Assumed increase of a log interval's half-width per doubling beyond the measured devices."""
+"""Assumed increase of a log half-width per doubling beyond the measured devices."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LocalPlan:
     candidates: tuple[LocalCandidate, ...]
     """Exact cells, best first."""
     inexact: tuple[LocalCandidate, ...]
-    """Cells that train differently, best first."""
+    """Cells that train differently."""
     refused: dict[str, int]
     calibrated_on: int
     workloads: tuple[str, ...]
@@ -101,7 +101,7 @@ def rank_variants(
 ) -> LocalPlan:
     """Ranks the variants of one setting; raises UsageError if none can run.
 
-    `batch` is samples per step; `memory_bytes` is this machine's memory for all ranks.
+    `batch` is samples per step; `memory_bytes` is for all ranks.
     """
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))
@@ -122,7 +122,6 @@ def rank_variants(
 
 
 def _key(candidate: LocalCandidate, goal: LocalGoal) -> tuple[bool, float]:
-    """Sorts by time over probability of fitting, or by memory among cells that surely fit."""
     if goal == "memory":
         return candidate.fits < SURE, candidate.peak_bytes
     return False, candidate.seconds / max(candidate.fits, 1e-300)
@@ -273,9 +272,9 @@ class ScalingCurve:
 def straggling(devices: int, seen: int, spread: float) -> float:
     """Returns by what share a step is longer on `devices` than on the `seen` measured ones.
 
-    A step ends with its slowest device. The largest of n normal deviations is about sqrt(2 ln n)
-    standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6). `spread`
-    is the standard deviation of a device's log step time.
+    A step ends with its slowest device, and the largest of n normal deviations is about sqrt(2 ln
+    n) standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
+    `spread` is that of a device's log step time.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))

@@ -50,11 +50,10 @@ def sent_bytes(
 ) -> float:
     """Returns the bytes that a rank sends in a step, by the strategy's formula.
 
-    All bytes of a parameter server pass through one process, for which the ranks wait. Without a
-    formula, the layout decides, once per cycle. The data axis averages gradients, plus half as many
-    bytes for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four
-    all-reduces of hidden states per block (Megatron-LM, arXiv 1909.08053, section 3). Stages send
-    hidden states forward and gradients back.
+    All bytes of a parameter server count, because the ranks wait for it. Without a formula, the
+    layout decides, once per cycle. The data axis averages gradients, with half as many bytes on top
+    for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces
+    of hidden states per block (Megatron-LM, arXiv 1909.08053, section 3).
     """
     if layout.servers:
         return strategy.costs.disk_or_host_bytes(cell, layout, facts)
@@ -96,8 +95,8 @@ def messages(
     """Returns the collectives and transfers in a step, by the strategy's formula.
 
     Without one, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
-    1909.08053, section 3). A pipeline has two per micro-batch; the schedule covers their waiting.
-    The data axis has one, or three per block for sharded parameters.
+    1909.08053, section 3), a pipeline two per micro-batch. The data axis has one, or three per
+    block for sharded parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -144,8 +143,7 @@ class LocalMeasurements:
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
     """Reads the verified CPU cells of the newest run's machine; raises UsageError without any.
 
-    Only a cell's newest result counts. Variants other than `workload` train differently and are
-    left out.
+    Only a cell's newest result counts. Variants other than `workload` are left out.
     """
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
@@ -210,8 +208,8 @@ def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | 
 def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     """Returns a cell's facts from the strategy's formulas and the workload's counts.
 
-    Without a formula for states, the model's are divided by the axes that cut it. Raises Refused,
-    Unavailable or UsageError.
+    Without a formula for states, the model's are divided by its axes. Raises Refused, Unavailable
+    or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
@@ -294,8 +292,7 @@ def variants_of(
 ) -> tuple[list[LocalVariant], Counter[str]]:
     """Returns the cells of a setting that can run here, and why others cannot.
 
-    Covers each strategy's defaults and all measured options, with their results if
-    `with_observations`.
+    Covers each strategy's defaults and all measured options.
     """
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Answers `bench predict` and `bench whatif`: strategies here, and on more devices."""
+"""Answers `bench predict` and `bench whatif`."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def sweep_settings(
 ) -> dict[str, dict[int, LocalPlan | str]]:
     """Returns plans, or why nothing can run, by workload and number of ranks.
 
-    Covers the requested and all measured workloads, and powers of two up to this machine's cores.
+    Covers the requested and measured workloads, and powers of two up to this machine's cores.
     """
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
     answers: dict[str, dict[int, LocalPlan | str]] = {}
@@ -172,7 +172,7 @@ class ScalingRequest:
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
-    """Returns the measured cells on several devices with a core each and no emulated link.
+    """Returns the measured multi-device cells with a core each and no emulated link.
 
     Raises UsageError if there are none.
     """
@@ -195,7 +195,7 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
     """Returns the fastest MAX_CURVES cells of the most-measured workload in one precision.
 
-    Only exact cells count, if there are any.
+    Only exact ones, if any.
     """
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)

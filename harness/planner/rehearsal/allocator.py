@@ -1,7 +1,7 @@
 """Measures real ranks' allocations in torch's CPU allocator, to check rehearsals against.
 
-torch's profiler reports each allocation and release with the running total. Resident memory would
-add glibc's caches, stacks, and buffers that gloo allocates without torch.
+torch's profiler reports each allocation and release. Resident memory would add glibc's caches,
+stacks, and buffers that gloo allocates without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adds up live tensors: the peak of each part of a step, and what it consists of."""
+"""Adds up live tensors: the peak of each part of a step, and its contents."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
-Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor and copies from it; it
-scatters after all-reducing a copy of the input. Others work in place. Rooted operations copy only
-on the root, but count on all ranks."""
+Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor, and scatters after
+all-reducing a copy of the input; others work in place. Rooted operations copy only on the root, but
+count on all ranks."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`

@@ -1,4 +1,4 @@
-"""Finds a training's memory by running its code on fake tensors as one rank of any world."""
+"""Finds a training's memory by running its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -144,10 +144,9 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly.
 
-    Every block adds the same bytes to a region: its states, and its activations if in memory. So a
-    region's peak is linear in the number of blocks, and the step's peak is the largest of them.
-    Memory changes evenly from the second block to the last but one, so none in between peaks
-    higher.
+    Every block adds the same bytes to a region, so a region's peak is linear in the number of
+    blocks. Memory changes evenly from the second block to the last but one, so none in between
+    peaks higher.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -197,8 +196,8 @@ class RankMemory:
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
-    """Largest buffer that gloo holds during a collective, part of the peak if they coincide. Under
-    load, gloo may free it late and raise the peak."""
+    """Largest buffer that gloo holds during a collective. Under load, gloo may free it late and
+    raise the peak."""
     rehearsed_blocks: tuple[int, ...]
     """Block counts of the rehearsed models: the cell's, or shallower ones to extrapolate from."""
     seconds: float
@@ -218,8 +217,8 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
     """Rehearses a cell.
 
     `ranks` defaults to all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
-    `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, and
-    Refused and Unavailable as `validate` does.
+    `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, or
+    what `validate` raises.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -295,8 +294,7 @@ def _from_shallow(
 ) -> RankPeaks | None:
     """Extrapolates from shallow models; None if impossible or unnecessary.
 
-    Pipeline ranks, and ranks that own whole parameters, change with the depth and are rehearsed in
-    full.
+    Pipeline ranks, and ranks that own whole parameters, change with the depth.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

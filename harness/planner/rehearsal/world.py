@@ -1,7 +1,7 @@
 """Simulates one rank of a world of any size in one process, with almost no memory.
 
-The strategy's and torch's code run unchanged on fake tensors, which have no values (torch's
-FakeTensorMode). SUBSTITUTIONS replaces what cannot run this way.
+The strategy's and torch's code run unchanged on fake tensors, which have no values. SUBSTITUTIONS
+replaces what cannot run this way.
 """
 
 from __future__ import annotations
