@@ -86,7 +86,10 @@ def fit(
         return np.concatenate([errors, PRIOR_WEIGHT * scale * x])
 
     def slopes(x: Floats) -> Floats:
-        """Returns slopes of residuals (rows) by unknowns (columns), all effects of a kind at once."""
+        """Returns slopes of residuals (rows) by unknowns (columns).
+
+        All effects of a kind vary at once, since a row has only one of them.
+        """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
         result = np.zeros((len(measured) + len(x), len(x)))

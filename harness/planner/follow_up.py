@@ -35,8 +35,8 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
     """
     if not cells:
         raise UsageError(
-            "no strategy of the suite trains with one of the best layouts, so there is nothing to"
-            " measure; ask for fewer devices or another goal"
+            "no strategy of the suite supports any of the best layouts, so there is nothing to"
+            " measure; try fewer devices or another goal"
         )
     axes = []
     for cell in cells:
@@ -78,12 +78,12 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
         for target, files in written:
             write_files(files, folder / target)
         slower = seconds / fastest - 1
-        compared = f", the best that has an export, {slower:.0%} slower than the best"
+        compared = f", the best exportable layout, {slower:.0%} slower than the best"
         targets = ", ".join(target for target, _ in written)
         return f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for {targets}"
     raise UsageError(
-        "none of the layouts has an export: combinations of several kinds of model parallelism run"
-        " only inside the suite"
+        "none of the layouts can be exported: combinations of several kinds of model parallelism"
+        " run only inside the suite"
     )
 
 
@@ -101,7 +101,7 @@ def workload_of(model: str) -> str:
         return make_workload(model).name
     except UsageError:
         raise UsageError(
-            f"the planner knows only the sizes of model {model!r}; to write its cells, give"
+            f"the planner knows only the sizes of model {model!r}; to have its cells written, give"
             " hf:PATH of its config.json, or a workload of the suite such as llama-7b"
         ) from None
 

@@ -50,8 +50,7 @@ class AccelerateEngine(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.precision == "fp16" and cell.device == "cpu" and not self.zero:
             raise Unavailable(
-                "Accelerate has no fp16 on CPUs and would silently train in fp32: it needs a"
-                " GPU, or bf16"
+                "Accelerate has no fp16 on CPUs and would silently train in fp32; use a GPU or bf16"
             )
         if self.engine == "fsdp2" and workload.kind == "image":
             raise Refused(
@@ -80,8 +79,8 @@ class AccelerateEngine(Strategy):
         if self.engine != "fsdp2" or cell.device != "cpu":
             return None
         return (
-            "Accelerate supports FSDP2 on GPUs only: it is told that it has one, and its own"
-            " preparation runs over gloo"
+            "Accelerate has FSDP2 on GPUs only; it is told that it is on one, and prepares over"
+            " gloo"
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
@@ -253,8 +252,7 @@ def verify(job: Job, accelerator: Accelerator, fsdp2: bool, deepspeed: bool) -> 
         )
     if torch.get_num_threads() != job.threads:
         raise RuntimeError(
-            f"Accelerate uses {torch.get_num_threads()} threads per rank, but the cell has"
-            f" {job.threads}"
+            f"Accelerate uses {torch.get_num_threads()} threads per rank instead of {job.threads}"
         )
 
 

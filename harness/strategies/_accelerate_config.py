@@ -92,7 +92,7 @@ def check_launch(cell: Cell) -> None:
         )
     if not PROGRAM.exists():
         raise Unavailable(
-            f"there is no program accelerate next to {sys.executable}: reinstall the package"
+            f"no program accelerate next to {sys.executable}; reinstall the package accelerate"
         )
 
 

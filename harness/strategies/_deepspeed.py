@@ -69,8 +69,8 @@ def require_disk(folder: str) -> None:
     path = Path(folder).resolve()
     if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
         raise Refused(
-            f"folder {folder!r} is not released for offloading on this host; name it in the"
-            f" environment variable {DISKS}"
+            f"states may not be offloaded to folder {folder!r} on this host; to allow it, add it to"
+            f" the environment variable {DISKS}"
         )
 
 

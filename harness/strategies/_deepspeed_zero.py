@@ -153,9 +153,8 @@ class ZeroOptions(Strategy):
             )
         if cell.recompute == "selective" and self.stage == 3:
             raise Refused(
-                "DeepSpeed's stage 3 gathers parameters within a block, and not at the same"
-                " operators when the block is recomputed, so torch's selective checkpoint fails;"
-                " use recompute full, or stage 2"
+                "DeepSpeed's stage 3 gathers parameters at different operators when a block is"
+                " recomputed, so torch's selective checkpoint fails; use recompute full, or stage 2"
             )
         self._check_offload(cell, workload)
 
@@ -165,8 +164,8 @@ class ZeroOptions(Strategy):
             raise Refused("stage 0 offloads nothing; use stage 1, 2 or 3")
         if self.stage < 3 and (self.offload_parameters != "none" or optimizer == "nvme"):
             raise Refused(
-                "DeepSpeed offloads parameters, and offloads to disk, in stage 3 only; stage"
-                f" {self.stage} would keep them in memory"
+                "DeepSpeed offloads parameters, or anything to disk, in stage 3 only; use stage 3,"
+                f" not {self.stage}"
             )
         if on_cpu and cell.optimizer != "adamw":
             raise Refused(
@@ -195,9 +194,9 @@ class ZeroOptions(Strategy):
         for what, size in largest.items():
             if size < SWAPPED_BYTES:
                 raise Refused(
-                    f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each"
-                    f" of {cell.devices} ranks, and DeepSpeed keeps everything below 1 MiB in"
-                    " memory; use a larger model or fewer devices"
+                    f"the largest {what} of {workload.name} has {size / 2**20:.2g} MiB on each of"
+                    f" {cell.devices} ranks, but DeepSpeed keeps everything below 1 MiB in memory;"
+                    " use a larger model or fewer devices"
                 )
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -205,7 +204,7 @@ class ZeroOptions(Strategy):
         moved = " and ".join(what for what, place in places.items() if place == "cpu")
         if not moved or cell.device != "cpu":
             return None
-        return f"nothing to offload on a CPU: {moved} are already in host memory"
+        return f"nothing to offload: {moved} are already in host memory"
 
     def swapping(self, cell: Cell, ranks: int, sizes: Sequence[int]) -> Swapping:
         places = self.offload_optimizer, self.offload_parameters
@@ -288,6 +287,6 @@ def require_locked(swapping: Swapping) -> None:
     if size > allowed:
         raise Unavailable(
             f"DeepSpeed locks {size / 2**20:.1f} MiB of each rank's memory for its disk buffers,"
-            f" and a process may lock {allowed / 2**20:.1f} MiB: ulimit -l unlimited (memlock in"
-            " /etc/security/limits.conf; docker run --ulimit memlock=-1)"
+            f" but a process may lock {allowed / 2**20:.1f} MiB; raise the limit: ulimit -l"
+            " unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
         )

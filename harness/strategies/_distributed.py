@@ -94,7 +94,7 @@ def check_version() -> None:
 def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
     """Raises Refused if the model lacks a required plan or the sizes do not match."""
     if cell.devices == 1:
-        raise Refused("a mesh needs at least 2 devices")
+        raise Refused("a mesh needs at least 2 devices, not 1")
     if workload.kind == "image" or workload.suffixes:
         raise Refused(
             f"transformers splits only unmodified language models, and {workload.name} is not one;"
@@ -111,9 +111,9 @@ def check_mesh(cell: Cell, workload: Workload, sizes: MeshSizes) -> None:
             )
         if cell.micro_batches > 1 and ADDED_UP in plan.values():
             raise Refused(
-                "transformers sums the gradients of norms within the heads after each"
-                " micro-batch, including those of earlier micro-batches again; use micro_batches"
-                " 1, tensor 1, or a model without such norms"
+                "after each micro-batch, transformers sums the gradients of norms within heads,"
+                " counting earlier micro-batches again; use micro_batches 1, tensor 1, or a model"
+                " without such norms"
             )
 
 

@@ -8,7 +8,7 @@ from harness.spec.training import EXACT, Tolerance
 WHOLLY = Tolerance(
     EXACT.loss,
     EXACT.update,
-    "norms, residual stream and gradients are in half precision too; the update is made in fp32",
+    "norms, residual stream and gradients are in half precision too; only the update is in fp32",
 )
 
 

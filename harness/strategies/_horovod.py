@@ -60,8 +60,8 @@ def missing(controller: str, device: str) -> str:
         if failure := unbuilt("horovod"):
             return f"Horovod was built for the CPU only: {failure.reason}"
         return (
-            "Horovod was built for the CPU only: PARALLELISM_BENCH_CUDA=packages make setup"
-            " builds it with NCCL, if torch has CUDA"
+            "Horovod was built for the CPU alone: PARALLELISM_BENCH_CUDA=packages make setup builds"
+            " it with NCCL, if torch has CUDA"
         )
     if controller == "mpi" and not (built(b"MPIController") and shutil.which("mpirun")):
         return (
@@ -138,7 +138,7 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 
 @contextlib.contextmanager
 def rendezvous(job: Job) -> Iterator[None]:
-    """Runs the rendezvous of Gloo's ranks like horovodrun, with the server in a thread of rank 0."""
+    """Runs the rendezvous of Gloo's ranks like horovodrun, with a server thread in rank 0."""
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.util.network import get_driver_ip

@@ -43,9 +43,9 @@ def check_heads(workload: Workload, ranks: int) -> None:
     """Raises Refused if attention heads, or key and value heads, do not divide evenly."""
     if workload.heads % ranks:
         raise Refused(
-            f"{workload.name} has {workload.heads} attention heads (of keys and values, if fewer),"
-            f" which do not divide among {ranks} ranks; use a divisor of {workload.heads} as"
-            " sequence_ranks"
+            f"{workload.name} has {workload.heads} attention heads (or key and value heads, if"
+            f" fewer), which do not divide among {ranks} ranks; use a divisor of {workload.heads}"
+            " as sequence_ranks"
         )
 
 

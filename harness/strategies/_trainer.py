@@ -93,7 +93,7 @@ class Stepped:
             resume_from = self.job.resume_from
             where = str(checkpoint_in(resume_from)) if resume_from else None
             self.trainer.train(resume_from_checkpoint=where)
-            raise RuntimeError("the training loop has ended before the harness's steps were done")
+            raise RuntimeError("the training loop ended before the harness's steps were done")
         except BaseException as error:
             self._answers.put(error)
 

@@ -45,9 +45,7 @@ class Amp(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.opt_level == "O2" and cell.checkpoint not in ("none", "full"):
-            raise Refused(
-                "the optimizer of O2 has master weights without names: use checkpoint full"
-            )
+            raise Refused("O2's optimizer has master weights without names; use checkpoint full")
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
             levels = f"{self.opt_level} cannot be combined with {cell.precision}"
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")

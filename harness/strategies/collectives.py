@@ -18,9 +18,7 @@ from harness.workloads import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-REASON = (
-    "ranks step on their own gradients and then average parameters, so the optimizer sees different"
-)
+REASON = "ranks update with their own gradients and average parameters, so the optimizer sees other"
 LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
     2: Tolerance(0.3, 0.75, f"{REASON} gradients"),
     1: Tolerance(0.3, 1.5, f"{REASON} gradients"),

@@ -33,7 +33,7 @@ class ContextParallel(Strategy):
         if cell.device == "cpu":
             raise Unavailable(
                 "torch's ring attention has kernels for GPUs only (flash, memory-efficient and"
-                " cuDNN attention): it needs one GPU for each rank"
+                " cuDNN attention); use one GPU per rank"
             )
         if cell.sequence_length % (2 * cell.devices):
             raise Refused(

@@ -50,9 +50,7 @@ class Ddp(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.comm_hook == "bf16" and cell.device == "cpu":
-            raise Unavailable(
-                "the bf16 compression hook runs on the NCCL backend only: it needs GPUs"
-            )
+            raise Unavailable("the bf16 compression hook runs only on NCCL; use GPUs")
         if self.comm_hook == "powersgd" and cell.checkpoint != "none":
             raise Refused(
                 "PowerSGD's error feedback is not saved in checkpoints: use another comm_hook, or"

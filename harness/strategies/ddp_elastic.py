@@ -52,7 +52,7 @@ class DdpElastic(Strategy):
                 " steps, and replayed steps must not be timed"
             )
         if cell.checkpoint != "none":
-            raise Refused("it already restarts from its own snapshots: leave the checkpoint out")
+            raise Refused("ddp_elastic restarts from its own snapshots; leave the checkpoint out")
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 

@@ -44,13 +44,13 @@ class DeepspeedMoe(Strategy):
             )
         if workload.experts_per_token < 2:
             raise Refused(
-                "DeepSpeed does not normalise the weight of a token's only expert, as the model"
-                " does; use a workload with 2 or more experts per token"
+                "unlike the model, DeepSpeed does not normalise the weight of a token's only"
+                " expert; use a workload with 2 or more experts per token"
             )
         if cell.balance_weight:
             raise Refused(
-                "DeepSpeed's gate balances each layer separately, but transformers' loss"
-                " balances all layers together; use distributed_config, or balance_weight 0"
+                "DeepSpeed's gate balances each layer separately, but transformers' loss balances"
+                " all together; use distributed_config, or balance_weight 0"
             )
         for what, count in (("devices", cell.devices), ("experts", workload.experts)):
             if count % self.expert:

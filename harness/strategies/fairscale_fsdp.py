@@ -51,10 +51,7 @@ class FairscaleFsdp(Strategy):
                 " differently: use decay all, or fsdp1 or fsdp2"
             )
         if cell.device != "cuda":
-            raise Unavailable(
-                "fairscale's FullyShardedDataParallel works on CUDA streams, forward and backward:"
-                " it needs a GPU"
-            )
+            raise Unavailable("fairscale's FullyShardedDataParallel needs CUDA streams; use a GPU")
 
     @property
     def costs(self) -> FairscaleFsdpCosts:

@@ -51,8 +51,8 @@ class Fsdp1(Strategy):
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
         if self.cpu_offload and cell.device == "cpu":
-            reason = "FSDP1's CPU offload pins the shards in host memory for a GPU: it needs one;"
-            raise Unavailable(f"{reason} fsdp2 offloads without")
+            reason = "FSDP1's CPU offload pins shards in host memory for a GPU;"
+            raise Unavailable(f"{reason} without one, use fsdp2")
 
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None

@@ -70,11 +70,7 @@ class Fsdp2(Strategy):
 
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"
-        return (
-            "nothing to offload on a CPU: parameters are already in host memory"
-            if offload
-            else None
-        )
+        return "nothing to offload: parameters are already in host memory" if offload else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
         if to == "accelerate":

@@ -75,17 +75,15 @@ class Horovod(Strategy):
             )
         if cell.precision == "fp16":
             raise Refused(
-                "Adasum updates during backward, before the loss scale can be taken off: use bf16"
-                " or fp32"
+                "Adasum updates during backward, before the loss scale can be removed: use bf16 or"
+                " fp32"
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         reasons = [HALF] if self.compression == "fp16" else []
         if self.op == "adasum" and cell.devices > 1:
             steps = math.log2(cell.devices)
-            reason = (
-                "Adasum adds the parts in which the ranks' updates differ, so it trains differently"
-            )
+            reason = "Adasum adds what differs between the ranks' updates instead of averaging it"
             reasons.append(Tolerance(3e-2 * steps, 1.0 * steps, reason))
         return widest(*reasons)
 

@@ -32,9 +32,9 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         sizes = self.sizes(cell.devices)
         if sizes.tensor > 1 and sizes.shards * sizes.replicas > 1:
             raise Unavailable(
-                f"Accelerate {version('accelerate')} combines tensor parallelism with FSDP2 by"
-                " ReplicateParallel, which it imports from transformers and which transformers"
-                f" {version('transformers')} no longer has; use distributed_config"
+                f"Accelerate {version('accelerate')} combines tensor parallelism with FSDP2 through"
+                f" ReplicateParallel, which transformers {version('transformers')} no longer has;"
+                " use distributed_config"
             )
         if sizes.replicas > 1 and sizes.shards == 1:
             raise Refused(
@@ -50,8 +50,8 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         return half_throughout(cell) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
-        real = "Accelerate takes a ParallelismConfig on GPUs only: told to be on one, its own"
-        return f"{real} preparation then runs over gloo" if cell.device == "cpu" else None
+        real = "Accelerate takes a ParallelismConfig on GPUs only; it is told that it is on one,"
+        return f"{real} and prepares over gloo" if cell.device == "cpu" else None
 
     @property
     def costs(self) -> ParallelismConfigMeshCosts:

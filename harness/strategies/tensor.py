@@ -49,8 +49,9 @@ class TensorParallel(Strategy):
             )
         if self.sequence_parallel and workload.vocabulary % cell.devices:
             raise Refused(
-                f"sequence_parallel splits the {workload.vocabulary} tokens of the vocabulary of"
-                f" {workload.name}, which do not divide by {cell.devices}"
+                f"sequence_parallel splits the {workload.vocabulary} tokens of {workload.name}'s"
+                f" vocabulary, which do not divide by {cell.devices} devices; use"
+                " sequence_parallel=false"
             )
 
     def export(self, cell: Cell, to: str) -> Export | None:

@@ -65,7 +65,7 @@ def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
     """
     if cell.checkpoint not in able:
         remedy = f"use {', '.join(able)}" if able else "leave the checkpoint out"
-        raise Refused(f"{cell.strategy} does not save checkpoints {cell.checkpoint}; {remedy}")
+        raise Refused(f"{cell.strategy} does not save {cell.checkpoint} checkpoints; {remedy}")
     if cell.nodes > 1:
         raise Refused("a checkpoint of several nodes needs a shared folder: set nodes to 1")
     if cell.precision == "fp16":

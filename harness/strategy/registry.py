@@ -45,8 +45,8 @@ def _load(module_name: str, name: str) -> type[Strategy]:
     ]
     if len(classes) != 1:
         raise UsageError(
-            f"strategy file {module_name!r} must define one Strategy, it defines"
-            f" {len(classes)} (for {name!r})"
+            f"strategy file {module_name!r} must define one Strategy, but defines {len(classes)}"
+            f" (for {name!r})"
         )
     return classes[0]
 
@@ -83,7 +83,7 @@ def _require_strategy(loaded: object, named: str) -> type[Strategy]:
     if isinstance(loaded, type) and issubclass(loaded, Strategy):
         return loaded
     place = f"{getattr(loaded, '__module__', '?')}:{getattr(loaded, '__qualname__', loaded)}"
-    raise UsageError(f"{named} must be a Strategy class of harness.strategy, it is {place}")
+    raise UsageError(f"{named} must be a Strategy class of harness.strategy, but is {place}")
 
 
 def make_strategy(cell: Cell) -> Strategy:
@@ -178,7 +178,7 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
         raise Refused(f"{cell.strategy} is restarted by a single node's agent: leave nodes out")
     if launcher := strategy.own_launcher:
         raise Refused(
-            f"{launcher.name} starts ranks on one node only here: leave nodes out, or that option"
+            f"{launcher.name} starts ranks on one node only; leave out nodes, or that option"
         )
 
 
@@ -316,7 +316,7 @@ def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: boo
     if not (saves.capabilities.reshards and loads.capabilities.reshards):
         able = [name for name, cls in strategies().items() if cls.capabilities.reshards]
         raise Refused(
-            f"a checkpoint of {cell.checkpoint_from} is not for {cell.strategy} x{cell.devices}:"
+            f"{cell.strategy} x{cell.devices} cannot load a checkpoint of {cell.checkpoint_from}:"
             f" only {', '.join(able)} load each other's"
         )
 

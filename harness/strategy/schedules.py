@@ -25,13 +25,13 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
     """Raises Refused if torch's schedule does not accept this many micro-batches."""
     if schedule == "1f1b" and micro_batches < ranks:
         raise Refused(
-            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, the cell has"
+            f"schedule 1f1b needs a micro-batch for each of its {ranks} stages, but the cell has"
             f" {micro_batches}"
         )
     if schedule == "dualpipev" and micro_batches < 2 * ranks:
         raise Refused(
-            f"schedule dualpipev needs a micro-batch for each of its {2 * ranks} stages, two a"
-            f" rank; the cell has {micro_batches}"
+            f"schedule dualpipev needs a micro-batch for each of its {2 * ranks} stages, two per"
+            f" rank, but the cell has {micro_batches}"
         )
     rounds = max(1, micro_batches // ranks)
     if schedule.startswith("interleaved") and micro_batches % rounds:

@@ -75,7 +75,7 @@ def test_it_takes_all_cores(run_cells: RunCells) -> None:
         0
     ]
     assert trial["status"] == "failed"
-    assert "threads per rank, but the cell has 1" in trial["reason"]
+    assert "threads per rank instead of 1" in trial["reason"]
 
 
 def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:

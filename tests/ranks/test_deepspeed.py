@@ -79,7 +79,7 @@ def test_what_it_stands_beside_and_stands_for() -> None:
     plain, offloads = Deepspeed(stage=0), Deepspeed(stage=2, offload_optimizer="cpu")
     assert plain.ddp_equivalent_of(cell("deepspeed")) == "DeepSpeed stage 0"
     assert offloads.stand_in(cell("deepspeed", options={"offload_optimizer": "cpu"})) == (
-        "nothing to offload on a CPU: optimizer states are already in host memory"
+        "nothing to offload: optimizer states are already in host memory"
     )
 
 

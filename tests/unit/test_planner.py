@@ -161,7 +161,7 @@ def test_memory_as_a_goal_needs_least() -> None:
 
 def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
     asked = dataclasses.replace(question("llama-405b", 1, 8), sequence_length=131072)
-    with pytest.raises(UsageError, match=r"405b .*has 85\.5 GB.*; it fits \d+ of them") as error:
+    with pytest.raises(UsageError, match=r"405b .*has 85\.5 GB.*; it fits on \d+ of them") as error:
         plan(asked, CALIBRATION)
     devices = int(str(error.value).rsplit("fits ", 1)[1].split()[0])
     assert plan(dataclasses.replace(asked, devices=devices), CALIBRATION).candidates
@@ -191,7 +191,7 @@ def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None
     text = str(error.value)
     least = float(text.split("the smallest of them needs ")[1].split()[0])
     assert least * 1e9 > asked.cluster.memory_bytes
-    assert "others offload more than a node's memory and disks hold; it fits" in text
+    assert "others offload more than a node's memory and disks hold; it fits on" in text
 
 
 def test_a_batch_too_small_for_every_pipeline_gets_one_that_is_enough() -> None:
@@ -199,7 +199,7 @@ def test_a_batch_too_small_for_every_pipeline_gets_one_that_is_enough() -> None:
     shape = parse_shape("layers=70,hidden=7168,heads=7,feed_forward=7919")
     asked = ClusterQuestion(shape, cluster, 1001, 1, 16)
     calibration = dataclasses.replace(CALIBRATION, links="playbook-h100")
-    with pytest.raises(UsageError, match=r"too few micro-batches; a batch of 15 is enough"):
+    with pytest.raises(UsageError, match=r"for their pipelines; use a batch of 15"):
         plan(asked, calibration)
     assert plan(dataclasses.replace(asked, global_batch=15), calibration).candidates
 

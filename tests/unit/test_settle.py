@@ -87,7 +87,7 @@ def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
     in_3d = Cell(strategy="three_d", options=together, micro_batches=2, **small | {"devices": 4})
     cells = [(in_3d, 1.0), (Cell(strategy="ddp", **small), 1.25)]
     said = export_first(cells, tmp_path / "files")
-    assert said.startswith("wrote ddp, the best that has an export, 25% slower than the best")
+    assert said.startswith("wrote ddp, the best exportable layout, 25% slower than the best")
     targets = {path.name for path in (tmp_path / "files").iterdir()}
     assert {"torchrun", "slurm"} <= targets
     assert (tmp_path / "files" / "torchrun" / "train.py").exists()

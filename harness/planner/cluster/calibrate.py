@@ -136,7 +136,7 @@ def read_runs(
     names = tuple(table.model.astype(str))
     if unknown := sorted(set(names) - models.keys()):
         raise UsageError(
-            f"{str(file)!r}: model {unknown[0]!r} has no shape; known are {', '.join(models)}"
+            f"{str(file)!r}: unknown model {unknown[0]!r}; known are {', '.join(models)}"
         )
 
     def ints(name: str) -> Ints:

@@ -21,14 +21,14 @@ DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 class TimeConstants:
     matmul_efficiency: float = constant(
         Prior(0.8, spread=0.08, low=0.5, high=1.0, unit="1"),
-        "speed of a training's large matrix products, as a share of the device's best one",
-        "a search for the best product chooses its sizes; a training cannot (hardware.yaml)",
+        "rate of a training's large matrix products, as a share of the device's best product",
+        "searches for the best product choose its sizes; a training cannot (hardware.yaml)",
     )
     matmul_half_size: float = constant(
         Prior(1.5, spread=0.7, low=0.3, high=6.0, unit="1"),
         "a product of M x K by K x N takes 1 + this x ridge x (1/M + 1/N + 1/K) times as long as a"
         " large one: operands are read, and tiles are unfilled; ridge is the device's operations"
-        " for each byte of its memory's bandwidth",
+        " per byte of memory bandwidth",
         "roofline: 1 reads the operands once (Williams and others, CACM 2009)",
     )
     attention_efficiency: float = constant(
@@ -38,14 +38,13 @@ class TimeConstants:
     )
     elementwise_passes: float = constant(
         Prior(30.0, spread=12.0, low=8.0, high=90.0, unit="1"),
-        "number of times that forward and backward of a layer read or write its activations (2"
-        " bytes for each token and element of hidden and feed-forward size) outside matrix"
-        " products",
-        "count: reads and writes of unfused norms, rotations, activations and residuals",
+        "reads and writes of a layer's 2-byte activations (hidden + feed-forward size per token)"
+        " outside matrix products, forward and backward",
+        "count of the reads and writes of unfused norms, rotations, activations, residuals",
     )
     logit_bytes: float = constant(
         Prior(30.0, spread=12.0, low=4.0, high=90.0, unit="bytes"),
-        "read and written per logit by the head's cast and the loss",
+        "traffic per logit of the head's cast and the loss",
         "count: bf16 logits to fp32, softmax, loss and gradient",
     )
     launch_layer: float = constant(
@@ -60,24 +59,24 @@ class TimeConstants:
     )
     launch_sharpness: float = constant(
         Prior(4.0, spread=1.5, low=1.5, high=12.0, unit="1"),
-        "exponent that combines device and processor time: 1 adds them, a large one takes the"
-        " longer; some of a layer's kernels take longer than their launch and some less",
+        "exponent of the smooth maximum of device and processor time: 1 adds them, a large one"
+        " takes the longer; a layer has kernels longer and shorter than their launch",
         "assumed; at equal times 4 gives a time 19 % longer than either",
     )
     pipeline_stall: float = constant(
         Prior(1.0e-3, spread=1.5e-3, low=0.0, high=6e-3, unit="s"),
-        "extra time to launch a layer, for each rank of the tensor axis, if a pipeline crosses"
-        " nodes: collectives wait behind sends on the device's single launch queue",
+        "additional time to launch a layer, for each rank of the tensor axis, if a pipeline"
+        " crosses nodes: collectives wait behind sends on the device's single launch queue",
         "measured runs of nanotron; taken as zero on other clusters (Calibration.time_on)",
     )
     tensor_latency: float = constant(
         Prior(0.1e-3, spread=0.2e-3, low=0.005e-3, high=1e-3, unit="s"),
-        "of a collective of tensor parallelism for each node beyond the first that it spans",
+        "latency of a tensor-parallel collective for each node beyond the first that it spans",
         "latency of collectives between nodes, nccl-tests at small messages",
     )
     stall_growth: float = constant(
         Prior(0.3, spread=0.2, low=0.0, high=1.0, unit="1"),
-        "share by which pipeline_stall grows with each doubling of the tensor axis's nodes",
+        "growth of pipeline_stall with each doubling of the tensor axis's nodes",
         "assumed",
     )
     tensor_exposed: float = constant(
@@ -103,7 +102,7 @@ class TimeConstants:
     )
     bucket_latency: float = constant(
         Prior(0.3e-3, spread=0.15e-3, low=0.0, high=1e-3, unit="s"),
-        "of the reduction of one bucket of gradients between nodes, beyond what its bytes take",
+        "latency of reducing one bucket of gradients between nodes, beyond what its bytes take",
         "64 MiB over 4 nodes take 0.8 ms, 0.45 ms longer than their share of 4 GiB (Bekman, Machine"
         " Learning Engineering, chapter on networks, 2026); DDP reduces buckets of 25 MB",
     )
@@ -116,12 +115,13 @@ class TimeConstants:
     )
     update_passes: float = constant(
         Prior(40.0, spread=12.0, low=20.0, high=120.0, unit="bytes"),
-        "read and written for each parameter that a rank updates",
+        "traffic per parameter that a rank updates",
         "count: Adam reads 16 and writes 14 bytes; unfused kernels repeat some",
     )
     step_latency: float = constant(
         Prior(0.03, spread=0.015, low=0.0, high=0.2, unit="s"),
-        "of a step for each doubling of the nodes: its many small reductions, and the slowest rank",
+        "additional time of a step per doubling of the nodes: many small reductions, and the"
+        " slowest rank",
         "assumed: tens of milliseconds for gradient norms, losses and waiting",
     )
 
@@ -136,47 +136,47 @@ class MemoryConstants:
 
     fragmentation: float = constant(
         Prior(1.15, spread=0.15, low=1.0, high=1.7, unit="1"),
-        "bytes reserved for each byte of activations: freed blocks do not fit later requests",
-        "1 means none; long runs reserve 1.1 to 1.4 times what they allocate",
+        "bytes reserved per byte of activations, because freed blocks do not fit the next requests",
+        "1 is none; reserved over allocated memory of long runs is 1.1 to 1.4",
     )
     layer_hidden: float = constant(
         Prior(16.0, spread=0.2, low=10.0, high=24.0, unit="bytes"),
-        "kept for the backward pass per token and element of the hidden size in each layer",
+        "activations kept for backward, per token and element of the hidden size in each layer",
         "count: inputs and outputs of both norms, queries, keys, values and the output of"
         " attention, 2 bytes each (Korthikanti and others, arXiv 2205.05198, section 4.1, without"
         " dropout and scores)",
     )
     layer_feed: float = constant(
         Prior(8.0, spread=0.1, low=4.0, high=14.0, unit="bytes"),
-        "kept for the backward pass per token and element of the feed-forward size",
+        "activations kept for backward, per token and element of the feed-forward size",
         "count: both halves of the gated product, the activated half and the product, 2 bytes each",
     )
     gathered: float = constant(
         Prior(4.0, spread=0.1, low=0.0, high=16.0, unit="bytes"),
-        "per token and element of the hidden size of each layer that tensor parallelism does not"
-        " split, while the device lags behind the processor's launches",
+        "activations that tensor parallelism does not split, per token and element of the hidden"
+        " size in each layer, while the device is behind the processor's launches",
         "count: outputs of attention and feed-forward before they are scattered, 2 bytes each;"
         " memory that another stream reads is reused only after that (PyTorch,"
         " Tensor.record_stream)",
     )
     logit: float = constant(
         Prior(8.0, spread=0.2, low=2.0, high=24.0, unit="bytes"),
-        "kept per logit of the micro-batch in its head",
+        "kept per logit of a micro-batch",
         "count: logits and their softmax in fp32",
     )
     bucket: float = constant(
         Prior(2.0, spread=0.05, low=0.0, high=6.0, unit="bytes"),
-        "a second copy of gradients in the buckets that are reduced, per parameter",
+        "second copy of gradients in buckets, per parameter",
         "2 for bf16 buckets, 4 for fp32 ones (DDP, arXiv 2006.15704)",
     )
     overhead: float = constant(
         Prior(1.0, spread=0.5, low=0.0, high=4.0, unit="GB"),
-        "of permanent workspaces",
+        "workspaces that are always allocated",
         "workspaces of matrix products and collectives",
     )
     knee: float = constant(
         Prior(0.8, spread=0.1, low=0.5, high=1.0, unit="1"),
-        "share of the device's memory at which the allocator frees its reserves",
+        "share of device memory above which the allocator frees cached blocks",
         "assumed: below the limit of every device",
     )
 

@@ -258,19 +258,18 @@ def _nothing_fits(
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
         return (
-            f"a batch of {question.global_batch} gives the pipelines of all {count} layouts of"
-            f" {name} too few micro-batches; a batch of {_fed_batch(result)} is enough"
+            f"a batch of {question.global_batch} gives all {count} layouts of {name} too few"
+            f" micro-batches for their pipelines; use a batch of {_fed_batch(result)}"
         )
     words = (
-        f"{name} with sequences of {question.sequence_length} tokens does not fit"
-        f" {question.devices} x {cluster.device} in any of {count} layouts:"
-        f" {_what_is_missing(question, result)}"
+        f"none of {count} layouts of {name} with {question.sequence_length} tokens per sequence"
+        f" fits on {question.devices} x {cluster.device}: {_what_is_missing(question, result)}"
     )
     if devices := _more_devices(question, calibration):
-        return f"{words}; it fits {devices} of them"
+        return f"{words}; it fits on {devices} of them"
     remedies = []
     if len(cluster.reduce.nodes) == 1:
-        remedies.append(f"add the rate between nodes of {cluster.per_node} to the link")
+        remedies.append(f"add a rate between nodes of {cluster.per_node} to the link")
     if shorter := _shorter_sequence(question, calibration):
         remedies.append(f"give a sequence of {shorter} tokens, which fits")
     else:
@@ -291,8 +290,8 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
     if stored.any():
         least = float(np.min(result.memory.allocated[stored]))
         words.append(
-            f"the smallest of them needs {least / 1000000000.0:.1f} GB per device, and a device"
-            f" has {cluster.memory_bytes / 1000000000.0:.1f} GB"
+            f"the smallest needs {least / 1e9:.1f} GB per device, which has"
+            f" {cluster.memory_bytes / 1e9:.1f} GB"
         )
     if not result.stored.all():
         words.append("others offload more than a node's memory and disks hold")
@@ -423,13 +422,13 @@ def explanation(plan: ClusterPlan) -> list[str]:
         )
     if plan.goal == "cost":
         sentences.append(
-            "For a given number of devices, the fastest layout is the cheapest; try several"
-            " numbers of devices to compare the price of a billion tokens."
+            "With a fixed number of devices, the fastest layout is also the cheapest; compare"
+            " prices per billion tokens for different numbers of devices."
         )
     if plan.goal == "energy":
         sentences.append(
-            f"Energy counts only the devices, which are assumed to draw {COMPUTING:.0%} of their"
-            f" maximum power while they compute and {WAITING:.0%} while they wait."
+            f"Energy counts only the devices, assumed to draw {COMPUTING:.0%} of their maximum"
+            f" power while computing and {WAITING:.0%} while waiting."
         )
     return [sentence for sentence in sentences if sentence]
 

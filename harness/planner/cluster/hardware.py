@@ -122,7 +122,9 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     device = model.host_name
     peak = model.bf16_flops_per_second or model.fp16_flops_per_second
     if not peak or not model.memory_bytes_per_second:
-        raise UsageError(f"device {device!r}: its peak or its memory's bandwidth is not published")
+        raise UsageError(
+            f"device {device!r} has no published peak or memory bandwidth; choose another"
+        )
     reduce, gather = _curves(model, per_node, link)
     return Cluster(
         device=device,

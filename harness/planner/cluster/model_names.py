@@ -33,8 +33,8 @@ def parse_shape(text: str) -> ModelShape:
     if "=" in text:
         return _from_sizes(text)
     raise UsageError(
-        f"model {text!r} is not known; known are {', '.join(named_shapes())}; or give hf:PATH of"
-        " a config.json, or sizes such as layers=32,hidden=4096,heads=32"
+        f"unknown model {text!r}; known are {', '.join(named_shapes())}; or give hf:PATH of a"
+        " config.json, or sizes such as layers=32,hidden=4096,heads=32"
     )
 
 
@@ -46,7 +46,7 @@ def _from_sizes(text: str) -> ModelShape:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in _SIZES:
-            raise UsageError(f"model size {name!r} is not known; known are {', '.join(_SIZES)}")
+            raise UsageError(f"unknown model size {name!r}; known are {', '.join(_SIZES)}")
         if not re.fullmatch(r"\d+", value):
             raise UsageError(
                 f"model size {name}={value!r} is not a whole number; give it as digits"

@@ -87,7 +87,8 @@ def energy(
     device = question.cluster.device
     if device not in watts():
         raise UsageError(
-            f"the power of device {device!r} is not in the table; known are {', '.join(watts())}"
+            f"the maximum power of device {device!r} is unknown; known are those of"
+            f" {', '.join(watts())}"
         )
     busy = np.minimum(seconds, time.compute + time.update)
     joules = watts()[device] * (COMPUTING * busy + WAITING * (seconds - busy))

@@ -173,7 +173,7 @@ class ClusterQuestion:
 
         if self.nodes > 1 and len(self.cluster.reduce.nodes) == 1:
             raise UsageError(
-                f"{self.devices} devices are {self.nodes} nodes of {per_node}, and link"
+                f"{self.devices} devices need {self.nodes} nodes of {per_node}, but link"
                 f" {self.cluster.links!r} has no rate between nodes; add one, such as"
                 " nvlink,400gbit"
             )

@@ -112,24 +112,24 @@ class CpuTimeConstants:
 
     fp32_rate: float = constant(
         Prior(80.0, spread=30.0, low=5.0, high=400.0, unit="GFLOP/s"),
-        "of matrix products in fp32 on one core",
+        "rate of fp32 matrix products on one core",
         "16 to 64 operations a cycle at 2 to 4 GHz, less what small products lose",
     )
     bf16_gain: float = constant(
         Prior(2.0, spread=0.25, low=0.02, high=20.0, unit="1"),
-        "speed-up of matrix products in bf16",
-        "below 1 if bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
+        "factor by which matrix products are faster in bf16",
+        "a fraction if bf16 is emulated, 2 with AVX512's products of pairs, 10 with AMX",
     )
     fp16_rate: float = constant(
         Prior(5.5, spread=1.5, low=0.5, high=1500.0, unit="GFLOP/s"),
-        "of matrix products in fp16 on one core",
+        "rate of fp16 matrix products on one core",
         "most CPUs convert each element; products of 128 to 512 rows, measured on three machines: 4"
         " to 7",
     )
     memory_rate: float = constant(
         Prior(30.0, spread=12.0, low=2.0, high=200.0, unit="GB/s"),
-        "at which a core reads and writes in operators other than matrix products",
-        "between the rate of one core's share of the memory and that of its caches",
+        "rate at which a core reads and writes in operators other than matrix products",
+        "between one core's share of the memory and its caches",
     )
     working_set: float = constant(
         Prior(0.3, spread=0.15, low=0.0, high=1.0, unit="1"),
@@ -140,55 +140,55 @@ class CpuTimeConstants:
     )
     operator: float = constant(
         Prior(5e-6, spread=2e-6, low=1e-6, high=40e-6, unit="s"),
-        "to call one operator from Python, and its part of autograd",
+        "time to call one operator from Python, with its part of autograd",
         "torch's dispatch takes 1 to 10 microseconds on cores of 2 to 4 GHz",
     )
     update_bytes: float = constant(
         Prior(10.0, spread=5.0, low=1.0, high=60.0, unit="GB/s"),
-        "of optimizer state that is updated",
+        "rate of updating optimizer state",
         "an update reads and writes state, parameters and gradients at the memory's rate",
     )
     tensor_update: float = constant(
         Prior(40e-6, spread=25e-6, low=2e-6, high=400e-6, unit="s"),
-        "to update and clear one parameter tensor, in addition to its bytes",
+        "time to update and clear one parameter tensor, besides its bytes",
         "several operators for each tensor",
     )
     coded: float = constant(
         Prior(15e-9, spread=6e-9, low=0.1e-9, high=100e-9, unit="s"),
-        "to update an element of 8-bit optimizer state",
+        "time to update an element of 8-bit optimizer state",
         "a search among 256 values takes 8 comparisons; bitsandbytes on a CPU: 13 to 25 each",
     )
     convolution: float = constant(
         Prior(0.15e-3, spread=0.08e-3, low=0.0, high=2e-3, unit="s"),
-        "of a convolution in addition to its arithmetic: oneDNN reorders its arguments into blocks",
+        "time of a convolution besides its arithmetic: oneDNN reorders its arguments in blocks",
         "products of 8 to 32 channels: measured 0.05 to 0.3 ms each",
     )
     local_rate: float = constant(
         Prior(0.7, spread=0.2, low=0.05, high=20.0, unit="GB/s"),
-        "of a collective's bytes between ranks on one machine: copies, sums and system calls",
-        "gloo over loopback, whose work runs on the cores that compute",
+        "rate of a collective's bytes between ranks on one machine: copies, sums and system calls",
+        "gloo over loopback, whose work takes the cores that compute",
     )
     shared_rate: float = constant(
         Prior(4.0, spread=2.0, low=0.3, high=100.0, unit="GB/s"),
-        "of a collective's bytes between ranks that exchange through shared memory",
+        "rate of a collective's bytes between ranks that share memory",
         "two copies and a sum at a core's share of the memory's rate",
     )
     message: float = constant(
         Prior(1.3e-3, spread=0.2e-3, low=0.02e-3, high=10e-3, unit="s"),
-        "of a collective or transfer in addition to its bytes: handing over to a thread and"
-        " waiting for the slower rank",
+        "time of a collective or transfer besides its bytes: handing over to a thread and waiting"
+        " for the slower rank",
         "tens of microseconds for gloo alone, milliseconds if ranks wait for each other",
     )
     unit: float = constant(
         Prior(3.0e-3, spread=1.0e-3, low=0.05e-3, high=20e-3, unit="s"),
-        "of a library's gather of parameters or scatter of gradients in hooks around a module, with"
-        " copies to and from flat buffers",
-        "one collective, and tens of operators for each of a module's parameters",
+        "time of a gather or scatter in a library's hooks around a module, with copies to and from"
+        " flat buffers",
+        "a collective's, and tens of operators for each of a module's parameters",
     )
     disk_rate: float = constant(
         Prior(1.5, spread=0.7, low=0.02, high=20.0, unit="GB/s"),
-        "of all ranks' reads from a disk and writes to it",
-        "0.1 for a magnetic disk, several for NVMe or a cache in memory",
+        "rate at which all ranks together read from and write to a disk",
+        "0.1 for a magnetic disk, several for NVMe and for a cache in memory",
     )
     emulated: float = constant(
         Prior(1.3, spread=0.3, low=0.7, high=4.0, unit="1"),
@@ -202,7 +202,7 @@ class CpuTimeConstants:
     )
     step: float = constant(
         Prior(2.0e-3, spread=2.0e-3, low=0.0, high=50e-3, unit="s"),
-        "of a step of any model: batch, loss, loop",
+        "fixed time of a step: batch, loss, loop",
         "milliseconds of Python",
     )
 
@@ -213,28 +213,28 @@ class CpuMemoryConstants:
 
     overhead: float = constant(
         Prior(8.0, spread=6.0, low=0.0, high=200.0, unit="MB"),
-        "that training takes with any model: threads, code that is loaded late, batches",
-        "megabytes for the heap and stack of each thread",
+        "memory that any training takes: threads, code that is loaded late, batches",
+        "megabytes for each thread's heap and stack",
     )
     node_overhead: float = constant(
         Prior(4.0, spread=2.0, low=0.0, high=50.0, unit="MB"),
-        "that a rank on an emulated node takes extra",
-        "for its agent and connections; measured on one machine: 3 to 6",
+        "additional memory of a rank on an emulated node",
+        "its agent and its connections; measured on one machine: 3 to 6",
     )
     activations: float = constant(
         Prior(1.2, spread=0.2, low=0.7, high=2.5, unit="1"),
-        "resident bytes for each byte of activations: the heap does not return everything",
-        "1 means none; glibc keeps freed blocks below its threshold",
+        "resident bytes per byte of activations, because the heap keeps some",
+        "1 is none; glibc keeps freed blocks below its threshold",
     )
     transient: float = constant(
         Prior(1.3, spread=0.5, low=0.0, high=4.0, unit="1"),
-        "resident bytes for each byte of temporary memory",
-        "1 plus temporaries of the update",
+        "resident bytes per byte needed temporarily",
+        "1, and temporaries of the update",
     )
     exchanged: float = constant(
         Prior(0.5, spread=0.4, low=0.0, high=4.0, unit="1"),
-        "resident bytes of a collective's buffers for each byte that the ranks reduce or gather",
-        "gloo and libraries copy the data they send",
+        "resident bytes of a collective's buffers per byte that the ranks reduce or gather",
+        "gloo and libraries copy what they send",
     )
 
 

@@ -192,7 +192,7 @@ def explanation(plan: LocalPlan) -> list[str]:
         best = plan.candidates[0]
         sentences += [_first(best), _time(best), _apart(plan)]
     else:
-        sentences.append("No cell of this setting trains exactly as one process does.")
+        sentences.append("No cell of this setting matches training in one process exactly.")
     if faster := _faster(plan):
         sentences.append(faster)
     sentences.append(
@@ -204,7 +204,7 @@ def explanation(plan: LocalPlan) -> list[str]:
 def _first(best: LocalCandidate) -> str:
     how = "measured" if best.measured else "predicted"
     return (
-        f"Use {best.label}: a step of {best.seconds * 1e3:.0f} ms ({how}), and"
+        f"Use {best.label}: {best.seconds * 1e3:.0f} ms per step ({how}), and"
         f" {best.peak_bytes / 1e6:.0f} MB on its fullest rank."
     )
 

@@ -178,8 +178,8 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
     if not cells:
         named = ", ".join(repr(str(folder)) for folder in folders)
         raise UsageError(
-            f"{named} has no verified cells on CPU cores; measure some on this machine first,"
-            " such as those of matrix smoke"
+            f"no verified cell on CPU cores in {named}; measure some on this machine first, such as"
+            " matrix smoke"
         )
     return dataclasses.replace(without_cells, cells=cells)
 

@@ -187,7 +187,7 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
     if not cells:
         raise UsageError(
             "no cell on several devices with a core each was measured here, so the cost of"
-            " exchanging data is unknown; run some, such as those of matrix smoke"
+            " exchanging data is unknown; run some, such as matrix smoke"
         )
     return cells
 

@@ -57,7 +57,7 @@ def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
 
     sizes = {validate(cell, make_workload(cell.workload))[1].processes for cell in cells}
     if len(sizes) != 1:
-        raise UsageError(f"cells measured together need equal numbers of ranks, not {sizes}")
+        raise UsageError(f"cells measured together need the same number of ranks, not {sizes}")
     (world,) = sizes
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
@@ -83,7 +83,7 @@ def _answer(folder: Path, number: int, rank: int, cell: Cell) -> AllocatedMemory
     if file.exists():
         return AllocatedMemory(**json.loads(file.read_text()))
     reasons = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime)
-    reason = reasons[0].read_text() if reasons else f"no answer of rank {rank}"
+    reason = reasons[0].read_text() if reasons else f"rank {rank} did not answer"
     raise UsageError(f"{cell.name} could not be measured: {reason}")
 
 

@@ -269,7 +269,7 @@ def _memory(
                 " shorter samples"
             ) from error
         raise UsageError(
-            f"{cell.name} cannot be rehearsed: its code needs more than shapes"
+            f"{cell.name} cannot be rehearsed: its code needs values, not only shapes"
             f" ({type(error).__name__}: {first_line}); measure it instead"
         ) from error
     where, split = peaks.peak()

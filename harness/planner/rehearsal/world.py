@@ -277,8 +277,8 @@ def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
-        "`.item()` is zero, and `all()` is true; `nonzero` selects everything; memory to be"
-        " pinned counts as pinned",
+        "`.item()` returns 0 and `all()` true; `nonzero` selects everything; memory counts as"
+        " pinned",
         values,
     ),
     Substitution(
@@ -287,8 +287,8 @@ SUBSTITUTIONS = (
         moved_modules,
     ),
     Substitution(
-        "transformers' check for whether a tensor has data",
-        "answers yes, or it would make attention masks that a training with data does not need",
+        "transformers' check whether a tensor has data",
+        "always true, or it would make attention masks that real training does not need",
         data_in_masks,
     ),
     Substitution("`torch.save`", "writes an empty file", files),
@@ -316,8 +316,8 @@ SUBSTITUTIONS = (
         ddp_reducer,
     ),
     Substitution(
-        "FSDP1's check for whether a tensor has memory",
-        "answered by the size of its storage instead of its address",
+        "FSDP1's check whether a tensor has memory",
+        "reads the size of its storage instead of its address",
         flat_parameter_memory,
     ),
     Substitution(
