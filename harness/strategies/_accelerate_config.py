@@ -175,7 +175,6 @@ def deepspeed_variables(cell: Cell) -> dict[str, str]:
 
 
 def _ddp_arguments(options: dict[str, object]) -> dict[str, str]:
-    """Writes DDP's arguments as source, with hooks as Accelerate's enum."""
     arguments = {name: repr(value) for name, value in options.items() if name != "comm_hook"}
     hook = str(options.get("comm_hook", "none"))
     if hook == "powersgd":

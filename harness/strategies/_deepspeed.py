@@ -152,7 +152,7 @@ def keep_dtype(device: str) -> None:
 
     Its `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ... else bf16`.
     On a CPU without fp16, parameters below 2 MiB would stay in memory and others return in bf16,
-    which layers reject. So the CPU claims fp16 support; fp16 cells are refused earlier.
+    which layers reject. So the CPU claims fp16 support.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

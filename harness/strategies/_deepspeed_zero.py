@@ -114,9 +114,11 @@ class ZeroOptions(Strategy):
     stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage."""
     offload_optimizer: OffloadTarget = "none"
-    """Place of optimizer state and update: device, host (stages 1 to 3), or folder (stage 3)."""
+    """Keep and update optimizer state on the device, on the host (stages 1 to 3), or in a folder
+    (stage 3)."""
     offload_parameters: OffloadTarget = "none"
-    """Place of partitioned parameters until their layer runs (stage 3)."""
+    """Keep partitioned parameters on the device, on the host, or in a folder, until their layer
+    runs (stage 3)."""
     folder: str = ""
     """Folder for `nvme` on an allowed disk (see `require_disk`); empty for the trial's own. Its
     `parallelism-bench-offload` stays until the next trial."""

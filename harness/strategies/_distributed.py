@@ -282,9 +282,9 @@ def tensor_traffic(
     Hidden states are all-reduced in forward after the embedding and each layer split by row, in
     backward for each layer split by column. The head is one of these, and its logits are gathered.
 
-    Experts split like an MLP reduce outputs in forward, and gradients of inputs and token weights
-    in backward. Whole experts exchange tokens (`exchange`) and gather outputs and gradients. A
-    recomputed block repeats its forward collectives except the last.
+    Experts split like an MLP reduce outputs, and gradients of inputs and token weights. Whole
+    experts exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block
+    repeats its forward collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

@@ -97,8 +97,8 @@ def at_positions(
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
 
-    Attention returns gradients to the ranks of keys and values, so each rank has the gradient of
-    the sum of all losses. Ranks have equally many tokens, so averaging gives that of the mean loss.
+    Attention returns gradients to the ranks of keys and values. Ranks have equally many tokens, so
+    the average is the gradient of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)

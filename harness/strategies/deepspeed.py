@@ -137,8 +137,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 
-        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters. Stage 3 should share
-        it, but compares a device with its name, and also keeps the partition's gradients and
+        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters; stage 3 is meant to
+        share it, but compares a device with its name. It also keeps the partition's gradients and
         reduction buckets. States offloaded from a GPU do not count.
         """
         chosen = self.strategy

@@ -203,7 +203,6 @@ def _lighthouse(job: Job, address: str) -> str:
 
 
 def _address(interface: str | None) -> str:
-    """Returns the interface's IPv4 address; loopback by default."""
     known = psutil.net_if_addrs().get(interface or "", [])
     return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
 

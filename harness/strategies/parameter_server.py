@@ -140,12 +140,12 @@ def confirm(worker: int) -> None:
 
 
 def next_push() -> Push:
-    """Waits for a worker's push in the server's step."""
+    """Waits for a push in the server's step."""
     return _PUSHED.get()
 
 
 def next_confirmation() -> int:
-    """Waits for a worker's confirmation in the server's step."""
+    """Waits for a confirmation in the server's step."""
     return _HEARD.get()
 
 

@@ -103,7 +103,6 @@ def join_tiles(
 
 
 def _count(layer: DeepspeedTiledLinear) -> int:
-    """Counts parameters: one weight per tile, and one bias per row."""
     return int(layer.out_splits * layer.in_splits + layer.out_splits * bool(layer.use_bias))
 
 

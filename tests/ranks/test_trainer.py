@@ -84,7 +84,7 @@ def test_other_axes(run_cells: RunCells) -> None:
         ("shifted_twice", "ddp", "diverged", "loss is off"),
         ("none", "zero2", "ok", ""),
         ("deepspeed_clipping", "zero2", "diverged", "loss is off"),
-        ("no_cpu", "zero2", "failed", "Accelerate sees only 1"),
+        ("no_cpu", "zero2", "failed", "Accelerate sees 1"),
         ("fsdp_on_cpu", "fsdp2", "failed", "would train with DistributedType.MULTI_CPU"),
     ],
 )
@@ -130,7 +130,7 @@ def test_which_labels_it_counts(run_cells: RunCells) -> None:
     ("trap", "reason"),
     [
         ("raises", "rank 1: ValueError: the planted mistake"),
-        ("ends", "RuntimeError: the training loop has ended"),
+        ("ends", "RuntimeError: the training loop ended"),
     ],
 )
 def test_a_loop_that_goes_wrong_ends_the_trial(run_cells: RunCells, trap: str, reason: str) -> None:

@@ -189,7 +189,7 @@ def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None
     with pytest.raises(UsageError) as error:
         plan(asked, CALIBRATION)
     text = str(error.value)
-    least = float(text.split("the smallest of them needs ")[1].split()[0])
+    least = float(text.split("the smallest needs ")[1].split()[0])
     assert least * 1e9 > asked.cluster.memory_bytes
     assert "others offload more than a node's memory and disks hold; it fits on" in text
 
@@ -215,7 +215,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "llama-9b"], "model 'llama-9b' is not known"),
+        (["--model", "llama-9b"], "unknown model 'llama-9b'"),
         (["--model", "layers=2"], "give hidden as well"),
         (["--model", "layers=2,hidden=1.5"], "is not a whole number"),
         (["--model", "hf:/nowhere"], "cannot read '/nowhere'"),

@@ -238,7 +238,10 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
         ({"strategy": "ddp", "workload": "llama-nano+lora"}, "frozen matrices"),
         ({"strategy": "fairscale_oss"}, "recompute full"),
         ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
-        ({"strategy": "deepspeed", "options": {"stage": 3}}, "gathers parameters within a block"),
+        (
+            {"strategy": "deepspeed", "options": {"stage": 3}},
+            "gathers parameters at different operators",
+        ),
         (
             {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}},
             "schedule zbv",

@@ -83,7 +83,7 @@ GRAPHS = {"compile": "block_cudagraphs", "device": "cuda"}
         ({"devices": 4}, Refused, "2 attention heads.*do not divide among 4 ranks"),
         ({"devices": 4, "options": {"sequence_ranks": 3}}, Refused, "groups of sequence_ranks=3"),
         ({"strategy": "ulysses_zero", "workload": "gpt2-nano"}, Refused, "UlyssesSPAttentionHF"),
-        ({"strategy": "context_parallel"}, Unavailable, "needs one GPU for each rank"),
+        ({"strategy": "context_parallel"}, Unavailable, "use one GPU per rank"),
         (
             {"strategy": "context_parallel", "device": "cuda", "sequence_length": 34},
             Refused,

@@ -298,7 +298,7 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Fits a limit by maximum likelihood to shares of memory, of which some `passed`."""
+    """Fits a limit by maximum likelihood; `passed` marks the shares of memory below it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -486,7 +486,6 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
 
 
 def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    """Returns each layout's slowdown against the best, in ranked order; 1 if it failed."""
     best = float(np.nanmin(runs.seconds[rows]))
     losses: dict[PlannedLayout, float] = {}
     first: list[int] = []

@@ -44,7 +44,7 @@ class BandwidthCurve:
     bytes_per_second: tuple[float, ...]
 
     def at(self, nodes: Ints) -> Floats:
-        """Interpolates bytes per second between logarithms.
+        """Interpolates bytes per second on a log-log scale.
 
         Beyond the last point, the slope of the last three continues, but never rises.
         """

@@ -56,7 +56,7 @@ TIE = 0.01
 TRIED = 3
 """Ranks meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered for them, by speed and by speed times probability."""
+"""Layouts considered for the first ranks, by speed and by speed times probability."""
 STEPS, DEVIATIONS = 96, 5.0
 """Points of the integral over speed, and standard deviations on each side."""
 
@@ -241,7 +241,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     expected improvement (Jones, Schonlau and Welch, 1998), so a faster layout that may not fit
     beats a slower one that surely does. The rest follow by speed times probability.
 
-    `half_width` is that of the 80 % interval of log seconds. Layouts are treated as independent.
+    `half_width` is that of the 80 % interval of log seconds.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score

@@ -60,7 +60,7 @@ SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "bf16": ("", "bf16"),
     "pure-bf16": ("+bf16", "fp32"),
 }
-"""Workload suffix and cell precision for each precision here."""
+"""Workload suffix and precision of the suite's cells."""
 
 STORED: dict[Base, tuple[float, float]] = {
     "bf16": (2.0, 0.0),

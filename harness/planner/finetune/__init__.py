@@ -1,1 +1,1 @@
-"""Predicts the memory and speed of fine-tuning by counting tensors, without arrays."""
+"""Predicts the memory and speed of fine-tuning by counting tensors, without NumPy."""

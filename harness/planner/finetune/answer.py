@@ -92,7 +92,6 @@ def probability(question: FitQuestion, recipe: Recipe) -> float:
 
 
 def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
-    """Yields recipes, cheapest first, each after the features it turns on."""
     shardings = ("none", "full") if question.gpus > 1 else ("none",)
     for fused in (False, True):
         for sharding in shardings:

@@ -105,7 +105,6 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
 
 
 def _launches(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the processor's seconds per micro-batch, whatever its size."""
     seconds = LAYER_SECONDS
     if recipe.adapter:
         each = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)

@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CellFacts:
-    """What is known of a cell without measuring it; per rank (the fullest one) unless noted."""
+    """Facts about a cell that need no measurement, per rank (the fullest) unless noted."""
 
     workload: str
     setting: str

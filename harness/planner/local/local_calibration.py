@@ -145,8 +145,6 @@ def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
 
 
 class _Groups:
-    """Positions of variants, families and workloads among the unknowns."""
-
     def __init__(self, cells: Sequence[CellFacts]) -> None:
         self._variants = list(dict.fromkeys(cell.variant for cell in cells))
         self._families = list(dict.fromkeys(cell.family for cell in cells))

@@ -274,7 +274,7 @@ def straggling(devices: int, seen: int, spread: float) -> float:
 
     A step ends with its slowest device, and the largest of n normal deviations is about sqrt(2 ln
     n) standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
-    `spread` is that of a device's log step time.
+    `spread` is the standard deviation of a device's log step time.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))

@@ -53,7 +53,7 @@ def sent_bytes(
     All bytes of a parameter server count, because the ranks wait for it. Without a formula, the
     layout decides, once per cycle. The data axis averages gradients, with half as many bytes on top
     for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces
-    of hidden states per block (Megatron-LM, arXiv 1909.08053, section 3).
+    per block (Megatron-LM, arXiv 1909.08053, section 3).
     """
     if layout.servers:
         return strategy.costs.disk_or_host_bytes(cell, layout, facts)
@@ -335,5 +335,5 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 
 def _series(cell: Cell) -> tuple[object, ...]:
-    """Returns a key shared by equal trainings; older records get today's defaults."""
+    """Returns a key shared by equivalent cells; older records get today's defaults."""
     return series(cell if cell.defaults is not None else with_defaults(cell))

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
-Measured at 2 and 4 ranks (torch 2.13). Gloo gathers into a flat tensor, and scatters after
-all-reducing a copy of the input; others work in place. Rooted operations copy only on the root, but
-count on all ranks."""
+Measured at 2 and 4 ranks (torch 2.13). Rooted operations copy only on the root, but count on all
+ranks."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`

@@ -193,8 +193,6 @@ def meshes(job: Job) -> Iterator[Patch]:
 
 
 class _BucketsOnce:
-    """DDP's reducer without rearranging its buckets."""
-
     def __init__(self, reducer: Any) -> None:
         self.reducer = reducer
 
@@ -252,7 +250,6 @@ def _hidden_shape(job: Job) -> torch.Size:
 
 
 def _from_neighbour(job: Job, stage: pipelining.PipelineStage, peer: int) -> object:
-    """Returns metadata of the previous stage's hidden states or the next one's gradients."""
     shape = _hidden_shape(job)
     before = peer < stage.stage_index
     kinds: Any = pipelining
