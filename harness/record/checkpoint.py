@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, so that no damaged one is loaded, and what it cost."""
+"""Manifest of a checkpoint, which reveals damaged files, and the checkpoint's costs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,20 @@ NAME = "manifest.json"
 @dataclass(frozen=True)
 class SavedFile:
     path: str
-    """Path within the checkpoint."""
     size: int
-    """Size in bytes."""
     digest: str
-    """BLAKE2b of its contents."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of a checkpoint, written after them."""
+    """Files of a checkpoint; written after them."""
 
     step: int
-    """Number of training steps before the checkpoint."""
     ranks: int
-    """Number of ranks that saved it."""
     files: tuple[SavedFile, ...]
 
     @classmethod
     def of(cls, folder: Path, step: int, ranks: int) -> Manifest:
-        """Describes the files now in the folder."""
         names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
         files = tuple(
             SavedFile(name, (folder / name).stat().st_size, _digest(folder / name))
@@ -52,20 +46,19 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest atomically."""
         temporary = folder / f"{NAME}.tmp"
         temporary.write_text(json.dumps(asdict(self)))
         temporary.replace(folder / NAME)
 
     @classmethod
     def verified(cls, folder: Path) -> Manifest:
-        """Reads a checkpoint's manifest and compares all files with it; raises BadCheckpoint."""
+        """Reads a manifest and checks all files against it; raises BadCheckpoint if one differs."""
         try:
             manifest = _adapter().validate_python(json.loads((folder / NAME).read_text()))
         except FileNotFoundError:
-            raise BadCheckpoint("it has no manifest, so saving it did not finish") from None
+            raise BadCheckpoint("it has no manifest, so the save did not finish") from None
         except ValueError:
-            raise BadCheckpoint(f"{NAME} is not a manifest") from None
+            raise BadCheckpoint(f"{NAME} is not a valid manifest") from None
         for file in manifest.files:
             path = folder / file.path
             if not path.is_file():
@@ -75,7 +68,7 @@ class Manifest:
                     f"{file.path} has {path.stat().st_size} bytes instead of {file.size}"
                 )
             if _digest(path) != file.digest:
-                raise BadCheckpoint(f"{file.path} is not the file saved at this step")
+                raise BadCheckpoint(f"{file.path} has changed since it was saved")
         return manifest
 
 
@@ -88,7 +81,7 @@ def _adapter() -> TypeAdapter[Manifest]:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A trial's columns about its checkpoint, see harness/record/trial.py."""
+    """Checkpoint columns of a trial (see harness/record/trial.py)."""
 
     checkpoint_step: int
     checkpoint_ranks: int

@@ -1,7 +1,7 @@
 """Parquet files of a results folder.
 
-Writes are atomic. Reads verify each page's checksum (CRC-32, parquet-format's `PageHeader.crc`) and
-compare the footer with the table's schema.
+Writes are atomic. Reads verify the schema and page checksums (CRC-32, parquet-format's
+`PageHeader.crc`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _MAGIC = b"PAR1"
 
 
 class DamagedFile(Exception):
-    """A file is damaged or not of this table; the message says how."""
+    """A file is damaged or belongs to another table; the message says what is wrong."""
 
 
 class OtherSchema(UsageError):
-    """Another version of the suite wrote this file, with another schema."""
+    """A file was written with another version of the schema."""
 
 
 def writer_name() -> str:
-    """Returns a name unique to this process among all nodes sharing the folder."""
+    """Returns a name for this process that is unique among all nodes sharing the folder."""
     return f"{platform.node()}.{os.getpid()}"
 
 
 def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path:
-    """Writes a complete file or none; on return it is on disk. Raises NotRecorded if the disk is
-    full or read-only."""
+    """Writes a file atomically and syncs it to disk. Raises NotRecorded if the disk is full or
+    read-only."""
     import pyarrow.parquet as pq
 
     temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
@@ -83,7 +83,6 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
 
 
 def is_complete(file: Path) -> bool:
-    """Whether a file begins and ends like parquet; reads 8 bytes."""
     try:
         with open(file, "rb") as content:
             begin = content.read(4)
@@ -94,7 +93,7 @@ def is_complete(file: Path) -> bool:
 
 
 def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
-    """Returns a file's rows with all columns, or `columns`. Raises DamagedFile or OtherSchema."""
+    """Reads all columns of a file, or only `columns`. Raises DamagedFile or OtherSchema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -102,7 +101,7 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
             if problem := _mismatch(table, file, content.schema_arrow):
-                raise DamagedFile(f"it is not a file of table {table}: {problem}")
+                raise DamagedFile(f"it does not belong to table {table}: {problem}")
             rows = content.read(columns=schema.names)
         present = dict(zip(rows.column_names, rows.columns, strict=True))
         return pa.table([present[name] for name in schema.names], schema=schema)
@@ -112,14 +111,15 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
 
 
 def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
-    """Describes how a file's version or columns differ, or empty. Raises OtherSchema."""
+    """Returns how a file's columns differ from the table's; empty if they match. Raises
+    OtherSchema."""
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():
-        return "it states no schema version"
+        return "it has no schema version"
     if int(version) != VERSION:
         raise OtherSchema(
-            f"{str(file)!r} has schema {int(version)}, this version of the suite reads schema"
-            f" {VERSION}: read it with the version that wrote it"
+            f"{str(file)!r} has schema {int(version)}, but this version of the suite reads schema"
+            f" {VERSION}: open it with the version that wrote it"
         )
     present = dict(zip(schema.names, schema.types, strict=True))
     for field in arrow_schema(table):
@@ -133,13 +133,13 @@ def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """Returns each undamaged file's rows; warns DamagedFileWarning for the others."""
+    """Reads the undamaged files and issues a DamagedFileWarning for each of the others."""
     tables = []
     for file in files:
         try:
             tables.append(read_file(table, file, columns))
         except DamagedFile as problem:
-            text = f"{str(file)!r} is damaged and was left out: {problem}"
+            text = f"{str(file)!r} is damaged and was skipped: {problem}"
             warnings.warn(text, DamagedFileWarning, stacklevel=2)
     return tables
 
@@ -149,7 +149,7 @@ def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -
 
 
 def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Returns these tables' rows as one frame; without tables, an empty one with all columns."""
+    """Concatenates tables; without any, returns an empty frame with all columns."""
     import pyarrow as pa
 
     rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
@@ -158,10 +158,9 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Returns the rows as plain Python values; times are in UTC.
+    """Returns rows as plain Python values, with times in UTC.
 
-    Avoids arrow's `to_pylist`, which imports pandas for times with a zone. The import takes longer
-    than most commands that need single rows.
+    Unlike arrow's `to_pylist`, does not import pandas for time zones.
     """
     import pyarrow as pa
 
@@ -178,7 +177,7 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
-    """Returns the schema of a table or `columns`, with every field nullable."""
+    """Returns the schema of a table, or of only `columns`, with every field nullable."""
     import pyarrow as pa
 
     return pa.schema(
@@ -191,9 +190,9 @@ def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
 
 
 _COPIED = "files"
-"""Metadata key of a copy: number of its source files and a digest of their names."""
+"""Metadata key of a gathered copy: number of source files and a digest of their names."""
 _AT_ONCE = 200
-"""Files copied at a time, which bounds memory use."""
+"""Files copied at a time, to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,8 @@ class RunFiles:
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns the copy of a run's rows if up to date or all that is left, else the single
-        files."""
+        """Returns a run's gathered copy if it is complete or all that is left, else a file per
+        trial."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
             return single
@@ -212,10 +211,8 @@ class RunFiles:
         return _copied(self.copy(table, run_id)) == _names_digest(files)
 
     def gather(self, run_id: str) -> None:
-        """Copies a run's rows into one file per table, because many small files are slow to read.
-
-        Keeps a copy that is complete or whose single files are gone.
-        """
+        """Gathers a run's rows into one file per table, because many small files are slow to
+        read."""
         import pyarrow as pa
 
         for table in ("trials", "steps"):
@@ -237,7 +234,7 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits the copy if only it is left; single files of later trials would supersede it."""
+        """Splits a gathered copy into a file per trial, before later trials supersede it."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():
@@ -260,7 +257,7 @@ class RunFiles:
         return self.copy("trials", run_id).exists() and not self.single("trials", run_id)
 
     def single(self, table: str, run_id: str) -> list[Path]:
-        """Returns the files of the trials that count; empty if only the copy is left."""
+        """Returns the files of committed trials; empty if only the copy is left."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
         if table == "trials":
             return counted
@@ -274,7 +271,6 @@ def _names_digest(files: Sequence[Path]) -> str:
 
 
 def _copied(copy: Path) -> str | None:
-    """Returns the copy's note on its source files; None if missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

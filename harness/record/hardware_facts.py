@@ -1,4 +1,4 @@
-"""Recorded hardware facts: a device's measured rates, and a cell's nodes."""
+"""Measured rates of a device, and hardware that a cell's nodes share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Best measured rates of an otherwise idle device."""
-
     matmul_flops_per_second: dict[str, float]
-    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with a scale per
-    row."""
+    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with rowwise scales."""
     copy_bytes_per_second: float
     """Bytes read plus bytes written by a copy within the device's memory."""
     host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by type of host memory, `pinned` or `pageable`; empty on a CPU."""
     device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rate by type of host memory, `pinned` or `pageable`; empty on a CPU."""
     launch_seconds: float = 0.0
     """Time to enqueue a tiny kernel; on a CPU, to run a tiny operator."""
 
@@ -41,7 +38,7 @@ class SpeedMeasurement:
 
     @classmethod
     def read(cls, text: str | None) -> SpeedMeasurement | None:
-        """Reads a run's column; None if it is null or another program wrote it."""
+        """Parses a run's `device_speed` column; None if it is null or invalid."""
         try:
             return _adapter().validate_json(text) if text else None
         except ValueError:
@@ -56,7 +53,7 @@ def _adapter() -> TypeAdapter[SpeedMeasurement]:
 
 
 def matmul_rate(column: str | None, precision: str) -> float | None:
-    """Returns the measured FLOP/s of matrix products; None if unknown."""
+    """Returns matrix-product FLOP/s; None if unknown."""
     measured = SpeedMeasurement.read(column)
     if measured is None or measured.speed is None:
         return None
@@ -64,15 +61,12 @@ def matmul_rate(column: str | None, precision: str) -> float | None:
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Counts the cores of all nodes; nodes on one machine count shared cores once."""
+    """Counts the cores of all nodes, counting shared cores of a machine once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 
 def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = None) -> str | None:
-    """Returns a note on nodes that share a machine, or None.
-
-    `emulation`: how links between them are emulated.
-    """
+    """Returns a note if nodes share a machine, else None."""
     machines = {node["machine"] for node in nodes}
     if len(machines) == len(nodes):
         return None

@@ -1,4 +1,4 @@
-"""Checks a results folder's files: checksums, table schemas and names."""
+"""Checks checksums, schemas and names of the files in a results folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from harness.record.schema import TABLES
 from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
-"""Subfolder for files taken out of a results folder."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file that readers skip or refuse."""
+    """A file that readers skip or reject."""
 
     file: Path
-    """Relative to the results folder."""
     what: str
     damaged: bool = True
     """False if the file has another schema version."""
@@ -46,7 +44,7 @@ def check_folder(store: Store) -> Checked:
 
 
 def quarantine(store: Store, problem: Problem) -> Path:
-    """Moves a file out of the readers' way; returns its new path. Never overwrites."""
+    """Moves a file to the quarantine folder; returns its new path. Never overwrites."""
     target = store.folder / QUARANTINE / problem.file
     number = 0
     while target.exists():
@@ -58,7 +56,6 @@ def quarantine(store: Store, problem: Problem) -> Path:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (table, file) for runs, single trials, profiles and copies."""
     yield from (("runs", file) for file in sorted((folder / "runs").glob("*.parquet")))
     for table in TABLES.keys() - {"runs"}:
         yield from ((table, file) for file in sorted((folder / table).glob("*/*.parquet")))
@@ -69,10 +66,10 @@ def _check(table: str, file: Path) -> None:
     rows = read_file(table, file)
     for column in TABLES[table].columns():
         if not column.nullable and rows.column(column.name).null_count:
-            raise DamagedFile(f"column {column.name} has a null, which is not allowed")
+            raise DamagedFile(f"column {column.name} contains a null, which is not allowed")
     runs = {file.stem if table == "runs" else file.parent.name}
     if len(rows) and set(rows.column("run_id").to_pylist()) != runs:
-        raise DamagedFile(f"it has rows of another run than {', '.join(runs)}")
+        raise DamagedFile(f"it has rows of a run other than {', '.join(runs)}")
     if file.parents[1].name == "gathered":
         return
     if not len(rows):
@@ -82,7 +79,7 @@ def _check(table: str, file: Path) -> None:
     elif table in ("trials", "steps"):
         columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
         if {TrialKey(*key).stem for key in zip(*columns, strict=True)} != {file.stem}:
-            raise DamagedFile("it has the rows of another trial than its name says")
+            raise DamagedFile("its rows belong to another trial than its name says")
 
 
 def _check_plan(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A run's plan (cells, trials and their order), recorded for resuming, and a search's cells."""
+"""Plan of a run: cells, trials and their order, recorded so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
 
 SearchPlan = dict[str, Any]
-"""A plan's search as JSON: budget, tokens, order and predictions."""
+"""Settings of a search as JSON: budget, tokens, order and predictions."""
 MATRIX = "maxsize"
 KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
-"""Statuses of a probe that tell nothing about the largest size."""
+"""Statuses of a probe that tell you nothing about the largest size."""
 LEAST_ROUNDS = 2
-"""Planned rounds that ignore the time budget: the fewest that show the spread between trials."""
+"""Number of rounds that ignore the time budget, the minimum for a spread between trials."""
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
-    """Returns the cell after this many search steps: `llama-320x1` becomes `llama-320x40`, or its
-    sequences become 40 times `tokens` long.
+    """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`.
 
-    `tokens`: growth per step; 0 grows the model by a block instead.
+    `tokens`: tokens added per step; 0 adds a block instead.
     """
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
@@ -38,7 +37,6 @@ def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
 
 
 def base_cell(cell: Cell, tokens: int = 0) -> Cell:
-    """Returns the one-step cell of a probe's cell."""
     return cell_at_size(cell, 1, tokens)
 
 
@@ -55,7 +53,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """One execution of a matrix, resumable elsewhere."""
+    """Everything needed to run a matrix once, or to resume it on another host."""
 
     run_id: str
     matrix: str
@@ -64,26 +62,24 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: SearchPlan | None = None
-    """A search's starting knowledge (see harness/run/maxsize.py); cells are then families."""
+    """Settings of a search (see harness/run/maxsize.py), whose cells are model families."""
     precision: float | None = None
-    """Relative half width of the throughput interval that further rounds must reach; None for no
-    more rounds."""
+    """Relative half width of throughput intervals at which extra rounds stop; None for no extra
+    rounds."""
     time_budget_seconds: float | None = None
     """Time after which no round starts, nor any trial from `spare_from` on; None for no limit."""
     interleaved: bool = False
-    """See harness/launch/interleaved.py."""
     timed_seconds: float = 0.0
-    """Minimum duration of a trial's timed steps, with a control between them (see
-    harness/worker/control_process.py); 0: the cell's number of steps, and no control."""
+    """Minimum duration of a trial's timed steps, with a control between them; 0: the cell's number
+    of steps, without a control."""
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
-    """Ids of cells launched once, for parity; their times are not used."""
+    """Ids of cells that run once, only to verify parity."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of cells whose throughput is compared with nothing; they run once, ignoring
-    `timed_seconds`."""
+    """Ids of cells with nothing to compare with; they run once."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Trials per round of cells with more than one (baselines), by cell id."""
+    """Trials per round of cells that run more than once a round (baselines), by cell id."""
 
     @classmethod
     def new(
@@ -95,7 +91,7 @@ class Plan:
         run_id: str = "",
         once: Iterable[str] = (),
     ) -> Plan:
-        """Returns a plan with a new random order. `run_id`: by default made from the time."""
+        """Returns a plan in random order. `run_id`: by default a new id made from the time."""
         seed = secrets.randbelow(2**31)
         return cls(
             run_id or new_run_id(),
@@ -108,8 +104,8 @@ class Plan:
         )
 
     def schedule(self) -> list[tuple[Cell, int]]:
-        """Returns (cell, trial) in order: rounds over all cells, each shuffled anew, so that drift
-        affects all alike.
+        """Returns (cell, trial) pairs in rounds over all cells, each shuffled, so that drift
+        affects all cells alike.
 
         A cell's first trial in a round has the round's number; others are numbered from `trials`
         on.
@@ -135,8 +131,7 @@ class Plan:
 
     @property
     def spare_from(self) -> int:
-        """Position of the first trial that the time budget may drop: the third round's first if
-        trials go on until there is an answer."""
+        """Position of the first trial that the time budget may drop."""
         order = self.schedule()
         if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
@@ -144,14 +139,12 @@ class Plan:
         return len(order)
 
     def trials_of(self, cell: Cell) -> int:
-        """Returns the cell's number of trials if time allows all."""
         if cell.id in self.once or cell.id in self.not_compared:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
     def timed_seconds_of(self, cell: Cell) -> float | None:
-        """Returns a cell's minimum duration of timed steps; 0 means its number of steps, and None
-        the same without a control."""
+        """Returns the minimum duration of a cell's timed steps; None without a control."""
         if not self.timed_seconds:
             return None
         return 0.0 if cell.id in self.not_compared else self.timed_seconds
@@ -162,7 +155,7 @@ class Plan:
         return order
 
     def to_json(self) -> str:
-        """Returns the column `plan`, without run, matrix and empty fields."""
+        """Returns the plan as JSON, without run, matrix and empty fields."""
         content = {name: value for name, value in vars(self).items() if value}
         del content["run_id"], content["matrix"]
         always = {"cells": [], "left_out": [], "trials": self.trials}
@@ -207,8 +200,7 @@ def kept_plan(store: Store, run_id: str) -> Plan:
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:
-    """Returns the newest run (of this matrix), even if only its report is missing. Raises
-    NothingToResume."""
+    """Returns the newest run's plan (of this matrix), finished or not. Raises NothingToResume."""
     for plan in map(Plan.from_row, store.newest_rows()):
         if matrix == plan.matrix or (matrix is None and plan.search is None):
             return plan

@@ -1,4 +1,4 @@
-"""Locks on a run's trials: one writer per share of its cells."""
+"""File locks that allow one writer per share of a run's cells."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from harness.spec.errors import UsageError
 def sole_writer(
     folder: Path, run_id: str, share: tuple[int, int] = (0, 1), timeout_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Locks this share of a run; the kernel releases the lock when the process ends.
+    """Locks a share of a run, so that no other process runs its trials.
 
-    Raises UsageError if another process still holds it after `timeout_seconds`: both would run the
-    same trials. `share`: as Runner.share. Does nothing on file systems without locks.
+    Raises UsageError if another process holds the lock after `timeout_seconds`. Does nothing on
+    file systems without locks.
     """
     number, of = share
     runs, deadline = folder / "runs", time.monotonic() + timeout_seconds
@@ -32,8 +32,8 @@ def sole_writer(
                 held.callback(_release, file, _locked(file, how, deadline))
             except BlockingIOError:
                 raise UsageError(
-                    f"another process is running run {run_id!r} in {str(folder)!r}: wait until it"
-                    " ends, or stop it"
+                    f"run {run_id!r} in {str(folder)!r} is already running in another process: wait"
+                    " until it ends, or stop it"
                 ) from None
             except OSError:  # No locks here, or a read-only folder, which is reported elsewhere.
                 continue
@@ -41,7 +41,7 @@ def sole_writer(
 
 
 def _locked(file: Path, how: int, deadline: float) -> int:
-    """Returns the locked file's descriptor; raises BlockingIOError after the deadline
+    """Locks a file and returns its descriptor; raises BlockingIOError after `deadline`
     (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _locked(file: Path, how: int, deadline: float) -> int:
 
 
 def _release(file: Path, descriptor: int) -> None:
-    """Removes the file unless others hold it too."""
+    """Releases the lock, and removes the file unless others hold it too."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()

@@ -1,4 +1,5 @@
-"""Tables `runs`, `steps` (a row per step of a rank) and `conclusions` (a row per end of a run)."""
+"""Tables `runs`, `steps` (a row per step of a rank) and `conclusions` (a row each time a run
+ends)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from harness.record.table import Int32, Int64, Record
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Record):
     schema_version: Int32
-    """version of this schema"""
     run_id: str
     """start time and four random characters"""
     started_at: datetime
@@ -19,48 +19,42 @@ class RunRecord(Record):
     matrix: str
     """name or file of the matrix"""
     plan: str
-    """JSON: cells, trials, seed of the order, cells left out with status and reason"""
+    """JSON: cells, trials, seed of the order, and cells left out, with status and reason"""
     host: str
-    """host name"""
     operating_system: str
     """kernel and distribution"""
     python_version: str
     torch_version: str
     libraries: str
-    """JSON: version of each library that a strategy uses"""
+    """JSON: versions of the libraries that strategies use"""
     cpu_model: str | None = None
     cpu_cores: Int32
-    """cores this process may use, one hardware thread each"""
+    """number of cores available to this process, one hardware thread each"""
     memory_bytes: Int64
-    """memory this run may use: the host's, or the limit of its container or job"""
+    """memory available to the run: the host's, or its container's or job's limit"""
     gpus: tuple[str, ...] = ()
-    """name of each GPU"""
     gpu_memory_bytes: Int64 | None = None
     """memory of one GPU"""
     gpu_facts: str | None = None
     """JSON: for each GPU, its UUID, bus id, compute capability, NUMA node, nearby cores, MIG, ECC,
     persistence, power limits"""
     gpu_topology: str | None = None
-    """JSON: connection of each pair of GPUs: NVLink with version and links, else the PCIe
+    """JSON: connection of each pair of GPUs: NVLink (version, number of links) or the common PCIe
     ancestor"""
     gpus_unused: str | None = None
-    """why existing GPUs are not used; null if they are, or if there are none"""
+    """why the host's GPUs are not used; null if they are, or if it has none"""
     device_speed: str | None = None
-    """JSON: rates of GPU 0 before the first trial: FLOP/s of matrix products by precision, bytes
-    per second of copies, seconds per kernel launch; or why they were not measured; null without GPU
-    cells"""
+    """JSON: rates of GPU 0 before the first trial: FLOP/s of matrix products by precision, bytes/s
+    of copies, seconds per kernel launch; or why they were not measured"""
     numa: str | None = None
     """JSON: CPU cores of each NUMA node of the host"""
     driver_version: str | None = None
-    """version of the NVIDIA driver"""
     driver_cuda_version: str | None = None
     """newest CUDA version that the driver supports"""
     torch_cuda_version: str | None = None
     """CUDA version that torch is built for"""
     nccl_version: str | None = None
-    """NCCL version that torch uses"""
     cudnn_version: str | None = None
-    """cuDNN version that torch uses"""
     git_commit: str | None = None
     """commit of the suite, with + if the tree was modified"""
     suite_version: str
@@ -70,28 +64,26 @@ class RunRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ConclusionRecord(Record):
-    """Precision of a run's throughputs, and its advice; can be recomputed from the trials."""
+    """Precision and advice of a run; both can be recomputed from its trials."""
 
     schema_version: Int32
-    """version of this schema"""
     run_id: str
     concluded_at: datetime
     """UTC"""
     wall_seconds: float
-    """from the start of the command to its last trial; for a resumed run, of the last command"""
+    """from the start of the command to its last trial; for a resumed run, the last command's"""
     trials: Int32
-    """number of trials recorded so far"""
     compared_cells: Int32 = 0
     """number of verified cells with a core per rank and a baseline in their setting"""
     half_width_median: float | None = None
-    """median half width of the 95 % intervals of throughput over the baseline's, as a fraction;
-    null without intervals"""
+    """median relative half width of the 95 % intervals of throughput over the baseline's; null
+    without intervals"""
     half_width_nine_in_ten: float | None = None
     """90th percentile of these half widths"""
     advised_cell_id: str | None = None
-    """the strategy to use; null if none can be advised"""
+    """cell to use; null if none can be advised"""
     advice: str | None = None
-    """the advice as a sentence"""
+    """advice as a sentence"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,22 +94,21 @@ class StepRecord(Record):
     attempt: Int32
     rank: Int32
     step: Int32
-    """number of the step, from 0"""
     phase: str
     """warmup, settling (after the parity check, and at the start of a turn), timed"""
     data_seconds: float
-    """getting the batch and moving it to the device"""
+    """loading the batch and moving it to the device"""
     step_seconds: float
-    """the whole step between two device synchronisations, data included"""
+    """whole step, including data, between two device synchronisations"""
     loss: float | None = None
     """mean loss of this rank's samples; null if the rank has none"""
     control_seconds: float | None = None
-    """duration of the control after the step: one sample's forward and backward in a separate
-    process on the rank's cores; null without one"""
+    """duration of the control after the step (one sample's forward and backward in a separate
+    process on the rank's cores); null without one"""
     left_over_seconds: float | None = None
-    """CPU time of the rank's threads in the pause after the step, for work left behind; part of
+    """CPU time that the rank's threads spend on leftover work after the step; included in
     step_seconds"""
     training_step: Int32 | None = None
-    """number of the training step, from 0: less than step after a rewind"""
+    """number of the training step, from 0; less than step after a rewind"""
     gradient_norm: float | None = None
-    """2-norm of all gradients before clipping, if the rank knows it"""
+    """2-norm of all gradients before clipping, if known to the rank"""

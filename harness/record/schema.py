@@ -1,4 +1,4 @@
-"""The parquet schema: a row per run, trial, step of a rank, profile, and end of a run."""
+"""Parquet schemas of all tables."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ TABLES: dict[str, type[Record]] = {
     "conclusions": ConclusionRecord,
 }
 VERSION = 14
-"""Raise it when a column is added, changed or removed."""
+"""Schema version; increase it when a column is added, changed or removed."""
 
 VERSION_KEY = "parallelism_bench_schema_version"
-"""Metadata key of a file's schema version."""
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """Reads and writes results: append-only parquet files, written atomically.
 
-- results/runs/RUN.parquet: one row, written before the first trial
-- results/trials/RUN/CELL-tTRIAL-aATTEMPT.parquet: one row; the commit record of a trial
-- results/steps/RUN/CELL-tTRIAL-aATTEMPT.parquet: its steps, written before that
-- results/explained/RUN/CELL-aATTEMPT.parquet: one row: a profile of a cell
-- results/conclusions/RUN/N.parquet: one row: the N-th end of the run
-- results/gathered/RUN/trials.parquet, steps.parquet: copies of a run's rows, for faster reading
+- runs/RUN.parquet: one row, written before the first trial
+- trials/RUN/CELL-tTRIAL-aATTEMPT.parquet: one row, which commits the trial
+- steps/RUN/CELL-tTRIAL-aATTEMPT.parquet: the trial's steps, written before its row
+- explained/RUN/CELL-aATTEMPT.parquet: one profile of a cell
+- conclusions/RUN/N.parquet: one row, written when the run ends for the N-th time
+- gathered/RUN/trials.parquet, steps.parquet: copies of a run's rows, faster to read
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Store:
         self._files = RunFiles(self.folder)
 
     def require_writable(self) -> None:
-        """Raises NotWritable if the folder is not writable; leaves no file behind."""
+        """Raises NotWritable if the folder is not writable, without creating anything."""
         nearest = self.folder
         while not nearest.exists():
             nearest = nearest.parent
@@ -84,15 +84,14 @@ class Store:
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def require_run(self, run_id: str) -> None:
-        """Raises NotRecorded if the run's file is gone: readers would miss its trials."""
+        """Raises NotRecorded if the run's file is gone, without which readers miss its trials."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
                 f"run {run_id!r} is no longer in results folder {str(self.folder)!r}: the folder"
-                " was removed or moved, or is not mounted"
+                " was removed, moved or unmounted"
             )
 
     def write_run(self, run: RunRecord) -> bool:
-        """Writes a run's row; returns False if already recorded."""
         path = self.folder / "runs" / f"{require_plain_name(run.run_id)}.parquet"
         return self._write_new("runs", path, run)
 
@@ -121,7 +120,7 @@ class Store:
         return folder / f"{number}.parquet"
 
     def run_ids(self) -> list[str]:
-        """Returns all complete runs, oldest first; the last is also undamaged."""
+        """Returns ids of complete runs, oldest first; only the last is checked for damage."""
         files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
         run_ids = [file.stem for file in files if is_complete(file)]
         while run_ids and not self._rows(run_ids[-1:]):
@@ -135,7 +134,6 @@ class Store:
         raise DamagedRun(f"the file of run {run_id!r} in {str(self.folder)!r} is damaged")
 
     def newest_rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the undamaged rows of table `runs`, newest first."""
         for run_id in reversed(self.run_ids()):
             yield from self._rows([run_id])
 
@@ -152,8 +150,7 @@ class Store:
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """Returns the tables of these runs, or all. Raises NoRuns, or UsageError for an unknown
-        run."""
+        """Loads these runs, or all. Raises NoRuns, or UsageError for an unknown run."""
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
@@ -161,7 +158,7 @@ class Store:
         for run_id in wanted:
             if run_id not in recorded:
                 raise UsageError(
-                    f"no run {run_id!r} in {str(self.folder)!r}; its runs are:"
+                    f"no run {run_id!r} in {str(self.folder)!r}; the newest runs are:"
                     f" {', '.join(recorded[-5:])}"
                 )
         runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
@@ -189,8 +186,7 @@ class Store:
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Returns these runs' rows. Replaces damaged copies by their single files, if any are
-        left."""
+        """Returns these runs' rows. Falls back to single files if a gathered copy is damaged."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 
@@ -215,7 +211,6 @@ class Store:
         return steps[steps["cell_id"] == cell_id].reset_index(drop=True)
 
     def _write_new(self, table: str, path: Path, row: Record) -> bool:
-        """Writes a one-row file; returns False if it exists."""
         mine = self._write(table, path.with_name(f".{path.stem}.{writer_name()}.begun"), [row])
         try:
             os.link(mine, path)
@@ -231,15 +226,15 @@ class Store:
 
 
 def require_plain_name(run_id: str) -> str:
-    """Returns the run id; raises UsageError if it is not a plain name, e.g. a path elsewhere."""
+    """Returns the run id; raises UsageError if it is not a plain file name."""
     if not _PLAIN_NAME.fullmatch(run_id):
         raise UsageError(
-            f"run name {run_id!r}: use up to 100 letters, digits, '.', '_' and '-', beginning"
-            " with a letter or digit"
+            f"run name {run_id!r} is not a plain file name: use up to 100 letters, digits, '.', '_'"
+            " and '-', starting with a letter or digit"
         )
     return run_id
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
-    """Returns everything recorded in a results folder."""
+    """Loads everything recorded in a results folder."""
     return Store(folder).load(run_ids)

@@ -1,8 +1,7 @@
-"""Base of the table classes: columns, their arrow types, and reading and writing rows.
+"""Base class of tables, and the conversion of rows from and to arrow.
 
-A table is a frozen dataclass, a row its instance, and a column a field. A field that may be None is
-a nullable column (unknown is null, never a guess). The docstring under a field is the column's
-meaning.
+A table is a frozen dataclass, with a field per column. Optional fields are nullable columns:
+unknown is null, never a guess. The docstring under a field describes the column.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Column:
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value of a null; dataclasses.MISSING if required."""
+    """Value that replaces a null; dataclasses.MISSING if the column is required."""
 
     @property
     def is_list(self) -> bool:
@@ -62,10 +61,8 @@ class Record:
 
     @classmethod
     def from_row(cls: type[Rec], row: Mapping[str, Any]) -> Rec:
-        """Builds a row from a mapping or a row of a pandas frame.
-
-        Nulls (None, NaN, NaT) become the column's default. Raises ValueError if there is none.
-        """
+        """Builds a row from a mapping. Nulls (None, NaN, NaT) become the column's default; raises
+        ValueError without one."""
         import pandas as pd
 
         by_column: dict[str, object] = {}
@@ -77,10 +74,7 @@ class Record:
 
     @classmethod
     def from_frame(cls: type[Rec], frame: pd.DataFrame) -> list[Rec]:
-        """Builds rows from a frame, as `from_row` does.
-
-        Works column by column: thousands of small frames or series would take ten times as long.
-        """
+        """Builds rows from a frame, as `from_row` does, but column by column, ten times as fast."""
         values = [_values(column, frame) for column in cls.columns()]
         names = [column.name for column in cls.columns()]
         return [cls(**dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)]
@@ -107,8 +101,7 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
 
 
 def _value(column: Column, value: object, known: bool) -> object:
-    """Converts to Python types: pandas turns integers with nulls into floats, arrow lists into
-    arrays."""
+    """Converts to Python types, undoing pandas' floats for integers and arrays for lists."""
     if known:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:
@@ -159,14 +152,22 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
 
 
-_OWN_WORDS = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
-"""Columns with values that the suite chooses itself and finds rows by."""
+_NEVER_REDACTED = {
+    "run_id",
+    "cell_id",
+    "status",
+    "phase",
+    "parity_verdict",
+    "strategy",
+    "device",
+}
+"""Columns that hold only the suite's own names, by which rows are found."""
 
 
 def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
     values = dict(row)
     for name, value in row.items():
-        if isinstance(value, str) and name not in _OWN_WORDS:
+        if isinstance(value, str) and name not in _NEVER_REDACTED:
             values[name] = redacted(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], str):
             values[name] = tuple(redacted(text) for text in value)
@@ -174,7 +175,7 @@ def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def meanings(table: type[Record]) -> dict[str, str]:
-    """Returns each column's meaning: the docstring under its field."""
+    """Returns the description of each column: the docstring under its field."""
     by_column: dict[str, str] = {}
     for cls in reversed(table.__mro__):
         if dataclasses.is_dataclass(cls):

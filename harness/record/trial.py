@@ -1,4 +1,4 @@
-"""The table `trials`: one row per trial."""
+"""Table `trials`: one row per trial."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ class TrialRecord(Record):
     """A trial of a cell, launched or not."""
 
     schema_version: Int32
-    """version of this schema"""
     run_id: str
-    """run that the trial belongs to"""
     cell_id: str
-    """id of the measurement, identical on every host"""
+    """id of the cell, identical on every host"""
     cell_name: str
-    """readable name of the cell"""
     label: str
     """readable name of the strategy with its options"""
     cell: str
@@ -41,7 +38,8 @@ class TrialRecord(Record):
     reason: str = ""
     """what happened and what to do; empty if ok"""
     expected: bool = False
-    """whether this is expected: known to diverge, or declared to deviate too far to be verified"""
+    """whether the status is expected: known to diverge, or declared to deviate too far to be
+    verified"""
     log_tail: str = ""
     """end of the log of the rank that failed first"""
     stacks: str = ""
@@ -49,21 +47,21 @@ class TrialRecord(Record):
     started_at: datetime
     """UTC"""
     wall_seconds: float | None = None
-    """the whole trial, including start and end of its processes"""
+    """whole trial, including starting and stopping its processes"""
     startup_seconds: float | None = None
     """from the launch to the last rank's first instruction"""
     setup_seconds: float | None = None
-    """process group, model, wrapping; slowest rank"""
+    """creating the process group and the model, and wrapping it; slowest rank"""
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
     compile_seconds: float | None = None
-    """time of torch.compile before the timed steps, slowest rank; part of the first steps; null if
-    nothing is compiled"""
+    """time spent in torch.compile during the first steps, slowest rank; null if nothing is
+    compiled"""
 
     # What is trained.
 
     system: str | None = None
-    """system under test under which the matrix lists the cell"""
+    """system that the matrix lists the cell under"""
     strategy: str
     options: str
     """JSON: options of the strategy"""
@@ -77,24 +75,22 @@ class TrialRecord(Record):
     # Devices, nodes and ranks.
 
     devices: Int32
-    """number of devices"""
     nodes: Int32 | None = None
-    """number of nodes with these devices"""
     node_names: tuple[str, ...] = ()
-    """names of the nodes of a multi-node cell, in the order of its ranks"""
+    """node names of a multi-node cell, in rank order"""
     node_facts: str | None = None
-    """JSON: hardware, address, interface, nominal and measured link, switches, NUMA and GPU
-    topology by node"""
+    """JSON: by node, hardware, address, interface, nominal and measured link, switches, NUMA and
+    GPU topology"""
     links: str | None = None
-    """requested emulated link between nodes: none, or rate and one-way delay; null: the nodes' own
+    """requested emulated link between nodes: none (unshaped), or rate and one-way delay; null: real
     network"""
     link_bits_per_second: float | None = None
-    """payload rate of one TCP stream between the first two nodes, measured before the link's first
-    trial"""
+    """payload rate of one TCP stream between the first two nodes, before the link's first trial"""
     link_latency_seconds: float | None = None
-    """half the median round trip of a byte between them, measured at the same time"""
+    """half the median round-trip time of one byte between them"""
     link_emulation: str | None = None
-    """method: network namespaces, tbf for the rate, netem or a user-space relay for the delay"""
+    """emulation method: network namespaces, with tbf for the rate, and netem or a user-space relay
+    for the delay"""
     device: str
     """cpu or cuda"""
     processes: Int32 | None = None
@@ -116,11 +112,11 @@ class TrialRecord(Record):
     clip_norm: float | None = None
     """2-norm that gradients are clipped to; null: not clipped"""
     schedule: str = "constant"
-    """learning rate: constant, warmup_cosine"""
+    """learning-rate schedule: constant, warmup_cosine"""
     decay: str = "all"
-    """weight decay of all, or of matrices"""
+    """parameters with weight decay: all, matrices"""
     labels: str = "all"
-    """all, padded"""
+    """tokens with a label: all, padded"""
     recompute: str = "none"
     """what blocks recompute during backward: none, selective (all but matrix products and
     attention), full"""
@@ -129,66 +125,67 @@ class TrialRecord(Record):
     replayed as CUDA graphs)"""
     checkpoint: str = "none"
     """how the state is saved before all ranks are killed and new ones load it: none, full (one
-    file), sharded (by rank), async (sharded, while training)"""
+    file), sharded (by rank), async (sharded, during training)"""
     checkpoint_from: str | None = None
-    """strategy and devices that saved it, if not the cell's own"""
+    """strategy and number of devices that saved the checkpoint, if not the cell's own"""
     optimizer: str
     seed: Int64
     launcher: str
     """elastic (torchrun's agent), spawn, or the command of a library's own launcher"""
     packages: tuple[str, ...] = ()
-    """packages in addition to torch that the strategy needs"""
+    """packages that the strategy needs in addition to torch"""
     wraps_ddp: str | None = None
-    """library whose DDP-equivalent wrapper this is"""
+    """library, if this strategy is its equivalent of DDP"""
     threads_per_device: Int32
-    """CPU cores and intra-op threads of each device's rank"""
+    """number of CPU cores, and of intra-op threads, per device"""
     memory_limit_bytes: Int64 | None = None
     stand_in: str | None = None
-    """what ran as a substitute for the real thing"""
+    """what was emulated or replaced, if anything"""
     oversubscribed: bool
-    """more ranks than cores: its times tell you nothing about real hardware"""
+    """whether there are more ranks than cores, so that times tell you nothing about real
+    hardware"""
     rank_cores: tuple[str, ...] = ()
     """CPU cores that each rank was pinned to, such as 0-7,16"""
 
-    # States kept by each rank between steps, and the strategy's formulas.
+    # States that each rank keeps between steps, and the strategy's formulas.
 
     parameters: Int64 | None = None
     """number of parameters of the unsplit model"""
     trained_parameters: Int64 | None = None
-    """number of these that are trained"""
     held_parameters: tuple[Int64, ...] = ()
-    """number of elements held by each rank between steps"""
+    """by rank: number of parameter elements held between steps"""
     parameter_dtypes: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()
     optimizer_state_dtypes: tuple[str, ...] = ()
     parameter_bytes: tuple[Int64, ...] = ()
-    """parameters on each rank's device between steps, distinct storages"""
+    """by rank: parameters on its device between steps, counting each storage once"""
     gradient_bytes: tuple[Int64, ...] = ()
-    """gradients on each rank's device between steps"""
+    """by rank: gradients on its device between steps"""
     optimizer_bytes: tuple[Int64, ...] = ()
-    """optimizer state on each rank's device between steps"""
+    """by rank: optimizer state on its device between steps"""
     library_bytes: tuple[Int64, ...] = ()
-    """library copies and buffers, and model buffers, on each rank's device between steps"""
+    """by rank: library copies and buffers, and model buffers, on its device between steps"""
     library_buffers: str | None = None
-    """JSON: bytes of these by name, fullest rank"""
+    """JSON: library_bytes by name, fullest rank"""
     host_state_bytes: tuple[Int64, ...] = ()
-    """states in each rank's host memory while it trains on another device"""
+    """by rank: states in host memory while training on another device"""
     formula_parameter_bytes: float | None = None
-    """the formula's value for the fullest rank; null: no formula"""
+    """value of the strategy's formula for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = None
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_transient_bytes: float | None = None
-    """temporary memory of a step in addition to these: gradients, gathered parameters"""
+    """further temporary memory within a step: gradients, gathered parameters"""
 
     # Traffic.
 
     sent_bytes_per_step: tuple[float, ...] = ()
-    """payload that each rank sent over TCP in a timed step, control messages included"""
+    """by rank: payload sent over TCP per timed step, including control messages"""
     offload_read_bytes_per_step: float | None = None
-    """bytes read from block devices in a timed step, all ranks; only with states on a disk"""
+    """bytes read from block devices per timed step, all ranks; only with states offloaded to
+    disk"""
     offload_written_bytes_per_step: float | None = None
-    """bytes written to block devices in a timed step, all ranks"""
+    """bytes written to block devices per timed step, all ranks"""
     offload_kept_bytes: Int64 | None = None
     """size of the files in the offload folder"""
 
@@ -198,66 +195,59 @@ class TrialRecord(Record):
     """median step time of the timed steps: from the slowest rank finishing the previous step to it
     finishing this one"""
     step_seconds_p95: float | None = None
-    """95th percentile of the step time"""
     step_seconds_mean: float | None = None
-    """mean step time"""
     data_seconds_p50: float | None = None
-    """median time for getting the batch, slowest rank"""
+    """median time to load the batch, slowest rank"""
     samples_per_second: float | None = None
-    """global batch / step_seconds_p50, or / the median of whole cycles if a strategy communicates
-    every few steps"""
+    """global_batch / step_seconds_p50; if a strategy communicates only every few steps, over whole
+    cycles"""
     tokens_per_second: float | None = None
     """null for images"""
     window_step_seconds: tuple[float, ...] = ()
-    """mean step time of each window of consecutive timed steps, each position of a strategy's cycle
-    counting alike; empty without a control. Control times cover the same windows and the last pause
-    before each"""
+    """mean step time of each window of consecutive timed steps, with equal weight for each position
+    of the strategy's cycle; empty without a control"""
     window_control_seconds: tuple[float, ...] = ()
-    """mean time of the control per window, over all ranks"""
+    """mean time of the control over all ranks, in each window and the pause before it"""
     window_slowest_control_seconds: tuple[float, ...] = ()
-    """time of the slowest rank's control per window, mean over its pauses"""
+    """control time of the slowest rank in each window, mean over its pauses"""
     turn_began: tuple[float, ...] = ()
     """start of each turn of an interleaved trial, in seconds since the epoch"""
     turn_samples_per_second: tuple[float, ...] = ()
-    """throughput in each turn"""
 
     # Other load on the host, and the state of its GPUs.
 
     idle_before: float | None = None
-    """idle fraction of the cores' time just before the trial"""
+    """fraction of time that cores were idle just before the trial"""
     idle_after: float | None = None
-    """idle fraction of the cores' time just after the trial"""
+    """fraction of time that cores were idle just after it"""
     foreign_load_cores: float | None = None
-    """cores kept busy by other processes during the timed steps"""
+    """number of cores kept busy by other processes during the timed steps"""
     gpu_before: str | None = None
     """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
     temperature, power, errors, processes"""
     gpu_after: str | None = None
-    """JSON: state of the same GPUs just after the trial"""
+    """JSON: their state just after the trial"""
     gpu_use: str | None = None
-    """JSON: by rank, GPU UUIDs, seconds of timed steps with power or thermal throttling, state at
-    the end"""
+    """JSON: by rank, GPU UUIDs, seconds of power or thermal throttling in timed steps, state at the
+    end"""
 
-    # The checkpoint from which new ranks went on.
+    # The checkpoint that new ranks resumed from.
 
     checkpoint_step: Int32 | None = None
     """number of training steps before the checkpoint"""
     checkpoint_ranks: Int32 | None = None
-    """number of ranks that saved it"""
     checkpoint_bytes: Int64 | None = None
-    """size of its files"""
     checkpoint_files: Int32 | None = None
-    """number of its files"""
     checkpoint_save_seconds: float | None = None
-    """from the call to the end of the save, slowest rank; async: with the steps meanwhile"""
+    """time to save it, slowest rank; async: includes the training steps meanwhile"""
     checkpoint_blocked_seconds: float | None = None
-    """part of that in which the slowest rank could not train"""
+    """part of checkpoint_save_seconds in which the slowest rank could not train"""
     checkpoint_load_seconds: float | None = None
     """time to load it into a new model and optimizer, slowest rank"""
     checkpoint_restores_random: bool | None = None
     """whether loading restored torch's random state on every rank; null with checkpoint_from"""
     checkpoint_restores_bits: bool | None = None
-    """whether loading restored every rank's parameters and optimizer states bit by bit; null with
+    """whether loading restored every rank's parameters and optimizer states bit for bit; null with
     checkpoint_from"""
 
     # Efficiency.
@@ -266,8 +256,8 @@ class TrialRecord(Record):
     """energy of the trial's GPUs by NVML, or of the first node's CPU packages by RAPL; null without
     counters"""
     trend: float | None = None
-    """relative change over the timed steps if significant (Kendall, p < 0.01): warm-up was too
-    short; else 0"""
+    """relative change of step time over the timed steps if significant (Kendall, p < 0.01), because
+    warm-up was too short; else 0"""
     flops_per_step: float | None = None
     """FLOPs of the model, see `how it was measured`"""
     hardware_flops_per_step: float | None = None
@@ -275,55 +265,52 @@ class TrialRecord(Record):
     mfu: float | None = None
     """model FLOPs utilisation; null if the device's peak is unknown"""
     matmul_utilization: float | None = None
-    """utilisation of the device's measured rate in a large matrix product (column `device_speed` of
-    the run); null if not measured"""
+    """model FLOPs as a fraction of the device's measured matrix-product rate (column `device_speed`
+    of the run); null if not measured"""
     bubble_fraction: float | None = None
     """fraction of stage time spent waiting, measured in a separate pass"""
     expert_tokens: str | None = None
-    """JSON: tokens of each expert by mixture-of-experts block, counted in the last warm-up step"""
+    """JSON: tokens per expert in each mixture-of-experts block, counted in the last warm-up step"""
     expert_imbalance: float | None = None
     """tokens of the busiest expert over the mean of its block, in the most imbalanced block"""
 
-    # Peak memory, or the memory held when none was left.
+    # Peak memory, or the memory held when it ran out.
 
     peak_memory_bytes: Int64 | None = None
-    """largest of the ranks' peaks"""
+    """largest peak of a rank"""
     peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     reserved_memory_bytes: Int64 | None = None
     """memory reserved by the CUDA caching allocator, largest rank"""
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """the same by rank, for the device on which it is largest"""
+    """reserved memory by rank, on its fullest device"""
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """memory of each rank's process by NVML after the timed steps; empty: unknown"""
+    """by rank: process memory according to NVML after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """NVML memory minus what the allocator had reserved: CUDA context, communication buffers,
-    libraries; empty: unknown"""
+    """by rank: NVML memory minus what the allocator reserved, i.e. CUDA context, communication
+    buffers and libraries; empty: unknown"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
-    """largest peak of the ranks over their mean peak"""
+    """largest peak of a rank over the mean peak"""
     memory_method: str | None = None
-    """how memory was measured"""
     setup_peak_memory_bytes: Int64 | None = None
-    """largest of the ranks' peaks during set-up, before the first step"""
+    """largest peak of a rank during set-up, before the first step"""
     failed_in: str | None = None
     """phase in which a rank ran out of memory: set-up, forward, backward, update, verification"""
     failed_holding: str | None = None
-    """JSON: bytes that this rank held by kind, library buffers by name, other tensors, stacks;
-    in_use: total"""
+    """JSON: bytes that this rank held: in_use (total), states by kind, library buffers by name,
+    other tensors, thread stacks"""
 
     # Losses, and deviations of losses and parameters from the reference run.
 
     restarts: Int32 | None = None
-    """number of elastic restarts"""
     losses: tuple[float, ...] = ()
-    """mean loss of each training step, warm-up included, without retrained steps"""
+    """mean loss of each training step, including warm-up but not retrained steps"""
     reference_losses: tuple[float, ...] = ()
-    """losses of the reference run over the parity segment"""
+    """losses of the reference run in the parity segment"""
     fp32_loss_deviation: float | None = None
-    """low-precision weights: largest relative loss deviation from the same training in fp32"""
+    """for low-precision weights: largest relative loss deviation from the same training in fp32"""
     parity_steps: Int32
-    """number of steps in the parity segment"""
     parity_verdict: str | None = None
     """exact, within tolerance, diverged, unknown"""
     parity_reason: str | None = None
@@ -332,29 +319,29 @@ class TrialRecord(Record):
     parity_max_norm_deviation: float | None = None
     """largest |gradient norm - reference| / reference"""
     gradient_norms: tuple[float, ...] = ()
-    """before clipping, by step"""
+    """2-norm of all gradients before clipping, by step"""
     parity_max_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor"""
     parity_max_element_deviation: float | None = None
     """largest |parameter - reference| of an element / root mean square of its tensor's update"""
     parity_max_decay_deviation: float | None = None
-    """largest part of a deviation in the direction of the weights / |reference's update|"""
+    """largest component of a deviation along the weights / |reference's update|"""
     parity_max_buffer_deviation: float | None = None
-    """largest |buffer - reference| / |reference's change|, such as BatchNorm's running statistics;
-    null without buffers that training changes"""
+    """largest |buffer - reference| / |reference's change|, e.g. of BatchNorm's running statistics;
+    null if training changes no buffers"""
     parity_max_moment_deviation: float | None = None
     """largest |optimizer state - reference| / |reference| of a tensor's first or second moment"""
     parity_max_replica_deviation: float | None = None
-    """largest difference between ranks after the last step, estimated / |reference's update in the
+    """largest estimated difference between ranks after the last step / |reference's update in the
     segment|"""
     parity_moments_skipped_reason: str | None = None
-    """why optimizer states were not compared, or only some"""
+    """why some or all optimizer states were not compared"""
     later_steps_verified: Int32 | None = None
     """number of steps after the parity segment whose loss was verified"""
     later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = None
-    """number of steps of a rank, including retrained ones"""
+    """number of steps that each rank took, including retrained ones"""
     rewinds: Int32 | None = None
     """number of rewinds to an earlier step between timed steps, to verify the steps again"""
     rewind_skipped_reason: str | None = None
@@ -368,20 +355,20 @@ class TrialRecord(Record):
     reference_loss_noise: float | None = None
     """largest loss deviation between two reference runs that split the batch differently"""
     reference_update_noise: float | None = None
-    """largest deviation of a tensor's update between the two"""
+    """largest deviation of a tensor's update between these two runs"""
     parity_loss_tolerance: float | None = None
-    """tolerance that the strategy declares for losses"""
+    """declared tolerance for losses"""
     parity_update_tolerance: float | None = None
-    """tolerance that the strategy declares for updates"""
+    """declared tolerance for updates"""
 
     @classmethod
     def of(cls, cell: Cell, **columns: Any) -> TrialRecord:
-        """Returns a cell's trial; the cell's fields fill their columns. `columns`: all others."""
+        """Returns a trial of a cell. `columns`: those that do not follow from the cell."""
         return cls(**(cell_columns(cell) | columns))
 
 
 def cell_columns(cell: Cell) -> dict[str, Any]:
-    """Returns the columns that a cell alone determines, by name."""
+    """Returns the columns that follow from a cell, by name."""
     of_fields = {column.name: getattr(cell, column.name) for column in _OF_A_FIELD}
     unknown = {c.name: None for c in _OF_A_FIELD if c.nullable and of_fields[c.name] == ""}
     return {
@@ -396,4 +383,3 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 _OF_A_FIELD = [column for column in TrialRecord.columns() if column.name in Cell.model_fields]
-"""Columns filled by a cell's field of that name."""

@@ -1,4 +1,4 @@
-"""Values of column `status`: how a trial, and so a cell, can end."""
+"""Values of column `status`, for trials and cells."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ WORST_FIRST = (
     "skipped",
     "ok",
 )
-"""Statuses by severity; a cell has the worst of its trials."""
+"""Statuses from worst to best; a cell has the worst of its trials."""
 NOT_LAUNCHED = ("unavailable", "refused", "skipped")
-"""Missing on this host; impossible anywhere; skipped because a smaller cell ran out of memory."""
+"""Statuses of trials that were not launched: missing hardware or library, impossible anywhere, or
+skipped because a smaller cell ran out of memory."""
 NO_RESULT = tuple(status for status in WORST_FIRST if status not in (*NOT_LAUNCHED, "ok"))
-"""Launched, but without a rankable figure."""
+"""Statuses of launched trials that cannot be ranked."""
 NOT_AGAIN = ("out_of_memory", "timeout", "skipped")
-"""Statuses that would recur, so that the cell's other trials are not launched."""
+"""Statuses that would recur, so the cell's remaining trials are not launched."""

@@ -85,7 +85,7 @@ def folder_removed(place: Place) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     code, said = run.process.wait(timeout=120), run.output.read_text("utf-8", "replace")
     assert code == 2, (code, said)
-    assert re.search("no longer in results folder|no runs? |cannot be written", said), said
+    assert re.search("is no longer in results|no runs? |cannot be written", said), said
     assert "Traceback" not in said, said
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -44,7 +44,7 @@ def may_write(
         with sole_writer(folder, run_id, share, seconds):
             return True
     except UsageError as error:
-        return "another process is running" not in str(error)
+        return "is already running in another process" not in str(error)
 
 
 def test_a_run_has_one_writer_until_it_ends_or_is_killed(tmp_path: Path) -> None:
