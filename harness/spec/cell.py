@@ -14,14 +14,13 @@ from pydantic_core import PydanticCustomError
 from harness.spec.link import link_text, over
 
 BASELINE = "single"
-"""Strategy that all others are compared with: one process on one device. It is part of the record
-format, which is read where no strategy can be imported."""
+"""Strategy that all others are compared with: one process on one device."""
 TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Implementations of an optimizer, and the one the reference uses."""
+"""Optimizer that the reference uses in place of another implementation of it."""
 RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
-"""Fields of the recipe; at their defaults, the plainest training."""
+"""Fields of the training recipe."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
 
@@ -34,10 +33,9 @@ class Cell(BaseModel):
     strategy: str
     """Name of the strategy, see `bench list strategies`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the strategy; those not given keep their defaults."""
+    """Options of the strategy; omitted ones keep their defaults."""
     defaults: dict[str, Any] = Field(default_factory=dict)
-    """Values, when the cell was planned, of options not given. Filled in by the suite, not by a
-    matrix."""
+    """Default values of the omitted options. Filled in by the suite."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -49,39 +47,40 @@ class Cell(BaseModel):
     nodes: int = Field(default=1, ge=1)
     """Number of machines, with equally many devices each."""
     links: str = ""
-    """Emulated links between the nodes: `none` (not shaped), `1gbit`, `1gbit 1ms` (rate, one-way
-    delay); empty: the nodes' real network."""
+    """Emulated link between the nodes: `none` (unshaped), `1gbit`, or `1gbit 1ms` (rate, one-way
+    delay). Empty: the real network."""
     strategy_digest: str = ""
-    """Digest of the user's file that defines the strategy, if one does. Filled in by the suite."""
+    """Digest of the user's file that defines the strategy. Filled in by the suite."""
     workload_digest: str = ""
-    """Digest of the user's file that defines the workload, if one does. Filled in by the suite."""
+    """Digest of the user's file that defines the workload. Filled in by the suite."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Type of the devices: CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision, or the precision that the strategy itself sets up (AMP)."""
     regime: Literal["strong", "weak"] = "strong"
-    """strong: the global batch is constant over device counts; weak: the batch per device is."""
+    """strong: the global batch stays constant as devices are added; weak: the batch per device
+    does."""
     global_batch: int = Field(default=8, ge=1)
-    """Samples per optimizer step over all devices."""
+    """Samples per optimizer step across all devices."""
     micro_batches: int = Field(default=1, ge=1)
-    """Number of parts of each rank's share of the batch: gradient accumulation, or a pipeline's
-    micro-batches."""
+    """Micro-batches per rank and step, for gradient accumulation or a pipeline."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What each block recomputes in the backward pass: nothing, all but matrix products and
-    attention, or everything."""
+    """What each block recomputes in backward: nothing, all but matrix products and attention, or
+    everything."""
     compile: Literal["none", "block", "block_cudagraphs"] = "none"
-    """What torch.compile compiles before the timed steps: nothing, or each block separately;
-    `block_cudagraphs` also replays kernels as CUDA graphs (mode `reduce-overhead`)."""
+    """What torch.compile compiles: nothing or each block. `block_cudagraphs` also replays kernels
+    as CUDA graphs (mode `reduce-overhead`)."""
     checkpoint: Literal["none", "full", "sharded", "async"] = "none"
-    """How the state is saved before all ranks are killed and new ones load it: in one file, in
-    each rank's shards, or in shards while training goes on."""
+    """How the state is saved before all ranks are killed and new ones resume: in one file, sharded
+    by rank, or sharded while training continues."""
     checkpoint_from: str = ""
-    """Strategy and devices that save the checkpoint, such as `fsdp2 x2`; empty: the cell's own."""
+    """Strategy and number of devices that save the checkpoint, such as `fsdp2 x2`; empty: the
+    cell's own."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
-    """AdamW by torch's default, by tensor lists (foreach), in one kernel (fused) or with 8-bit
-    moments; Muon for the blocks' matrices, with AdamW for the rest; or SGD with momentum 0.9."""
+    """AdamW (torch's default, foreach, fused or with 8-bit moments), Muon for the blocks' matrices
+    with AdamW for the rest, or SGD with momentum 0.9."""
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
@@ -91,36 +90,37 @@ class Cell(BaseModel):
     rounding noise.
     """
     clip_norm: float | None = Field(default=None, gt=0)
-    """Largest 2-norm of all gradients together, to which they are clipped; None: not clipped."""
+    """Global 2-norm that gradients are clipped to; None: no clipping."""
     schedule: Literal["constant", "warmup_cosine"] = "constant"
-    """Learning rate over the parity segment: constant, or a linear warm-up and a cosine to 10 %."""
+    """Learning rate over the parity segment: constant, or linear warm-up and cosine decay to 10
+    %."""
     decay: Literal["all", "matrices"] = "all"
-    """Parameters with weight decay: all, or only those with two dimensions or more."""
+    """Parameters with weight decay: all, or only those with at least two dimensions."""
     labels: Literal["all", "padded"] = "all"
-    """Tokens with a label: all, or a random number of each sample's first ones."""
+    """Tokens with a label: all, or a prefix of random length in each sample."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of hidden states that is dropped after the embedding and each residual branch."""
+    """Fraction of hidden states dropped after the embedding and each residual branch."""
     balance_weight: float = Field(default=0.0, ge=0)
-    """Weight of the routers' balancing loss of each rank's micro-batch."""
+    """Weight of the routers' load-balancing loss, computed on each rank's micro-batch."""
     documents: Literal["one", "packed"] = "one"
-    """Documents in each sample: one, or several, whose positions and attention are separate."""
+    """Documents per sample: one, or several with separate positions and attention."""
     seed: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=3, ge=1)
-    """Number of first steps, recorded but excluded from timings."""
+    """Number of initial steps, recorded but excluded from timings."""
     timed_steps: int = Field(default=10, ge=1)
     parity_steps: int = Field(default=13, ge=1, le=20)
     """Number of steps, from step 0, compared with the reference run."""
     launcher: Literal["elastic", "spawn"] = "elastic"
     """torchrun's elastic agent, or torch.multiprocessing.spawn."""
     threads_per_device: int = Field(default=1, ge=1)
-    """Number of CPU cores that each device's rank is pinned to, and of its intra-op threads."""
+    """Number of CPU cores, and of intra-op threads, for each device's rank."""
     memory_limit_bytes: int | None = Field(default=None, ge=1)
     """Memory limit of a rank in bytes, beyond its imports (CPU) or in total (GPU)."""
     time_limit_seconds: float = Field(default=120.0, gt=0)
     expect: Literal["ok", "diverged"] = "ok"
-    """Expected parity; with `diverged` a divergence is no failure."""
+    """Expected parity. With `diverged`, divergence is not a failure."""
     system: str = ""
-    """System under which the matrix files the cell, such as `DeepSpeed ZeRO`."""
+    """System that the matrix lists the cell under, such as `DeepSpeed ZeRO`."""
 
     @field_validator("links", mode="before")
     @classmethod
@@ -132,11 +132,10 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits, equal for equal measurements on every host: a hash of the fields that
-        are not at their defaults, and of all options.
+        """Hash of the non-default fields and all options: twelve hex digits, the same on every
+        host.
 
-        A new field therefore keeps the ids of existing cells, if its default is what they did.
-        Defaults never change.
+        A new field keeps existing ids if its default is the old behaviour.
         """
         identity = self.model_dump(
             mode="json", exclude={"defaults", *_NOT_IDENTITY}, exclude_defaults=True
@@ -144,7 +143,7 @@ class Cell(BaseModel):
         identity["options"] = {**self.defaults, **self.options}
         for field in ("strategy", "workload"):
             if f"{field}_digest" in identity:
-                # The digest identifies a file, wherever it is.
+                # The digest identifies the file, so its folder does not matter.
                 identity[field] = Path(identity[field]).name
         text = json.dumps(identity, sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
@@ -178,12 +177,13 @@ class Cell(BaseModel):
 
     @property
     def recipe(self) -> str:
-        """Recipe as text, such as `clip_norm=0.5, schedule=warmup_cosine`; empty by default."""
+        """Recipe fields that are not at their defaults, such as `clip_norm=0.5,
+        schedule=warmup_cosine`."""
         return ", ".join(f"{k}={getattr(self, k)}" for k in RECIPE if self.is_set(k))
 
     @property
     def plain(self) -> bool:
-        """Whether it uses no technique."""
+        """Whether the cell uses none of TECHNIQUES."""
         return not any(map(self.is_set, TECHNIQUES))
 
     def is_set(self, name: str) -> bool:
@@ -192,23 +192,23 @@ class Cell(BaseModel):
 
     @property
     def moments(self) -> int:
-        """Number of optimizer tensors per parameter, each of its size."""
+        """Number of optimizer-state tensors per parameter."""
         return 1 if self.optimizer == "sgd" else 2
 
     @property
     def has_tokens(self) -> bool:
-        """Returns whether samples are sequences of tokens: not known of a user's own data."""
+        """Whether samples are sequences of tokens; False for a user's own data."""
         return self.data != "images" and not self.workload_digest
 
     @property
     def total_steps(self) -> int:
-        """Number of steps of a trial, enough for timing and for parity."""
+        """Number of steps of a trial, enough for both timing and parity."""
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self, strategy: str = BASELINE, options: Mapping[str, Any] | None = None) -> Cell:
-        """Returns the parity reference: the same training in one process, in the same precision.
+        """Returns the parity reference: the same training in one process.
 
-        `strategy` and `options` say how that process rounds.
+        `strategy`, `options`: those of that process, which determine its rounding.
         """
         return self.model_copy(
             update={

@@ -1,4 +1,4 @@
-"""Errors reported to a user or recorded in a plan."""
+"""Errors shown to a user or recorded in a plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    Names no command or option. If one is the remedy, a subclass identifies the case and the command
-    line adds it (see bench/cli/__init__.py). Exit code 2.
+    Names no command or option; the command line adds those. Exit code 2.
     """
 
 
@@ -41,16 +40,15 @@ class DamagedFileWarning(UserWarning):
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint's files are not those that were saved."""
+    """A checkpoint is incomplete or has changed since it was saved."""
 
 
 class Refused(Exception):
-    """The cell can run on no host: a batch that does not divide, options that exclude each
-    other."""
+    """The cell cannot run on any host, e.g. because its batch does not divide evenly."""
 
 
 class Unavailable(Exception):
-    """The cell could run on another host; the message names the missing library or hardware."""
+    """The cell cannot run on this host; the message names the missing library or hardware."""
 
 
 def first_error(error: ValidationError) -> str:

@@ -20,13 +20,13 @@ class Link:
     """Rate and delay of each node's link to the switch."""
 
     bits_per_second: float | None = None
-    """Per direction, counting frames with headers; None if unlimited."""
+    """Rate per direction, including frame headers; None if unlimited."""
     delay_seconds: float = 0.0
-    """From one node to another."""
+    """One-way delay between two nodes."""
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """Raises ValueError with a full sentence."""
+        """Parses a link; raises ValueError."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -61,7 +61,6 @@ def over(text: str) -> str:
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
-    """Formats in the largest unit that makes the value at least one."""
     name = next(
         (name for name, size in units.items() if value >= size * (1 - 1e-9)), list(units)[-1]
     )
@@ -69,10 +68,10 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 
 
 def link_text(value: object) -> str:
-    """Returns a link's canonical text from a string, a mapping with `rate`, `delay` or both, or
-    nothing (empty: the nodes' real network).
+    """Returns a link's canonical text; empty for the nodes' real network.
 
-    Raises ValueError with a full sentence for anything else.
+    `value`: text, a mapping with `rate`, `delay` or both, or nothing. Raises ValueError for
+    anything else.
     """
     if value is None or value == "":
         return ""

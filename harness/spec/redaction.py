@@ -1,7 +1,7 @@
-"""Redaction of secrets in recorded or shown text.
+"""Redacts secrets in recorded or displayed text.
 
-Found by name: values of environment variables with secret names. Found by form: tokens of
-well-known services, passwords in URLs, values after words such as `password=`, private keys.
+These are values of environment variables with telltale names, tokens of well-known services,
+passwords in URLs or after words such as `password=`, and private keys.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from urllib.parse import quote
 
 REDACTED = "[redacted]"
 LEAST = 8
-"""Least length of a secret; shorter values are ordinary words."""
+"""Minimum length of a secret; shorter values are ordinary words."""
 SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL"
     r"|AUTHORIZATION|_PAT$|_KEY$|_AUTH$|_PWD$)",
     re.IGNORECASE,
 )
 _NO_SECRETS = re.compile(r"true|false|none|null|auto|\d+|(/[\w.-]+)+/?", re.IGNORECASE)
-"""Values of such variables that are settings or paths: TOKENIZERS_PARALLELISM=false."""
+"""Harmless values of such variables: settings and paths, as in TOKENIZERS_PARALLELISM=false."""
 _WORD = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key)"
 _FORMS = [
     # GitHub, GitLab, Hugging Face, OpenAI and Anthropic, Slack, AWS, Google, npm, PyPI, W&B
@@ -41,11 +41,11 @@ _FORMS = [
     ),
 ]
 _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECASE)
-"""Part of a URL before its host (RFC 3986)."""
+"""User name and password in a URL (RFC 3986)."""
 _NO_STRING = (
     r"(?!(?:-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|-?Infinity|NaN|true|false|null)(?:[\s,}\]]|$)|[\[{])"
 )
-"""Unquoted JSON values, which are no secrets and must stay valid (RFC 8259)."""
+"""Unquoted JSON values, which must stay valid (RFC 8259)."""
 _AFTER_WORD = re.compile(
     rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*(?:[\"']|{_NO_STRING})"
     rf"|\bbearer\s+|--[\w-]*{_WORD}\s+)"
@@ -55,8 +55,8 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Returns secret environment variables' values, also escaped for JSON and URLs, longest first,
-    as one may contain another."""
+    """Returns values of secret environment variables, also as escaped for JSON and URLs, longest
+    first."""
     values = {
         written
         for name, value in environment.items()
@@ -69,7 +69,7 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
     """Replaces secrets, and escapes lone surrogates, which files and terminals reject.
 
-    `secrets`: by default those of this process's environment.
+    `secrets`: those of the environment by default.
     """
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:

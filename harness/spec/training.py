@@ -1,4 +1,4 @@
-"""Layout, batches, model states and tolerances of a training."""
+"""Layout, batches, model states and tolerances of a training run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Layout:
     devices_per_process: int = 1
     """More than 1 for DataParallel."""
     servers: int = 0
-    """Parameter servers: extra processes, last in rank, with the model and no samples."""
+    """Number of parameter servers: extra processes with the highest ranks, which hold the model but
+    get no samples."""
 
     @property
     def devices(self) -> int:
@@ -34,11 +35,11 @@ class Layout:
         return self.devices // self.devices_per_process + self.servers
 
     def serves(self, rank: int) -> bool:
-        """Whether this rank is a parameter server."""
+        """Whether a rank is a parameter server."""
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
-        """Returns the devices of this device's process: only this one, or all for DataParallel."""
+        """Returns the devices that the device's process uses: itself, or all for DataParallel."""
         import torch
 
         count = self.devices_per_process
@@ -50,18 +51,17 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that train the same part of the model on different tokens. They average gradients
-        and may shard states."""
+        """Number of ranks that train the same part of the model on different tokens."""
         return self.data * self.sequence
 
     @property
     def shares(self) -> int:
-        """Parts of the global batch, one per data-parallel process."""
+        """Number of parts of the global batch, one per data-parallel process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns the index of a rank's part of the global batch. A server ignores its part, the
-        last."""
+        """Returns the index of a rank's part of the global batch; a server gets the last and
+        ignores it."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
@@ -73,21 +73,20 @@ class Tolerance:
     loss: float
     """Largest |loss - reference| / |reference| in the segment."""
     update: float
-    """Largest norm of a tensor's (parameters - reference parameters) over the reference's
-    update."""
+    """Largest |parameters - reference| / |reference's update| of a tensor."""
     reason: str
     tensors: Mapping[str, float] = field(default_factory=dict)
-    """Update limits by tensor, where wider."""
+    """Wider update limits of some tensors."""
 
 
 REASONS = "; "
-"""Separator in `Tolerance.reason`, also in records. Half precision and the model share one reason;
-whatever the strategy adds has its own."""
+"""Separator in `Tolerance.reason`. Half precision and the model share one reason; the strategy adds
+its own."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def rounding_alone(precision: str, reason: str) -> bool:
-    """Whether half precision is the only reason."""
+    """Returns whether half precision is the only reason for a tolerance."""
     return precision in HALF_PRECISIONS and REASONS not in reason
 
 
@@ -109,16 +108,13 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     label_tokens: float | None = None
-    """Number that the sum of its token losses is divided by: the mean number of label tokens over
-    all equal parts of the global batch. None: its own number of labels, all parts having equally
-    many.
-
-    The mean over all parts is thus the mean over all label tokens of the step."""
+    """Divisor of the summed token losses: mean number of label tokens per part of the global batch.
+    None: its own number of labels."""
     keys: Tensor | None = None
-    """(samples, tokens): key of each token's dropout masks, whatever rank it is on; None without
+    """(samples, tokens): keys of the dropout masks, the same in every layout; None without
     dropout."""
     positions: Tensor | None = None
-    """(samples, tokens): each token's position in its document; None if samples are documents."""
+    """(samples, tokens): each token's position in its document; None if samples are not packed."""
 
     def split(self, parts: int) -> Iterator[Batch]:
         return (self.part(number, parts) for number in range(parts))
@@ -146,7 +142,8 @@ class States:
     library: float = 0.0
     """Library copies and buffers: communication buckets, fp32 master weights, memory pools."""
     transient: float = 0.0
-    """Peak of further allocations in a step: gradients until the update, gathered parameters."""
+    """Peak of further allocations within a step: gradients until the update, gathered
+    parameters."""
 
     @property
     def total(self) -> float:
@@ -157,9 +154,9 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
 Retained = tuple[StateKind, str, "Tensor | int"]
-"""Kind, name, and the tensor or, if the library hides it, its bytes."""
+"""Kind, name, and the tensor, or its size in bytes if the library hides it."""
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]
-"""Does one optimizer step on a rank's share of a batch. Returns its mean loss, or None if the rank
-computes none."""
+"""Runs one optimizer step on a rank's share of a batch; returns its mean loss, if the rank has
+one."""

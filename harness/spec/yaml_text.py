@@ -13,10 +13,10 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """Parses YAML; raises UsageError if invalid, such as a date that does not exist. `where`:
-    source of the text, for the error."""
+    """Parses YAML; raises UsageError if it is invalid. `where`: source of the text, for the
+    message."""
     try:
         return yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"{where}: not readable as YAML: {reason}") from None
+        raise UsageError(f"{where} is not valid YAML: {reason}") from None

@@ -151,7 +151,7 @@ def test_options_take_the_place_of_the_files_values(tmp_path: Path) -> None:
         ("- gpu", "must be a mapping"),
         ("nodes: none", "nodes"),
         ("nightly: {matrx: full}", "nightly"),
-        ("a: [", "not readable as YAML"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_a_mistake_in_a_site_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:

@@ -156,7 +156,7 @@ def test_set_changes_all_cells(tmp_path: Path) -> None:
             "cells: [{strategy: ddp, workload: llama-nano, memory_limit_bytes: lots}]",
             ["'lots'", "2GiB"],
         ),
-        ("cells: [", ["not readable as YAML"]),
+        ("cells: [", ["is not valid YAML"]),
         ("[]", ["mapping"]),
         ("cells: []", ["cells"]),
         ("trials: 0\ncells: [{strategy: single}]", ["trials"]),
