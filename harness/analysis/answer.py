@@ -15,10 +15,9 @@ from harness.record.profile_record import ProfileRecord
 from harness.spec.cell import BASELINE, TECHNIQUES
 
 SAME_MEMORY = 0.05
-"""Cells are equally small if their peaks are within this of the lowest: trials of one cell differ
-by as much."""
+"""Peaks within this fraction of the lowest count as equal."""
 NEARLY_AS_FAST = 0.03
-"""Throughput fraction that simplicity may cost."""
+"""Fraction of throughput that the simplest strategy may cost."""
 MOST_NAMED = 5
 MIB = 2**20
 
@@ -26,10 +25,10 @@ MIB = 2**20
 @dataclass(frozen=True)
 class Advice:
     role: str
-    """Use, Faster at a price, Least memory or Simplest."""
+    """Use, Faster at a price, Least memory, or Simplest."""
     cell: CellResult
     words: str
-    """Rest of a sentence after the cell's label and a colon."""
+    """Text that follows the cell's label and a colon."""
     as_good: str = ""
 
     @property
@@ -39,49 +38,43 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """Advice for one setting with at least one ranked cell."""
-
     advice: tuple[Advice, ...]
-    """Cell to use first, then alternatives."""
+    """Recommended cell, then alternatives."""
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells that train like one process and include the fastest (95 % confidence)."""
+    """Cells that include the fastest (95 % confidence) and train like one process."""
     baseline: CellResult | None
-    """The usual choice, which stays the advice until something is known to beat it."""
+    """Usual choice, recommended unless another cell is known to beat it."""
     gain: Comparison | None = None
-    """Throughput of the advised cell over the baseline's. The interval holds together with those of
-    all other cells, and so for a cell chosen among them."""
+    """Recommended cell's throughput over the baseline's; its interval allows for the selection."""
     better: tuple[CellResult, ...] = ()
-    """Cells that are known to beat the baseline (95 % confidence, all together)."""
+    """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
-    """Why the advised cell may beat the baseline: from both cells' profiles, else from what their
-    ranks send; or empty."""
+    """Likely reason for the gain, from the two cells' profiles or traffic; may be empty."""
 
     @property
     def caveat(self) -> str:
-        """Warnings for a reader who acts on the advice, or empty."""
+        """Warnings to heed when following the advice; may be empty."""
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
-            caveats.append("measured on CPU cores: on GPUs the order differs")
+            caveats.append("measured on CPU cores; on GPUs the order differs")
         if use.cell.devices == 1:
-            caveats.append("on one device nothing is communicated")
+            caveats.append("one device, so nothing is communicated")
         if use.disturbance.trials:
             caveats.append(
-                f"something else used the machine in {use.disturbance.trials} of its launches"
+                f"something else used the machine in {use.disturbance.trials} of its trials"
             )
         if use.trials < 2 and self.gain is None:
-            caveats.append("one launch: no interval")
+            caveats.append("one trial, so no interval")
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
-                "the compared ranks are started differently, which alone changes CPU times by up"
-                " to 4 %"
+                "the two cells launch ranks differently, which alone changes CPU times by up to 4 %"
             )
         if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(
-                f"not run in fp32, which would reveal deviations that {use.cell.precision}"
-                " rounding hides"
+                f"not verified in fp32, so {use.cell.precision} rounding may hide a deviation"
             )
         return "; ".join(caveats)
 
@@ -97,10 +90,9 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells of a setting among which there is a choice, fastest first.
+    """Returns the cells of a setting that can be recommended, fastest first.
 
-    They train like one process. On one device nothing is distributed, so only variants of a single
-    process remain.
+    On one device, these are only the baseline and variants of the single process.
     """
     fair = trustworthy(cells)
     baseline = _baseline(fair)
@@ -113,7 +105,7 @@ def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def nothing_to_choose(cells: Sequence[CellResult]) -> str:
-    """Returns why a setting gets no advice, or empty if it gets one."""
+    """Returns why a setting gets no advice; empty if it gets some."""
     ranked = [cell for cell in cells if cell.ranked]
     if not ranked:
         return "nothing is ranked"
@@ -126,12 +118,12 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
     if len(candidates(cells)) > 1 or (len(fair) > 1 and not one_device):
         return ""
     if one_device:
-        return "one device: nothing is distributed, so there is nothing to choose"
+        return "one device, so nothing is distributed and there is nothing to choose"
     return "only one variant here trains the same as one process"
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns the cells that compete for more trials, for each setting with a choice."""
+    """Returns, for each setting with a choice, the cells that compete for more trials."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -167,16 +159,13 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
     trials = " or ".join(map(str, counts)) + (" trial" if counts == [1] else " trials")
     return (
         f"{len(coarse)} of {compared} cells have {trials} and a wide interval: each is more than"
-        f" {FAR_BEHIND} standard errors behind the fastest of its setting, too far for more"
-        " trials to change the answer"
+        f" {FAR_BEHIND} standard errors behind the fastest of its setting, so more trials would not"
+        " change the answer"
     )
 
 
 def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Returns, for each setting that needs more trials, its ties for the fastest and baseline.
-
-    A setting needs none if its fastest cell is known, or all contenders are known to be tied.
-    """
+    """Returns, for each undecided setting, the cells tied for the fastest and the baseline."""
     return [open_ for group in by_setting(cells) if (open_ := _undecided(candidates(group)))]
 
 
@@ -194,10 +183,7 @@ def _undecided(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
-    """Describes how many more trials would resolve `EQUAL`; empty if nothing is undecided.
-
-    Errors shrink with the square root of the number of trials.
-    """
+    """Says how many more trials would resolve differences of `EQUAL`; empty if all is decided."""
     more, seconds, count = 0, 0.0, 0
     for group in undecided(cells):
         speeds = [cell.speed.log_throughput for cell in group if cell.speed.log_throughput]
@@ -212,8 +198,8 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
         return ""
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
-        f"{count} cells may still be the fastest, or are compared with those: up to {more} more"
-        f" launches of each, {minutes}, would resolve differences of {percent}"
+        f"{count} cells may still be the fastest or are compared with those: up to {more} more"
+        f" trials of each ({minutes}) would resolve differences of {percent}"
     )
 
 
@@ -241,7 +227,7 @@ def answer(
     if other not in advisable and _faster(other, use):
         advice.append(Advice("Faster at a price", other, _price(other, use)))
     if smallest := _smallest(fair):
-        # Sorted by throughput, so the fastest of the equally small.
+        # Cells are sorted by throughput, so this is the fastest of the smallest.
         advice.append(Advice("Least memory", smallest[0], _memory(smallest[0], use)))
     simple = _simplest(advisable)
     if complexity(simple)[:2] < complexity(use)[:2]:
@@ -255,7 +241,6 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 
 
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
-    """Returns throughput over the baseline's by cell id; empty without a spread."""
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
     speeds = [cell.speed.log_throughput for cell in others if cell.speed.log_throughput]
@@ -275,8 +260,6 @@ def _chosen(
     baseline: CellResult | None,
     over_baseline: Mapping[str, Comparison],
 ) -> CellResult:
-    """Returns the simplest cell that may be the fastest and is known to beat the baseline, if any
-    is; else the baseline."""
     if baseline is None:
         return min(ties, key=complexity)
     if not better:
@@ -289,8 +272,6 @@ def _chosen(
 def _reason(
     use: CellResult, baseline: CellResult | None, profiles: Mapping[str, ProfileRecord]
 ) -> str:
-    """Names the part of a step that differs most between two profiles; without profiles, what
-    the ranks send."""
     if baseline is None or use is baseline:
         return ""
     first, second = profiles.get(use.cell_id), profiles.get(baseline.cell_id)
@@ -308,13 +289,12 @@ def _reason(
     if advised >= other:
         return ""
     return (
-        f"per step, its {name} takes {advised * 1000:.1f} ms, compared with {other * 1000:.1f} ms"
-        f" for {baseline.cell.label}"
+        f"its {name} takes {advised * 1000:.1f} ms per step, that of {baseline.cell.label}"
+        f" {other * 1000:.1f} ms"
     )
 
 
 def _sent_less(use: CellResult, baseline: CellResult) -> str:
-    """Compares what the ranks of two cells on CPUs send over TCP, or returns an empty text."""
     own, other = use.traffic.sent_bytes_per_step, baseline.traffic.sent_bytes_per_step
     if use.cell.device != "cpu" or not other:
         return ""
@@ -345,7 +325,7 @@ def change(comparison: Comparison) -> str:
     ratio = comparison.ratio - 1
     words = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
     if comparison.low is None or comparison.high is None:
-        return f"{words} (too few launches for an interval)"
+        return f"{words} (too few trials for an interval)"
     ends = (comparison.low - 1, comparison.high - 1)
     if ratio < 0:
         ends = (-ends[1], -ends[0])
@@ -354,7 +334,6 @@ def change(comparison: Comparison) -> str:
 
 
 def named(cells: Sequence[CellResult]) -> str:
-    """Lists up to five names and counts the rest."""
     labels = [cell.cell.label for cell in cells]
     if len(labels) > MOST_NAMED:
         labels = [*labels[:MOST_NAMED], f"{len(labels) - MOST_NAMED} more"]
@@ -398,7 +377,6 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
 
 
 def _equal(cell: CellResult, other: CellResult) -> bool:
-    """Whether the interval, not just the ratio, is within `EQUAL`."""
     ratio = compare(cell, other, CONFIDENCE)
     if ratio is None or ratio.low is None or ratio.high is None:
         return False
@@ -417,16 +395,15 @@ def _faster(cell: CellResult, other: CellResult) -> bool:
 def _price(cell: CellResult, fastest: CellResult) -> str:
     ratio = compare(cell, fastest, CONFIDENCE)
     words = f"{change(ratio)} than {fastest.cell.label}" if ratio else "faster"
-    reason = cell.parity.reason or "another training"
+    reason = cell.parity.reason or "a different training"
     if cell.parity.fp32_twin not in ("", "exact"):
         reason = f"its fp32 run is not exact either ({cell.parity.fp32_twin})"
     deviation = cell.parity.max_loss_deviation
-    off = "" if deviation is None else f"; its loss was off by {deviation:.1e} at most"
-    return f"{words}, but it trains differently: {reason}{off}"
+    off = "" if deviation is None else f"; its loss was off by at most {deviation:.1e}"
+    return f"{words}, at the price of a different training: {reason}{off}"
 
 
 def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells within `SAME_MEMORY` of the lowest peak, in their order."""
     peaks = {cell.cell_id: peak for cell in cells if (peak := cell.memory.peak_memory_bytes)}
     most = min(peaks.values(), default=0) * (1 + SAME_MEMORY)
     return [cell for cell in cells if 0 < peaks.get(cell.cell_id, 0) <= most]
@@ -446,13 +423,13 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
-    """Returns a sort key: packages besides torch, then non-default options."""
+    """Returns a sort key: packages in addition to torch, then non-default options."""
     axes = sum(cell.cell.is_set(name) for name in ("launcher", *TECHNIQUES))
     return len(cell.placement.packages), len(cell.cell.options) + axes, cell.cell.label
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the least complex cell about as fast as the fastest, which comes first."""
+    """Returns the simplest cell that is about as fast as the fastest. `cells`: fastest first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -18,9 +18,8 @@ Choice: TypeAlias = Callable[[CellResult], bool]
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
     """Returns a setting's baseline, or None.
 
-    It is the first ranked cell that `chosen` accepts; by default DDP by torchrun without options,
-    else the single process. Among several (weak scaling on one device is the same training), it is
-    the one with most trials, since baselines run more often.
+    This is the first ranked cell that `chosen` accepts; by default torchrun's DDP without options,
+    else the single process.
     """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
@@ -32,7 +31,6 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
-    """Adds throughput over the baseline's to ranked cells."""
     runs: dict[str, list[CellResult]] = {}
     for cell in cells:
         runs.setdefault(cell.run_id, []).append(cell)
@@ -65,7 +63,7 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Adds scaling efficiencies; weak scaling compares at equal batch per device."""
+    """Adds scaling efficiencies. Weak scaling compares cells with the same batch per device."""
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
@@ -96,7 +94,6 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 def _efficiency(
     cell: CellResult, base: CellResult | None
 ) -> tuple[float | None, float | None, float | None]:
-    """Returns the efficiency, and its 95 % interval if estimates exist."""
     own, other, devices = cell.speed, base.speed if base else Speed(), cell.cell.devices
     if not other.samples_per_second or own.samples_per_second is None:
         return None, None, None

@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 VERIFIED = ("exact", "within tolerance")
 """Parity verdicts that allow comparison by speed."""
 UNVERIFIED = "unverified"
-"""Replaces status ok if parity is unknown."""
+"""Outcome that replaces status ok if parity is not verified."""
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst"]
-"""How trials become one value: shared by all, median or largest of finished ones, or from the trial
-that deviates most."""
+"""How trials become one value: shared, median or largest of finished trials, or from the trial that
+deviates most."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
-    """Returns a field filled from a column of `trials`; `column`: if not named like the field."""
+    """Returns a field filled from a column of `trials`, by default the one with its name."""
     metadata = {"summary": summary} | ({"column": column} if column else {})
     return field(default=default, metadata=metadata)
 
 
 def named(column: str, default: T) -> T:
-    """Returns a field with another column name."""
     return field(default=default, metadata={"column": column})
 
 
@@ -56,8 +55,6 @@ class Placement:
 
 @dataclass(frozen=True)
 class Work:
-    """Model size, arithmetic, and utilisation of the devices."""
-
     parameters: int | None = of_trials("shared", None)
     trained_parameters: int | None = of_trials("shared", None)
     flops_per_step: float | None = of_trials("shared", None)
@@ -65,16 +62,16 @@ class Work:
     mfu: float | None = of_trials("median", None)
     matmul_utilization: float | None = of_trials("median", None)
     peak_flops_per_second: float | None = None
-    """One device's data-sheet rate, for `mfu`."""
+    """Data-sheet rate of one device, for `mfu`."""
     matmul_flops_per_second: float | None = None
-    """One device's measured rate in a matrix product, for `matmul_utilization`."""
+    """Measured matrix-product rate of one device, for `matmul_utilization`."""
     energy_joules_per_sample: float | None = of_trials("median", None)
 
 
 @dataclass(frozen=True)
 class Speed:
     """Throughput: geometric mean over trials, adjusted by any control. `_low` and `_high` are its
-    95 % interval, or None."""
+    95 % interval."""
 
     samples_per_second: float | None = None
     samples_per_second_low: float | None = None
@@ -83,14 +80,13 @@ class Speed:
     tokens_per_second_low: float | None = None
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
-    """Estimate behind these throughputs."""
     raw_samples_per_second: float | None = None
     """Unadjusted median over trials."""
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
-    """Samples per second by trial number, adjusted by any control."""
+    """Adjusted samples per second by trial number."""
     turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Start and throughput of each turn, by number of interleaved trial."""
+    """Start and throughput of each turn, by interleaved trial."""
     trend: float | None = None
     """Largest absolute value over trials."""
 
@@ -100,7 +96,7 @@ class Relative:
     """Ratios of throughput; `_low` and `_high` are 95 % intervals, or None."""
 
     baseline: str = ""
-    """Its cell id, or empty."""
+    """Cell id of the baseline, or empty."""
     over_baseline: float | None = None
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
@@ -116,7 +112,7 @@ class Relative:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds and fractions of a trial and its steps; median over finished trials."""
+    """Times of a trial and its steps; medians over finished trials."""
 
     step_seconds_p50: float | None = of_trials("median", None)
     step_seconds_p95: float | None = of_trials("median", None)
@@ -137,7 +133,7 @@ class Memory:
     peak_memory_bytes_low: int | None = None
     """Smallest over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
-    """Peaks in the trial with the largest."""
+    """Peaks by rank in the trial with the largest peak."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
     """Peak by trial number, for ok trials."""
     memory_imbalance: float | None = of_trials("median", None)
@@ -147,18 +143,18 @@ class Memory:
 @dataclass(frozen=True)
 class Traffic:
     sent_bytes_per_step: float | None = None
-    """Busiest rank's, median over trials."""
+    """Bytes sent by the busiest rank, median over trials."""
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
     offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
-    """From the first finished trial that has it."""
+    """Counts from the first finished trial that has them."""
     expert_imbalance: float | None = of_trials("median", None)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Costs of the checkpoint from which training went on; median over finished trials."""
+    """Costs of the checkpoint that training resumed from; medians over finished trials."""
 
     checkpoint_ranks: int | None = of_trials("shared", None)
     checkpoint_bytes: int | None = of_trials("largest", None)
@@ -172,7 +168,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes between steps on the fullest rank of any trial, and the strategy's formula."""
+    """Bytes that the fullest rank keeps between steps, and the formula's value."""
 
     parameter_bytes: float | None = None
     gradient_bytes: float | None = None
@@ -209,54 +205,49 @@ class Parity:
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
-    """Rewinds for another judgement, over all trials; None if unknown. Deviations are the largest
-    found then."""
+    """Number of rewinds over all trials; None if unknown."""
     rewind_skipped_reason: str | None = None
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
     same_training: bool = False
-    """Whether it trains like one process and so may be recommended. Parity is exact; or, in half
-    precision, within what precision alone allows and not known to be inexact in fp32."""
+    """Whether it trains like one process: parity is exact, or half precision explains the
+    deviation."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; or empty."""
+    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; may be
+    empty."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
     trials: int = named("disturbed", 0)
-    """Disturbed trials."""
     by_cause: Mapping[Cause, int] = field(default_factory=dict, metadata={"column": "disturbed_by"})
     descriptions: tuple[str, ...] = named("disturbances", ())
-    """One for each disturbed trial."""
     gpu_findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of one run, from each trial's last attempt. Unknown values are None.
+    """Results of a cell in one run, from each trial's last attempt. Unknown values are None.
 
-    A trial with a throughput counts as finished. Trials stopped by the user count only if there are
-    no others. harness/record/schema.py describes columns shared with `trials`.
+    Trials with a throughput count as finished. harness/record/trial.py describes shared columns.
     """
 
     run_id: str
     cell: Cell
     cell_id: str
-    """The cell's key in every table."""
     status: str
-    """Worst of the trials."""
+    """Worst status of its trials."""
     reason: str = ""
-    """The worst trial's, with a count if others ended differently."""
+    """Reason of the worst trial, with a count if others ended differently."""
     expected: bool = False
     """Whether the matrix expects this status."""
     verified: bool = False
-    """Whether parity holds in every trial that ended well."""
+    """Whether parity holds in every ok trial."""
     ranked: bool = False
     """Whether it may be compared by speed: ok, verified, with a throughput."""
     recorded_trials: int = 0
-    """Trials that count."""
+    """Number of trials that count."""
     trials: int = 0
-    """Finished trials."""
     placement: Placement = Placement()
     work: Work = Work()
     speed: Speed = Speed()
@@ -270,23 +261,22 @@ class CellResult:
     disturbance: Disturbance = Disturbance()
 
     def column(self, name: str) -> Any:
-        """Returns a value of `columns`."""
         if group := _GROUP_OF.get(name):
             return getattr(getattr(self, group[0]), group[1])
         of_cell = cell_columns(self.cell) if name not in vars(self) or name == "cell" else {}
         return of_cell[name] if name in of_cell else getattr(self, name)
 
     def columns(self) -> dict[str, object]:
-        """Returns values by column: the cell's, the result's and its groups'."""
+        """Returns all values by column name."""
         own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
         return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
 
     def varied(self: Result, **fields: object) -> Result:
-        """Returns the result with other cell fields, for its label and setting."""
+        """Returns the result with changed fields of its cell."""
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
-        """Returns column samples_per_second or tokens_per_second."""
+        """Returns the estimate of samples_per_second or tokens_per_second; None if unknown."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
 
@@ -314,4 +304,3 @@ _GROUP_OF = {
     for group, kind in GROUPS.items()
     for field in dataclasses.fields(kind)
 }
-"""Group and attribute of each column."""

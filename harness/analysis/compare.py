@@ -45,8 +45,6 @@ MemoryVerdict = Literal["more memory", "less memory", "no difference seen"]
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """One cell in B, the second side, against A, the first."""
-
     kind: Kind
     cell_name: str
     first: MeasuredCell | None
@@ -54,9 +52,8 @@ class ComparedCell:
     reason: str = ""
     """Why throughputs are not compared; empty if they are."""
     throughput: Comparison | None = None
-    """B over A."""
     memory: Comparison | None = None
-    """B over A; None if unknown or measured differently."""
+    """Ratio of B's peak to A's; None if unknown or measured differently."""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -81,7 +78,7 @@ class ComparedCell:
 
     @property
     def disturbed(self) -> list[str]:
-        """Texts such as `A, trial 2: 1.30 cores used by others`."""
+        """Disturbed trials, such as `A, trial 2: 1.30 cores used by others`."""
         return [
             f"{name}, {trial}"
             for name, cell in (("A", self.first), ("B", self.second))
@@ -126,14 +123,16 @@ def _figures(cell: MeasuredCell | None) -> dict[str, object] | None:
 
 RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's. Each trial (independent launch) counts"
-    " once, multiplied by the control's time in its run if both runs have a control. The"
-    f" interval is Welch's t on the logarithms (Biometrika 34, 1947), {PAIR_CONFIDENCE * 100:g}"
-    f" %, widened for steps that follow the machine's speed {CONTROL_MISMATCH:.0%} more or less"
-    " than the control does. If torch differs, the control may too: the interval then covers the"
-    " ratio with and without it"
+    " once; if both runs have a control, its throughput is multiplied by the control's time. The"
+    " interval is Welch's t of the logarithms (Biometrika 34, 1947),"
+    f" {PAIR_CONFIDENCE * 100:g} %. It allows for steps that follow the machine's speed"
+    f" {CONTROL_MISMATCH:.0%} more or less than the control does. If the torch versions differ, the"
+    " interval covers the ratio with and without the control"
 )
 FALSE_ALARM_RATE = round(1 - PAIR_CONFIDENCE, 6)
-MEMORY_METHOD = "the same test on the fullest rank's peak, if both sides measured it the same way"
+MEMORY_METHOD = (
+    "the same test of the fullest rank's peak, if both sides measured it in the same way"
+)
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ class RunComparison:
 
     @property
     def headline(self) -> str:
-        """Text such as `2 regressions: slower 1, missing 1. Besides: faster 1, no difference seen
-        12`. Within a run, counts of verdicts."""
+        """Summary such as `2 regressions: slower 1, missing 1. Besides: faster 1`."""
         if self.test != RUNS_METHOD:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
@@ -174,7 +172,6 @@ class RunComparison:
 
     @property
     def method(self) -> dict[str, str]:
-        """Description of the method, for every output format."""
         count, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
         return {
             "Test": self.test,
@@ -243,7 +240,6 @@ def _by_id(cells: Iterable[MeasuredCell]) -> dict[str, list[MeasuredCell]]:
 def compare_cells(
     run: str, pairs: Iterable[tuple[MeasuredCell, MeasuredCell]], names: tuple[str, str]
 ) -> RunComparison:
-    """Compares cells of one run within its rounds."""
     lines = []
     for first, second in pairs:
         line = _line(first, second)
@@ -260,7 +256,6 @@ def compare_cells(
 
 
 def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
-    """Returns regressions first, then by kind, largest loss first."""
 
     def order(line: ComparedCell) -> tuple[bool, int, float]:
         ratio = line.throughput.ratio if line.throughput else 0.0
@@ -276,7 +271,6 @@ def _why(cell: MeasuredCell) -> str:
 def _lines(
     before: Sequence[MeasuredCell], after: Sequence[MeasuredCell], same_control: bool
 ) -> list[ComparedCell]:
-    """Returns a line for each hardware of a cell that both sides share."""
     if not after:
         was = before[-1]
         if was.ok:
@@ -296,7 +290,6 @@ def _lines(
 
 
 def _line(was: MeasuredCell, now: MeasuredCell, same_control: bool = True) -> ComparedCell:
-    """Compares parity and failures first, then speed."""
     if was.ok and now.ok:
         speed = compare(now.result, was.result, same_control=same_control)
         if speed is None:
@@ -316,7 +309,6 @@ def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
 
 
 def _change(was: MeasuredCell, now: MeasuredCell) -> tuple[Kind, str]:
-    """Returns kind and reason if a side is not ok."""
     before, after = was.result.outcome, now.result.outcome
     if now.ok:
         return "fixed", f"was {_why(was)}"

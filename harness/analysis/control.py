@@ -1,8 +1,8 @@
-"""Adjustment of step times by the control.
+"""Adjusts step times by the control.
 
-Between steps each rank computes a small fixed piece (harness/worker/control_process.py), whose time
-follows the machine's speed. Throughput is compared by the ratio of the step time to the control's.
-Nothing is fitted, so that the same ratio holds in another run.
+The control is a small fixed computation between steps (see harness/worker/control_process.py),
+whose time follows the machine's speed. Nothing is fitted, so adjusted times carry over to other
+runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive timed steps, in logarithms of seconds."""
+    """Log seconds of consecutive timed steps."""
 
     step: float
     control: float
-    """Mean over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Adjustment:
     """Spread of step times between trials, with and without the control."""
 
     spread_before: float
-    """Standard deviation of a cell's log step time between trials."""
     spread_after: float
     """Standard deviation of the log ratio of step time to control time."""
 
@@ -48,7 +46,7 @@ def mean_window(windows: Sequence[Window]) -> Window:
 
 
 def adjustment(cells: Mapping[str, Sequence[Window]]) -> Adjustment:
-    """Returns the spreads of a run, given each cell's trials; zeros if no cell has two."""
+    """Returns the spreads over all cells' trials; zeros if no cell has two trials."""
     before, after, degrees = 0.0, 0.0, 0
     for trials in cells.values():
         if len(trials) < 2:

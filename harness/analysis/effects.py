@@ -1,6 +1,6 @@
 """Effects of single features on throughput and memory, from pairs of cells that differ in one axis.
 
-Alone: against the baseline, with everything off. Together: the mean over all pairs.
+`alone` compares with the baseline, with all else off; `together` is the mean over all pairs.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from harness.spec.cell import TECHNIQUES, Cell
 
 @dataclass(frozen=True)
 class Effect:
-    """Ratios of cells with a feature over cells without."""
+    """Ratios of cells with a feature to cells without it."""
 
     axis: str
     value: str
     """Display text such as `recompute=full`."""
     pairs: int
-    """Cells with the feature that have a twin without it."""
+    """Number of cells with the feature that have a twin without it."""
     alone: Comparison | None
     """Throughput ratio with all else off; None if not measured."""
     alone_memory: float | None
     together: Comparison
-    """Mean over all pairs."""
     together_memory: float | None
 
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects in one setting, and the best combinations."""
-
     baseline: CellResult
     effects: tuple[Effect, ...]
-    """Largest speedup first."""
     fastest: CellResult
     smallest: CellResult
     """Cell with the least memory."""
@@ -52,7 +48,7 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def axes_of(cell: Cell) -> dict[str, str]:
-    """Returns the value of each feature; the baseline's value counts as off."""
+    """Returns the value of each feature."""
     own_axis = (*TECHNIQUES, "optimizer")
     off = {name: Cell.model_fields[name].default for name in own_axis}
     return {
@@ -64,7 +60,7 @@ def axes_of(cell: Cell) -> dict[str, str]:
 
 
 def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
-    """Returns effects by model and machine, if features were on both alone and together."""
+    """Returns effects for each setting in which features were measured both alone and combined."""
     places: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
@@ -134,8 +130,7 @@ def _effect(
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """Returns the geometric mean of the pairs' throughput ratios.
 
-    The error is the larger of the pairs' errors and their scatter, since effects vary. Two pairs
-    are too few for a scatter; their interval spans both.
+    Its error is at least the pairs' scatter; with two pairs, the interval spans both.
     """
     known = [
         (cell.speed.log_throughput, twin.speed.log_throughput)

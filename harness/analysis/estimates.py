@@ -1,10 +1,9 @@
-"""Throughput estimates of a run's cells, with spreads moderated over all of them.
+"""Estimates throughputs of a run's cells, with spreads moderated over all of them.
 
-Cells' variances are assumed to scatter about a common one as a scaled inverse chi-square (Smyth,
-Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular
-Biology 3 (2004), section 3). The common variance follows a power of the steps per trial, a straight
-line instead of voom's curve (Law, Chen, Shi and Smyth, Genome Biology 15 (2014), R29). Parameters
-are maximum-likelihood estimates: variance ratios follow Fisher's F distribution.
+Cells' variances scatter about a common one as a scaled inverse chi-square (Smyth, Statistical
+Applications in Genetics and Molecular Biology 3 (2004), section 3). The common variance is a power
+of the steps per trial, a straight line instead of voom's curve (Law, Chen, Shi and Smyth, Genome
+Biology 15 (2014), R29). Parameters are maximum-likelihood estimates.
 """
 
 from __future__ import annotations
@@ -29,20 +28,15 @@ T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
 """Fewest cells with a spread for a prior; fewer are pooled."""
 FEWEST_FOR_TREND = 12
-"""Fewest cells for a trend of the variance."""
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
-"""Bounds on the common variance's degrees of freedom."""
 STEEPEST = 2.0
-"""Bound on the absolute power."""
 WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
 FORKED = ("elastic",)
-"""Launchers whose ranks the fork server forks; all others start fresh interpreters."""
+"""Launchers that fork ranks from a server; others start fresh interpreters."""
 FORKED_ALLOWANCE = 0.0085
-"""Standard deviation of what a strategy does to its control, in logarithms. Forked cells of kept
-runs differ by this much beyond chance, and more trials do not reduce it."""
+"""Standard deviation of a strategy's effect on its control, in logarithms, between forked cells."""
 FRESH_ALLOWANCE = 0.013
-"""Standard deviation with fresh interpreters, next to which the control was 4 % faster. With both,
-a ratio of a forked cell to another kind's is known to 3 % at best."""
+"""Standard deviation for fresh interpreters, next to which the control was 4 % faster."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Spread:
     variance: float
     degrees: float
     averaged: float = 1.0
-    """Timed steps that a trial averages."""
+    """Number of timed steps averaged in a trial."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +52,21 @@ class Prior:
     """Common variance of a run's cells."""
 
     variance: float
-    """At `averaged` 1."""
+    """Variance at `averaged` 1."""
     degrees: float
-    """Infinite if cells' variances do not differ."""
+    """Degrees of freedom; infinite if cells' variances do not differ."""
     power: float = 0.0
-    """Power of `averaged` in the variance; -1 for independent steps."""
+    """Exponent of `averaged` in the variance; -1 for independent steps."""
 
     def of(self, spread: Spread) -> float:
         return float(self.variance * spread.averaged**self.power)
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one, in the cells' order.
+    """Returns variances shrunk towards the common one.
 
-    Cells without a degree of freedom get the common one. If fewer than three cells have any, all
-    are pooled.
+    Cells without a degree of freedom get the common variance. Fewer than three cells with any are
+    pooled.
     """
     common = prior(spreads)
     if common is None:
@@ -92,7 +86,6 @@ def moderated(spreads: Sequence[Spread]) -> list[Spread]:
 
 
 def prior(spreads: Sequence[Spread]) -> Prior | None:
-    """Returns the common variance; None if no cell has one."""
     known = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
     if not known:
         return None
@@ -152,7 +145,7 @@ class RunEstimates:
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Adjusted samples per second by cell id and trial number."""
     adjustment: Adjustment = NONE
-    """For cells without disk offload and with a core per rank."""
+    """Adjustment for cells without disk offload and with a core per rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
@@ -207,7 +200,6 @@ def _adjustments(
 def _usual_controls(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, float]:
-    """Returns the median log time of the control, by what it computes."""
     together: dict[Hashable, list[float]] = {}
     for trial, own in zip(trials, windows, strict=True):
         if own:
@@ -250,7 +242,6 @@ def _part(logs: Mapping[str, T], cells: Set[str]) -> dict[str, T]:
 
 
 def steps_of(trial: TrialRecord) -> int:
-    """Returns the number of timed steps."""
     warmup: int = json.loads(trial.cell).get("warmup_steps", WARMUP_STEPS)
     return max(1, (trial.steps_taken or len(trial.losses)) - warmup)
 
@@ -262,12 +253,12 @@ def windows_of(trial: TrialRecord) -> list[Window]:
 
 
 class _Kind(NamedTuple):
-    """Trials whose times respond alike to core speed."""
+    """Class of trials whose times depend on core speed in the same way."""
 
     on_disk: bool
-    """Whether it waits for a disk, which core speed does not affect."""
+    """Whether trials wait for a disk."""
     oversubscribed: bool
-    """Whether ranks share cores and so wait for each other."""
+    """Whether ranks share cores."""
 
 
 def _kind(trial: TrialRecord) -> _Kind:
@@ -275,6 +266,5 @@ def _kind(trial: TrialRecord) -> _Kind:
 
 
 def _computing(trial: TrialRecord) -> Hashable:
-    """Returns what sets the control's time on an idle machine."""
     shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
     return *shape, trial.threads_per_device, trial.oversubscribed

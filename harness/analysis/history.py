@@ -1,4 +1,4 @@
-"""A cell's history on equal hardware, with lasting changes."""
+"""History of a cell on equal hardware, with its lasting changes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 FALSE_ALARM_RATE = 0.01
 MIN_RUNS = 3
 METHOD = (
-    "change points by binary segmentation. A stretch of runs is cut where the standardised rank"
-    f" sum (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled"
+    "change points by binary segmentation. A series is cut where the standardised rank sum"
+    f" (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled"
     " series reach that value (a permutation test like Pettitt's, Applied Statistics 28, 1979)."
-    " Otherwise the inner stretch that differs most from the rest is tested the same way"
-    " (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). At most"
+    " Otherwise, it is cut around the inner stretch that differs most from the rest, tested in the"
+    " same way (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). At most"
     f" {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, whatever the"
-    f" distribution of their noise. Fewer than {MIN_RUNS} runs in a row, such as a single"
-    " outlier, never count as a change"
+    f" distribution of their noise. Fewer than {MIN_RUNS} runs in a row do not count as a change"
 )
 _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Returns ascending indices at which a new level begins; see METHOD.
+    """Returns the ascending indices at which new levels begin, see METHOD.
 
-    `smallest`: relative change of the median that counts.
+    `smallest`: smallest relative change of the median that counts.
     """
     logs = [math.log(value) for value in values]
     edges = _split(logs, 0, smallest)
@@ -55,11 +54,8 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Returns the split that minimises absolute deviations from both medians.
-
-    A rank sum detects changes but locates them less well. Deviations are capped at the size of the
-    change, so that outlying runs have no influence.
-    """
+    """Returns the split that minimises absolute deviations from both medians, capped to limit
+    outliers."""
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
     def away(stretch: Sequence[float]) -> float:
@@ -93,14 +89,12 @@ def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
 
 
 def relative_changes(logs: Sequence[float], edges: Sequence[int]) -> list[float]:
-    """Returns the relative change of the median at each edge."""
     cuts = [0, *edges, len(logs)]
     levels = [statistics.median(logs[a:b]) for a, b in itertools.pairwise(cuts)]
     return [math.expm1(after - before) for before, after in itertools.pairwise(levels)]
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Returns centred ranks; equal values share a rank."""
     from scipy.stats import rankdata
 
     ranks: np.ndarray = rankdata(values) - (len(values) + 1) / 2
@@ -108,8 +102,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
-    """Returns running sums from 0 along the last axis, and a function of n. It gives the standard
-    deviation of a sum of n ranks (Mann and Whitney 1947)."""
+    """Returns running sums along the last axis, from 0, and the standard deviation of a sum of n
+    ranks (Mann and Whitney 1947)."""
     import numpy as np
 
     n = ranks.shape[-1]
@@ -134,7 +128,7 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """Returns critical values at half of FALSE_ALARM_RATE each; with ranks, only `n` matters."""
+    """Returns the critical values of both statistics, each at half of FALSE_ALARM_RATE."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(
@@ -157,9 +151,8 @@ def _critical(n: int) -> tuple[float, float]:
 Figure = Literal["throughput", "memory"]
 
 SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EFFECT}
-"""Smallest relative level change that counts."""
+"""Smallest relative change of a level that counts."""
 MOST_RUNS = 250
-"""Newest runs used of a cell."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +173,9 @@ class Series:
     figure: Figure
     points: tuple[Point, ...]
     elsewhere: int = 0
-    """Runs left out for other hardware or memory methods."""
+    """Number of runs with other hardware or another memory method, which are left out."""
     failed: int = 0
-    """Runs in which the cell was not ok."""
+    """Number of runs in which the cell was not ok."""
 
     @property
     def newest(self) -> Point:
@@ -221,7 +214,7 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """Returns a series per measured cell, by first occurrence. `cells`: oldest run first."""
+    """Returns a series per measured cell. `cells`: oldest run first."""
     by_id: dict[str, list[MeasuredCell]] = {}
     for cell in cells:
         by_id.setdefault(cell.cell_id, []).append(cell)
@@ -259,9 +252,8 @@ def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool
 
 
 def method(figure: Figure) -> dict[str, str]:
-    """Describes change detection, for every output format."""
     return {
-        "Value": "median over a run's trials, with its 95 % interval",
+        "Value": "median over a run's trials, with a 95 % interval",
         "Test": METHOD,
         "Smallest effect that counts": f"{SMALLEST_EFFECTS[figure] * 100:g} % of the level before",
         "False alarms": f"at most {FALSE_ALARM_RATE * 100:g} % of cells without a change",

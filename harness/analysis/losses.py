@@ -1,4 +1,4 @@
-"""A trial's losses by step, including steps trained again."""
+"""Losses of a trial by step, including retrained steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's mean over ranks with a loss (equal shares of the batch). `ranks`: losses
-    by rank and step."""
+    """Averages each step's losses over the ranks that have one. `ranks`: losses by rank and
+    step."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]
@@ -18,7 +18,7 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's value of the first rank that has one. `ranks`: values by rank and
+    """Returns each step's value from the first rank that has one. `ranks`: values by rank and
     step."""
     return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
 
@@ -28,7 +28,7 @@ class Pass:
     """Consecutive steps up to a rewind or the end."""
 
     first: int
-    """First training step; 0 before any rewind."""
+    """First training step."""
     losses: tuple[float | None, ...]
 
     def before(self, step: int) -> tuple[float | None, ...]:

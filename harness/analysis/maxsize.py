@@ -24,10 +24,9 @@ from harness.spec.cell import Cell
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's memory in bytes when it ran out (see harness/measure/memory_kinds.py)."""
+    """Bytes that a rank held when it ran out of memory (see harness/measure/memory_kinds.py)."""
 
     in_use: float
-    """Total."""
     kinds: Mapping[str, float]
     """Model states by kind."""
     other: float = 0.0
@@ -39,8 +38,6 @@ class Holding:
 
 @dataclass(frozen=True)
 class MaxsizeResult:
-    """Search result of one strategy, a row of the table."""
-
     label: str
     status: str
     """found, none fits, all fit, unfinished, stopped (a probe failed for a reason other than
@@ -51,24 +48,23 @@ class MaxsizeResult:
     tokens: bool = False
     """Whether sizes are tokens instead of parameters."""
     step: int | None = None
-    """Parameters per search step."""
+    """Parameters added per search step."""
     parameters: int | None = None
     """Largest size that trains."""
     next_parameters: int | None = None
     """Smallest size that does not."""
     predicted: int | None = None
-    """Parameters that fit by the formula."""
+    """Number of parameters that fit according to the formula."""
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
-    """Fullest rank's bytes between steps, by kind."""
+    """Bytes that the fullest rank keeps between steps, by kind."""
     buffers: Mapping[str, int] = field(default_factory=dict)
-    """Library buffers in bytes, by name."""
     failed_in: str | None = None
     """Operation in which the next larger model ran out of memory."""
     failure: str = ""
-    """The next larger model's other failure, only under the limit."""
+    """Failure of the next larger model under the limit, if not out of memory."""
     holding: Holding | None = None
     formula: Mapping[str, float] = field(default_factory=dict)
     """Formula bytes of the next larger model, by kind."""
@@ -77,7 +73,7 @@ class MaxsizeResult:
 
     @property
     def largest_model(self) -> str:
-        """`50.1M`, `4096 tokens`, or the status."""
+        """Largest size, such as `50.1M` or `4096 tokens`, else the status."""
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
@@ -92,16 +88,14 @@ class MaxsizeResult:
 
     @property
     def ratio(self) -> float | None:
-        """Largest over predicted size."""
         return self.parameters / self.predicted if self.parameters and self.predicted else None
 
     @property
     def fill(self) -> dict[str, float]:
-        """What filled the budget, in bytes: states by kind, then the rest; empty if memory did not
-        run out.
+        """Bytes that filled the budget, by kind; empty if memory did not run out.
 
-        `temporaries`: what the failed operation freed, and what it asked for. `rest`: activations
-        that autograd keeps, C++ buffers, Python's heap.
+        `temporaries`: those of the failed operation. `rest`: saved activations, C++ buffers,
+        Python's heap.
         """
         if self.holding is None:
             return {}
@@ -114,8 +108,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Name and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
-        budget; empty if memory did not run out."""
+        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
+        budget."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -134,7 +128,6 @@ class MaxsizeResult:
         return sorted(large, key=lambda part: -part[1])
 
     def _expected(self, kind: str) -> float:
-        """Returns formula bytes; gradients may be what it counts as library or transient."""
         if kind != "gradients":
             return self.formula[kind]
         held = self.holding.kinds["library"] if self.holding else 0.0
@@ -151,7 +144,6 @@ def mebibytes(size: float) -> str:
 
 
 def limits(row: MaxsizeResult) -> str:
-    """Describes where memory ran out and what filled it; empty if it did not."""
     sentences = []
     if row.failed_in:
         beyond = ", ".join(f"{name} {mebibytes(size)}" for name, size in row.responsible)
@@ -160,7 +152,7 @@ def limits(row: MaxsizeResult) -> str:
             f" in addition to ZeRO's model states: {beyond}"
         )
     elif row.failure:
-        sentences.append(f"{row.too_large} fail under the limit only: {row.failure}")
+        sentences.append(f"{row.too_large} fail, but only under the limit: {row.failure}")
     setup, steps = row.setup_peak_memory_bytes or 0, row.peak_memory_bytes or 0
     if row.parameters and setup > steps and not row.tokens:
         whole = f"every rank first builds the whole model, {mebibytes(4 * row.parameters)}"
@@ -172,7 +164,7 @@ def limits(row: MaxsizeResult) -> str:
 
 
 def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
-    """Describes models no larger than their predecessor in a chain, with the bytes responsible."""
+    """Explains results that contradict the theoretical order."""
     by_label = {row.label: row for row in rows if row.parameters}
     notes = []
     for chain in order:
@@ -180,7 +172,7 @@ def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -
         for less, more in itertools.pairwise(present):
             if (more.parameters or 0) <= (less.parameters or 0):
                 notes.append(
-                    f"not in theory's order: {more.label} reaches {more.largest_model}, no more"
+                    f"unlike in theory, {more.label} reaches {more.largest_model}, no more"
                     f" than {less.label} with {less.largest_model}. {more.label}: {limits(more)}."
                     f" {less.label}: {limits(less)}"
                 )
@@ -188,7 +180,7 @@ def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -
 
 
 def maxsize_results(results: Results) -> list[MaxsizeResult]:
-    """Returns results in the order of each search's cells."""
+    """Returns the results of all searches, in the order of their cells."""
     rows: list[MaxsizeResult] = []
     for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
         plan = Plan.from_row(run)
@@ -209,11 +201,11 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class Search:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Step, size, and activations of the first and each further step, by cell id."""
+    """Predicted step, size, and activations of the first and each further step, by cell id."""
     trials: Mapping[str, Sequence[TrialRecord]]
-    """Last attempts by cell id, in order."""
+    """Last attempts by cell id, oldest first."""
     unlimited: Sequence[TrialRecord]
-    """Trials without a memory limit, after probes failed for reasons other than memory."""
+    """Trials repeated without a memory limit, after other failures."""
     tokens: int = 0
     """Tokens added per step; 0 if a step adds a block."""
 
@@ -232,11 +224,10 @@ class Search:
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
 
     def size(self, trial: TrialRecord) -> int:
-        """Returns parameters or tokens."""
         return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
-        """Returns one strategy's result. `cell`: after one step."""
+        """Returns one strategy's result. `cell`: its one-step cell."""
         trials = self.trials.get(cell.id, ())
         trains = {
             self.size(trial)
@@ -299,7 +290,6 @@ class Search:
         )
 
     def _formula(self, trial: TrialRecord, activations: Sequence[int]) -> dict[str, float]:
-        """Returns bytes by kind; none without a formula."""
         columns = {**COLUMNS, "transient": "transient"}
         sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
         if None in sizes.values():
@@ -310,7 +300,6 @@ class Search:
 
 
 def _kept(trial: TrialRecord) -> dict[str, int]:
-    """Returns the fullest rank's bytes between steps, by kind."""
     return {
         kind: max(getattr(trial, f"{column}_bytes"), default=0) for kind, column in COLUMNS.items()
     }

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative half widths of 95 % intervals of throughput over the baseline's."""
+    """Relative half widths of the 95 % intervals of throughput over the baseline's."""
 
     cells: int
     median: float
     nine_in_ten: float
-    """Half width that nine in ten cells do not exceed."""
 
     @property
     def sentence(self) -> str:
@@ -58,9 +57,9 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Returns relative half widths by cell id, if above `precision` or from too few trials.
+    """Returns relative half widths above `precision`, or from too few trials, by cell id.
 
-    Interleaved cells use their widest 95 % interval against others in the setting.
+    Interleaved cells use their widest interval against the setting.
     """
     ranked = [cell for cell in cell_results(trials) if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
@@ -71,7 +70,6 @@ def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
 
 
 def _width(cell: CellResult, ranked: Sequence[CellResult]) -> float:
-    """Infinite without an interval."""
     comparisons = [
         comparison
         for other in ranked

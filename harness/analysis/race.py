@@ -1,10 +1,9 @@
-"""Which cells get the next trials: a race for the fastest of each setting.
+"""Chooses the cells that get the next trials: a race for the fastest of each setting.
 
-After its first trial a cell leaves the race if it is so far behind that a trial's noise cannot
-explain it. The others get three trials each. Further trials go to one setting at a time, the
-largest first: to leaders and challengers, drawn by their chance of being the fastest (top-two
-sampling: Russo, Simple Bayesian algorithms for best-arm identification, Operations Research 68,
-2020). Cells of the smallest memory class race among each other for three trials.
+After its first trial, a cell drops out if it is further behind than noise can explain. The others
+get three trials each. Further trials go to the largest undecided setting, to leaders and
+challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
+68, 2020). Cells with the lowest memory race separately.
 """
 
 from __future__ import annotations
@@ -19,30 +18,28 @@ from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate
 
 FAR_BEHIND = 4.5
-"""Standard deviations of the difference of two trials at which a cell leaves the race. Among 53
-equal cells with 3.6 % noise, the fastest leaves by bad luck in less than 1 run in 1000."""
+"""Standard deviations of the difference from the fastest at which a cell drops out."""
 MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Trials of each contender before leaders and challengers are drawn."""
 GAIN_ERROR = 0.005
-"""Standard error of the fastest cell's gain over the baseline at which its race may end. In 150
-simulated runs with 3.6 % noise, the gain was then known to 2.1 %, and to 4.8 % with the allowance
-(docs/studies/statistical-power.md)."""
+"""Standard error of the fastest cell's gain over the baseline at which its race may end (see
+docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
-"""Less than any critical value of one-sided bounds with 95 % confidence."""
+"""Lower bound on the critical values of one-sided bounds with 95 % confidence."""
 MOST_DRAWS = 6
 """Draws per round, each of a leader and a challenger."""
 
 
 @dataclass(frozen=True)
 class Entrants:
-    """Cells of one setting that compete, by id."""
+    """Competing cells of one setting, by id."""
 
     speeds: Mapping[str, LogEstimate]
-    """Cells that may be advised."""
+    """Cells that may be recommended."""
     baseline: str
     smallest: Mapping[str, LogEstimate] = field(default_factory=dict)
-    """Cells with the lowest peak memory, which race among each other."""
+    """Cells with the lowest peak memory, which race separately."""
 
 
 def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
@@ -56,7 +53,7 @@ def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
 
 
 def _is_open(setting: Entrants) -> bool:
-    """Whether the fastest or its gain over the baseline needs more trials."""
+    """Returns whether the fastest cell or its gain needs more trials."""
     if len(setting.speeds) < 2 or any(speed.degrees <= 0 for speed in setting.speeds.values()):
         return False
     best = max(setting.speeds.values(), key=lambda speed: speed.mean)
@@ -72,7 +69,7 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
     first, second = sorted(speeds, key=lambda speed: -speed.mean)[:2]
     least = LEAST_FACTOR * math.hypot(first.whole_error, second.whole_error)
     if least > max(first.mean - second.mean, -math.log(1 - EQUAL)):
-        return False  # Without Hsu's bounds, which cost much more.
+        return False  # Skips Hsu's bounds, which are much slower.
     bounded = zip(speeds, against_best(speeds), strict=True)
     ties = [speed for speed, bound in bounded if bound.may_be_best]
     return len(ties) < 2 or all(bound.low >= 1 - EQUAL for bound in against_best(ties))
@@ -86,7 +83,6 @@ def _with_few_trials(setting: Entrants) -> set[str]:
 
 
 def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
-    """Returns leaders and challengers, and the baseline if it has no more trials than they."""
     racing = {name: setting.speeds[name] for name in contenders(setting.speeds)}
     draws = range(min(MOST_DRAWS, 1 + len(racing) // 4))
     chosen = {name for _ in draws for name in top_two(racing, chance)}
@@ -97,13 +93,13 @@ def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
 
 
 def trial_spread(cells: Mapping[str, LogEstimate]) -> float:
-    """Returns the usual standard deviation of a trial; 0 if no cell has one."""
+    """Returns the usual standard deviation of a trial; 0 if unknown."""
     known = [speed.error * math.sqrt(speed.trials) for speed in cells.values() if speed.degrees > 0]
     return statistics.median(known) if known else 0.0
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns the cells not far behind, by id; all of them without a spread."""
+    """Returns the ids of cells that are not far behind; without a spread, all ids."""
     spread = trial_spread(cells)
     if not spread:
         return set(cells)
@@ -119,7 +115,7 @@ def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
 
 
 def top_two(cells: Mapping[str, LogEstimate], chance: random.Random) -> tuple[str, ...]:
-    """Returns a leader and a challenger; one name if no other was drawn."""
+    """Returns a leader and a challenger; only the leader if no other cell was drawn."""
     leader = _drawn(cells, chance)
     for _ in range(MOST_TRIES):
         challenger = _drawn(cells, chance)
@@ -129,7 +125,6 @@ def top_two(cells: Mapping[str, LogEstimate], chance: random.Random) -> tuple[st
 
 
 def _drawn(cells: Mapping[str, LogEstimate], chance: random.Random) -> str:
-    """Returns the fastest in one draw of all throughputs from their distributions."""
     drawn = {name: _throughput(speed, chance) for name, speed in cells.items()}
     return max(drawn, key=drawn.__getitem__)
 

@@ -1,14 +1,13 @@
-"""Comparison of cells by throughput: pairs, and all cells of a setting together.
+"""Compares cells by throughput, in pairs or across a setting.
 
-Statements about a setting hold together, with 95 % confidence. The set of the best is that of
+Statements about a setting hold jointly, with 95 % confidence. The set of the best comes from
 multiple comparisons with the best (Hsu, Annals of Statistics 9, 1981). Gains over the baseline are
 two-sided comparisons with a control (Dunnett, Journal of the American Statistical Association 50,
-1955), so they also hold for a cell that was chosen because it did well.
+1955).
 
-Each cell has a spread of its own. Given its moderated spread, a cell's throughput has a t
-distribution, independent of the others (Smyth, Statistical Applications in Genetics and Molecular
-Biology 3, 2004). Critical values follow from these by integration over the cell that all others are
-compared with (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
+Given its moderated spread, a cell's throughput has a t distribution (Smyth, Statistical
+Applications in Genetics and Molecular Biology 3, 2004). Critical values follow by integrating over
+the common cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NODES = 64
-"""Points of the integration, in equal shares of probability."""
+"""Number of integration points, of equal probability."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,7 @@ class AgainstBest:
     """Simultaneous bounds on throughput over the best other cell's."""
 
     low: float
-    """Lower bound, at most 1."""
     high: float
-    """Upper bound, at least 1."""
 
     @property
     def may_be_best(self) -> bool:
@@ -57,7 +54,7 @@ class AgainstBest:
 
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    """Returns bounds in the cells' order; a single cell is the best."""
+    """Returns the bounds of each cell."""
     return list(_against_best(tuple(cells), confidence))
 
 
@@ -67,7 +64,6 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
         return (AgainstBest(1.0, 1.0001),) * len(cells)
     highs = []
     factors: dict[int, float] = {}
-    """Critical values of the candidates."""
     for own, cell in enumerate(cells):
         others = [*cells[:own], *cells[own + 1 :]]
         if confident_that_beaten(cell, others) >= confidence:
@@ -103,8 +99,8 @@ def critical_value(
     confidence: float = CONFIDENCE,
     two_sided: bool = False,
 ) -> float:
-    """Returns the standard errors at which a difference of any other cell from this one is
-    significant, if all of them are looked at."""
+    """Returns the number of standard errors at which any other cell's difference from this one is
+    jointly significant."""
     from scipy.optimize import brentq
 
     held = _Joint(cell, others, two_sided)
@@ -112,7 +108,7 @@ def critical_value(
 
 
 def confident_that_beaten(cell: LogEstimate, others: Sequence[LogEstimate]) -> float:
-    """Returns the joint confidence with which some other cell is faster than this one."""
+    """Returns the joint confidence that some other cell is faster than this one."""
     worst = max(-_gap(cell, other) / max(_error(cell, other), 1e-12) for other in others)
     return _Joint(cell, others, two_sided=False).share(worst)
 
@@ -148,7 +144,7 @@ class _Joint:
 def gains(
     baseline: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
 ) -> list[Comparison]:
-    """Returns each cell's throughput over the baseline's; all intervals hold together.
+    """Returns each cell's throughput over the baseline's, with simultaneous intervals.
 
     Raises ValueError if a cell has no spread.
     """
@@ -171,8 +167,10 @@ def compare(
     confidence: float = PAIR_CONFIDENCE,
     same_control: bool = True,
 ) -> Comparison | None:
-    """Returns a throughput ratio, within rounds if both cells are interleaved in one run; None
-    without trials. `same_control`: see `between_runs`."""
+    """Returns the ratio of two cells' throughputs; None without trials.
+
+    Interleaved cells of one run are compared within rounds. `same_control`: see `between_runs`.
+    """
     one_run, by_turns = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
     first, second = cell.speed.log_throughput, other.speed.log_throughput
     if first and second and not by_turns:
@@ -194,8 +192,7 @@ def compare(
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
     """Returns the cells of a setting that may be its fastest.
 
-    Interleaved cells have no spread in common: those that differ from the first significantly are
-    left out. Without a spread, every cell may be the fastest.
+    Interleaved cells have no common spread, so each is compared with the first.
     """
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):
@@ -212,8 +209,7 @@ def _is_tied(cell: CellResult, other: CellResult) -> bool:
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns for each cell whether it and the one above may both be the fastest of their
-    setting. `ranking`: fastest first."""
+    """Returns, for each cell of a ranking, whether it and the one above may both be the fastest."""
     ties = {id(cell) for group in by_setting(ranking) for cell in may_be_fastest(group)}
     pairs = itertools.pairwise(ranking)
     alike = [

@@ -1,4 +1,4 @@
-"""Which cells train like one process, exactly or within rounding."""
+"""Cells that train like one process, exactly or within rounding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from harness.analysis.setting import series, setting
 from harness.spec.training import HALF_PRECISIONS, rounding_alone
 
 _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches", "nodes", "links")
-"""Fields in which an fp32 twin may differ: on GPUs it is a smaller model of the family."""
+"""Fields in which an fp32 twin may differ, such as the model's size."""
 
 
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Fills in `same_training` and `fp32_twin`, keeping the order.
-
-    `cells`: all of one or several runs, twins included.
-    """
+    """Fills in `same_training` and `fp32_twin`. `cells`: all cells of the runs, including twins."""
     twins: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.cell.precision == "fp32" and cell.parity.verdict is not None:
@@ -26,7 +23,6 @@ def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _key(result: CellResult) -> tuple[object, ...]:
-    """Returns what a cell shares with its fp32 twins."""
     cell = result.cell.model_copy(update={"micro_batches": 1})
     model, _, suffixes = cell.workload.partition("+")
     alike = (*series(cell), *setting(cell, (*_SIZES, "precision")))
@@ -47,7 +43,7 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
 
 
 def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
-    """Returns the parity of the twins sharing most sizes, inexact first; empty without twins."""
+    """Returns the worst parity of the twins closest in size; empty without twins."""
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell.cell, name) == getattr(twin.cell, name) for name in _SIZES)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from harness.record.run_record import RunRecord
 
 _SAME_MEMORY = 0.02
-"""Relative tolerance: kernels of one machine reserve different amounts."""
+"""Relative tolerance for memory, because kernels reserve different amounts."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ class Hardware:
     gpus: tuple[str, ...]
     gpu_memory_bytes: float | None
     power_limits: tuple[str, ...] | None = None
-    """Text for each GPU; None if unknown."""
     ecc: tuple[str, ...] | None = None
-    """Error correction by GPU, which slows memory; None if unknown."""
+    """State of ECC by GPU; None if unknown."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:
@@ -59,25 +58,28 @@ class Hardware:
         )
 
     def difference(self, other: Hardware, device: str) -> str:
-        """Returns why times are not comparable, or empty. GPUs matter only to cells on GPUs."""
+        """Returns why times are not comparable; empty if they are. GPUs matter only to cells on
+        GPUs."""
         if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
-            return "other hosts, whose CPU models are unknown"
+            return "different hosts with unknown CPU models"
         if self.cpu_model != other.cpu_model:
-            return f"other CPU: {self.cpu_model or 'unknown'}, then {other.cpu_model or 'unknown'}"
+            return (
+                f"different CPU: {self.cpu_model or 'unknown'}, then {other.cpu_model or 'unknown'}"
+            )
         if self.cpu_cores != other.cpu_cores:
-            return f"other number of CPU cores: {self.cpu_cores}, then {other.cpu_cores}"
+            return f"different number of CPU cores: {self.cpu_cores}, then {other.cpu_cores}"
         if _apart(self.memory_bytes, other.memory_bytes):
             return (
-                f"other memory: {self.memory_bytes / 2**30:.1f} GiB, then"
+                f"different memory: {self.memory_bytes / 2**30:.1f} GiB, then"
                 f" {other.memory_bytes / 2**30:.1f} GiB"
             )
         if device == "cpu":
             return ""
         if self.gpus != other.gpus:
-            return f"other GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
+            return f"different GPUs: {_gpu_words(self.gpus)}, then {_gpu_words(other.gpus)}"
         if _apart(self.gpu_memory_bytes or 0, other.gpu_memory_bytes or 0):
             return (
-                f"other GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then"
+                f"different GPU memory: {(self.gpu_memory_bytes or 0) / 2**30:.1f} GiB, then"
                 f" {(other.gpu_memory_bytes or 0) / 2**30:.1f} GiB"
             )
         if (
@@ -85,19 +87,18 @@ class Hardware:
             and self.power_limits != other.power_limits
         ):
             return (
-                f"other GPU power limit: {_gpu_words(self.power_limits)}, then"
+                f"different GPU power limit: {_gpu_words(self.power_limits)}, then"
                 f" {_gpu_words(other.power_limits)}"
             )
         if None not in (self.ecc, other.ecc) and self.ecc != other.ecc:
             return (
-                f"other error correction of GPU memory: {_gpu_words(self.ecc)}, then"
+                f"different error correction of GPU memory: {_gpu_words(self.ecc)}, then"
                 f" {_gpu_words(other.ecc)}"
             )
         return ""
 
 
 def _settings(facts: str | None) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns power limits and error correction as text; None if unknown."""
     gpus = json.loads(facts) if facts else []
     limits = [gpu["power_limit_watts"] for gpu in gpus]
     ecc = [gpu["ecc"] for gpu in gpus]
@@ -162,7 +163,7 @@ class MeasuredCell:
 
 
 def measured(results: Results) -> list[MeasuredCell]:
-    """Returns every cell's result in every run except searches, oldest run first."""
+    """Returns all cells of all runs except searches, oldest run first."""
     runs = {run.run_id: run for run in RunRecord.from_frame(results.runs) if not is_search(run)}
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
     cells = in_recorded_order(TrialRecord.from_frame(trials))
@@ -174,13 +175,13 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Whether the run searches for the largest model; its trials are no measurements."""
+    """Returns whether the run is a search, whose trials are not measurements."""
     return "search" in json.loads(run.plan)
 
 
 @dataclass(frozen=True)
 class RunSelection:
-    """One side of a comparison: a run, or a folder's newest run by cell and hardware."""
+    """One side of a comparison: a run, or the newest runs of a folder."""
 
     name: str
     cells: tuple[MeasuredCell, ...]
@@ -224,8 +225,8 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """Returns the run with this id or unique prefix, `latest`, or `latest~1` for the one before.
-    Raises UsageError."""
+    """Returns a run's id, given its id, a unique prefix, `latest` or `latest~N`. Raises
+    UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
         store.load()  # raises NoRuns
@@ -235,10 +236,11 @@ def find_run(store: Store, word: str) -> str:
         return word
     matching = [run_id for run_id in run_ids if word and run_id.startswith(word)]
     if len(matching) > 1:
-        raise UsageError(f"run {word!r} is ambiguous: {', '.join(matching[-5:])} begin with it")
+        raise UsageError(f"run {word!r} is ambiguous: it is a prefix of {', '.join(matching[-5:])}")
     if not matching:
         raise UsageError(
-            f"no run {word!r} in {str(store.folder)!r}; its runs are: {', '.join(run_ids[-5:])}"
+            f"no run {word!r} in {str(store.folder)!r}; the newest runs are:"
+            f" {', '.join(run_ids[-5:])}"
         )
     return matching[0]
 
@@ -252,13 +254,14 @@ def _latest(store: Store, word: str) -> str:
                 return str(row["run_id"])
             passed += 1
     raise UsageError(
-        f"no run {word!r}: {str(store.folder)!r} has {passed} to compare, the newest is latest,"
-        " then latest~1"
+        f"no run {word!r}: {str(store.folder)!r} has {passed} run{'' if passed == 1 else 's'} to"
+        " compare; latest is the newest, latest~1 the one before"
     )
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """Returns sides A and B; a folder leaves out the other side's run. Raises UsageError."""
+    """Resolves both sides of a comparison; a folder excludes the other side's run. Raises
+    UsageError."""
     a, b = (_resolve(word, results) for word in (first, second))
     if a.folder == b.folder and a.run_id == b.run_id:
         raise UsageError(
@@ -268,7 +271,7 @@ def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, Run
     sides = a.selection(first, b), b.selection(second, a)
     for side in sides:
         if not side.cells:
-            raise UsageError(f"{side.name} has no recorded trial of a matrix to compare with")
+            raise UsageError(f"{side.name} has no recorded trials to compare")
     return sides
 
 
@@ -276,11 +279,9 @@ def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, Run
 class _Meant:
     folder: Path
     run_id: str | None
-    """None for the whole folder."""
     results: Results
 
     def selection(self, word: str, other: _Meant) -> RunSelection:
-        """A folder leaves out the other side's run."""
         results = self.results
         if self.run_id is None and self.folder == other.folder:
             runs, trials = (

@@ -1,4 +1,4 @@
-"""Settings, within which throughputs compare, and systems of the matrix."""
+"""Settings, within which throughputs are comparable, and systems of the matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on what; throughputs compare only in equal settings."""
+    """Training and hardware; throughputs are comparable only within a setting."""
 
     workload: str
     data: str
@@ -55,13 +55,12 @@ class Setting:
 
 SETTING = tuple(field.name for field in fields(Setting))
 SCALED = ("devices", "nodes", "links", "global_batch")
-"""Fields that scaling changes; batches compare in total, or per device (weak scaling)."""
+"""Fields that change along a scaling curve."""
 SERIES = ("strategy", "options", "launcher", *TECHNIQUES)
 """Fields that stay constant along a scaling curve."""
 
 
 def setting(cell: Cell, without: Collection[str] = ()) -> tuple[object, ...]:
-    """Returns a cell's setting without some fields."""
     return tuple(getattr(cell, name) for name in SETTING if name not in without)
 
 
@@ -73,16 +72,14 @@ def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
 
 
 def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Returns results whose throughput is a measurement. `once`: cells run only for parity, by
-    id."""
+    """Drops cells that ran only for parity. `once`: their ids."""
     return [result for result in results if result.cell_id not in once]
 
 
 class GroupSize(NamedTuple):
-    """Criteria for the group that heads a run."""
+    """Criteria for choosing the group that heads a run."""
 
     timed: bool
-    """False if all cells run only for parity."""
     workload: str
     cells: int
     real: bool
@@ -93,8 +90,8 @@ class GroupSize(NamedTuple):
 def heading(groups: Sequence[GroupSize]) -> int | None:
     """Returns the index of the group that heads a run; None without groups.
 
-    Preferences in order: timed, main workload, several cells, real hardware, several devices, most
-    cells. `groups`: the main workload's first.
+    Prefers timed groups, then the main workload, several cells, real hardware, several devices,
+    most cells. `groups`: the main workload's first.
     """
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [
@@ -105,14 +102,12 @@ def heading(groups: Sequence[GroupSize]) -> int | None:
 
 
 def series(cell: Cell) -> tuple[object, ...]:
-    """Returns the fields in SERIES, with all options written out."""
     options = json.dumps({**(cell.defaults or {}), **cell.options}, sort_keys=True)
     return tuple(options if name == "options" else getattr(cell, name) for name in SERIES)
 
 
 def batch(cell: Cell, regime: str | None = None) -> int:
-    """Returns the constant samples per step: in total (strong scaling) or per device (weak).
-    `regime`: overrides the cell's."""
+    """Returns samples per step: in total (strong scaling) or per device (weak)."""
     weak = (regime or cell.regime) == "weak"
     return cell.global_batch // cell.devices if weak else cell.global_batch
 
@@ -133,7 +128,7 @@ class System:
 
 
 def systems(cells: Sequence[CellResult]) -> list[System]:
-    """Returns systems by the number that begins their name; those without one come last."""
+    """Returns systems in the order of their leading numbers."""
     grouped: dict[str, list[CellResult]] = {}
     for cell in cells:
         grouped.setdefault(cell.cell.system or cell.cell.label, []).append(cell)

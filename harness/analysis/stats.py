@@ -12,12 +12,11 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
-"""Fewest trials for a narrow interval: two may agree by chance."""
+"""Fewest trials for trusting a narrow interval: two may agree by chance."""
 PAIR_CONFIDENCE = 0.995
-"""Confidence for a pair of cells that someone asks about, in a run or between two."""
+"""Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
-"""Standard deviation of the power of the control's time that step times follow, which is 1 by
-design. A machine that is 10 % slower in another run adds 1.5 % to a ratio's error."""
+"""Standard deviation of the exponent with which step times follow the control's time."""
 EQUAL = 0.02
 """Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -36,13 +35,13 @@ ESTIMATE_METHOD = (
     " run (Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004)"
 )
 ESTIMATES_COMPARED = (
-    "ratio of the geometric means over trials, with Student's t interval on their logarithms,"
-    f" {100 * PAIR_CONFIDENCE:g} %; variances are moderated over all cells of the run, with an"
-    f" allowance for a strategy's effect on its control; {_DECISION}"
+    "ratio of the geometric means over trials with Student's t interval of their logarithms,"
+    f" {100 * PAIR_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run and"
+    f" an allowance for a strategy's effect on its control; {_DECISION}"
 )
 TURNS_METHOD = (
-    "for interleaved launches, a round's ratio is the median over all turns, each compared with"
-    " the geometric mean of the other launch's turns just before and after it"
+    "for interleaved trials, the ratio within a round is a median over all turns, each divided by"
+    " the geometric mean of the other trial's turns before and after it"
 )
 SliceRates = Sequence[tuple[float, float]]
 """Start in seconds, ascending, and throughput of each turn of an interleaved trial."""
@@ -64,19 +63,18 @@ class Estimate:
 
     @property
     def precision(self) -> float | None:
-        """Half width over the value; None below two trials."""
         return (
             None if self.half_width is None or not self.value else self.half_width / abs(self.value)
         )
 
 
 MOST_DEGREES = 1000.0
-"""Degrees of freedom above which Student's t is as good as normal."""
+"""Degrees of freedom from which Student's t is practically normal."""
 
 
 @dataclass(frozen=True)
 class LogEstimate:
-    """Mean log over trials with standard error and degrees of freedom."""
+    """Mean logarithm over trials, with standard error and degrees of freedom."""
 
     mean: float
     error: float
@@ -85,17 +83,16 @@ class LogEstimate:
     control: float | None = None
     """Log of the control's usual time in the run; None if the control was not used."""
     allowance: float = 0.0
-    """Standard deviation of what repeated trials cannot show."""
+    """Standard deviation of effects that repeated trials do not reduce."""
 
     @property
     def whole_error(self) -> float:
-        """Standard error next to another cell."""
+        """Standard error in a comparison with another cell."""
         return math.hypot(self.error, self.allowance)
 
     @property
     def whole_degrees(self) -> float:
-        """Degrees of freedom of `whole_error`, of which the allowance is known (Satterthwaite,
-        Biometrics Bulletin 2, 1946)."""
+        """Degrees of freedom of `whole_error` (Satterthwaite, Biometrics Bulletin 2, 1946)."""
         if self.error <= 0:
             return MOST_DEGREES if self.allowance else self.degrees
         return min(MOST_DEGREES, self.degrees * (1 + (self.allowance / self.error) ** 2) ** 2)
@@ -113,9 +110,9 @@ class LogEstimate:
 def ratio(
     first: LogEstimate, second: LogEstimate, confidence: float = PAIR_CONFIDENCE
 ) -> Comparison:
-    """Returns the ratio of two cells of one run, with the smaller degrees of freedom.
+    """Returns the ratio of two cells of one run.
 
-    These do not add up, as both spreads were moderated over the same cells.
+    Degrees of freedom do not add up, because both spreads are moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
@@ -131,12 +128,11 @@ def between_runs(
     confidence: float = PAIR_CONFIDENCE,
     same_control: bool = True,
 ) -> Comparison:
-    """Returns the ratio of one cell's estimates in two runs, both over the control's time there.
+    """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval allows for steps that follow the machine's speed more or less than the control
-    does. `same_control`: whether both runs' controls do the same work, by the same software;
-    otherwise the interval also covers the ratio without them. Degrees of freedom are those of Welch
-    (Biometrika 34, 1947).
+    The interval allows for steps that follow the machine's speed differently. Degrees of freedom
+    are Welch's (Biometrika 34, 1947). Without `same_control`, the interval also covers the
+    unadjusted ratio.
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -163,8 +159,7 @@ def between_runs(
 def median_error(trials: int) -> float:
     """Returns the standard error of the median over that of the mean, for normal values.
 
-    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360). An even number's
-    median is a mean of two.
+    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360).
     """
     if trials <= 2:
         return 1.0
@@ -178,18 +173,15 @@ def quantile(confidence: float, trials: int) -> float:
 
 @functools.cache
 def _students_t(share: float, degrees: float) -> float:
-    """Returns the quantile without `scipy.stats.t.ppf`, whose import takes almost a second."""
+    """Returns a quantile without `scipy.stats.t.ppf`, whose import takes almost a second."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median with its 95 % interval, None for one value.
-
-    The interval is Student's t times the standard error of a median (Hojo, Biometrika 23, 1931),
-    for values that are about normally distributed.
-    """
+    """Returns the median with its 95 % interval, None for one value: Student's t times the standard
+    error of a median of normal values (Hojo, Biometrika 23, 1931)."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -213,7 +205,6 @@ class Comparison:
 
     @property
     def precision(self) -> float | None:
-        """Relative half width of the interval, or None."""
         return (
             None
             if self.low is None or self.high is None
@@ -222,7 +213,7 @@ class Comparison:
 
     @property
     def verdict(self) -> SpeedVerdict:
-        """Verdict on the first; no difference without an interval."""
+        """Verdict on the first cell; no difference without an interval."""
         if (
             self.low is None
             or self.high is None
@@ -239,10 +230,7 @@ def compare_rounds(
     turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
     confidence: float = PAIR_CONFIDENCE,
 ) -> Comparison | None:
-    """Compares throughputs in common rounds, where machine drift cancels; None without any.
-
-    `turns`: both trials' turns in interleaved rounds. `confidence`: verdicts need the default.
-    """
+    """Compares throughputs within common rounds, so that drift cancels; None without any."""
     logs = []
     for r in sorted(first.keys() & second.keys()):
         by_turns = log_ratio(*(side.get(r, ()) for side in turns))
@@ -265,7 +253,6 @@ def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
 
 
 def within_a_run(interleaved: bool) -> str:
-    """Describes comparisons in a run."""
     return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if interleaved else ESTIMATES_COMPARED
 
 
@@ -302,7 +289,7 @@ def compare_runs(
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:
-    """Returns a ratio from its logarithm and the interval's half width, None if unknown."""
+    """Returns a ratio from its logarithm and the interval's half width (None if unknown)."""
     if half is None:
         return Comparison(math.exp(mean), None, None, count)
     high = math.exp(mean + half) if mean + half < 700 else math.inf
@@ -310,15 +297,12 @@ def comparison(mean: float, half: float | None, count: int) -> Comparison:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the slowest rank's time by step. `by_rank`: equally many steps per rank."""
+    """Returns each step's time on the slowest rank. `by_rank`: times by rank and step."""
     return [max(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> list[float]:
-    """Returns means over every `cycle` consecutive steps, which cover all periodic work.
-
-    `steps`: ascending step numbers. Without enough consecutive ones, returns the mean of all.
-    """
+    """Returns means over `cycle` consecutive steps, or over all values if there are fewer."""
     starts = [
         i for i in range(len(values) - cycle + 1) if steps[i + cycle - 1] - steps[i] == cycle - 1
     ]
@@ -326,7 +310,7 @@ def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> li
 
 
 def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> float:
-    """Returns the mean with equal weight for each position of the cycle. `steps`: step numbers."""
+    """Returns the mean, giving each position in the cycle equal weight. `steps`: step numbers."""
     places: dict[int, list[float]] = {}
     for step, value in zip(steps, values, strict=True):
         places.setdefault(step % cycle, []).append(value)
@@ -345,7 +329,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def trend(values: Sequence[float]) -> float:
     """Returns the relative change over the steps if Kendall's tau shows a trend (p < 0.01), else 0.
 
-    The slope is Theil and Sen's median of slopes. A long enough warm-up leaves no trend.
+    The slope is Theil and Sen's median of slopes.
     """
     if len(values) < 8 or len(set(values)) == 1:
         return 0.0

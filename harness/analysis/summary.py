@@ -54,29 +54,26 @@ Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Pa
 
 
 def cells(trials: pd.DataFrame, baseline: Choice | None = None) -> pd.DataFrame:
-    """Returns a frame for notebooks, with `CellResult.columns`, ordered like `cell_results`."""
+    """Returns cell results as a frame for notebooks, with `CellResult.columns`."""
     import pandas as pd
 
     return pd.DataFrame([result.columns() for result in cell_results(trials, baseline)])
 
 
 def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[CellResult]:
-    """See `summarised`."""
     return summarised(TrialRecord.from_frame(trials), baseline)
 
 
 def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
-    """Returns one result per run and cell: ranked first, then fastest first.
-
-    `baseline`: selects each setting's baseline; by default `baseline_of`.
-    """
+    """Returns one result per run and cell: ranked first, then fastest first."""
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
     results = with_baselines(results, baseline)
     return sorted(results, key=lambda r: (not r.ranked, -(r.speed.samples_per_second or 0.0)))
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
-    """Returns one result per run and cell, by first trial, without scaling efficiencies."""
+    """Returns one result per run and cell, in recorded order, without baselines and
+    efficiencies."""
     attempts: dict[tuple[str, str], list[TrialRecord]] = {}
     for trial in trials:
         attempts.setdefault((trial.run_id, trial.cell_id), []).append(trial)
@@ -97,7 +94,7 @@ def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Returns a cell's trials that count, from records in any order."""
+    """Returns the last attempts of those trials of a cell that count."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
     return ended([last[number] for number in sorted(last)])
 
@@ -108,7 +105,7 @@ def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 @functools.lru_cache(maxsize=4096)
 def _cell(text: str) -> Cell:
-    """Raises DamagedRun if it is no cell."""
+    """Parses a cell; raises DamagedRun."""
     try:
         return Cell.model_validate_json(text)
     except ValueError as error:
@@ -116,7 +113,6 @@ def _cell(text: str) -> Cell:
 
 
 def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellResult:
-    """Returns one cell's result. `trials`: last attempts; `estimates`: its run's."""
     finished = finished_of(trials)
     well = [trial for trial in trials if trial.status == "ok"]
     status = worst_of(trials).status
@@ -149,14 +145,14 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
 
 @dataclass(frozen=True)
 class _Fill:
-    """Fills fields of a group that declare how trials become one value."""
+    """Fills the fields of a group as their metadata declares."""
 
     first: TrialRecord
     finished: Sequence[TrialRecord]
     most_deviating: TrialRecord | None
 
     def __call__(self, group: type[Group], **others: Any) -> Group:
-        """`others`: fields that declare nothing."""
+        """`others`: values of the fields without a summary."""
         values = {
             field.name: self._value(summary, field.metadata.get("column", field.name))
             for field in fields(group)
@@ -187,7 +183,6 @@ def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
 
 
 def _work(fill: _Fill) -> Work:
-    """Takes utilisation denominators from the first trial."""
     if not fill.finished:
         return fill(Work)
     first = fill.finished[0]
@@ -264,7 +259,6 @@ def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
 
 
 def _states(trials: Sequence[TrialRecord]) -> KeptStates:
-    """Returns the largest measured states, and the formula's."""
     kept = [
         (sum(sizes), sizes, trial)
         for trial in trials
@@ -292,12 +286,10 @@ def _states(trials: Sequence[TrialRecord]) -> KeptStates:
 
 
 def _verdict_order(trial: TrialRecord) -> int:
-    """Returns a sort key: the verdict that deviates most comes first."""
     return _WORST_VERDICT_FIRST.index(trial.parity_verdict or "unknown")
 
 
 def _parity(fill: _Fill, judged: Sequence[TrialRecord]) -> Parity:
-    """Returns parity of the trial that deviates most, and rewinds of all."""
     counts = [trial.rewinds for trial in judged if trial.rewinds is not None]
     reasons = (t.rewind_skipped_reason for t in judged if t.rewind_skipped_reason)
     return fill(

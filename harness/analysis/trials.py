@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from harness.record.trial import TrialRecord
 
 DISTURBED_CORES = 0.25
-"""Foreign load in cores above which a trial is marked. The kernel counts in ticks of 10 ms, up to
-0.2 cores in short trials."""
+"""Foreign load in cores above which a trial counts as disturbed."""
 
 
 QUIET = 0.8
-"""Idle fraction of the cores around a trial below which it is marked."""
+"""Idle fraction of the cores around a trial below which it counts as disturbed."""
 
 
 Cause = Literal["busy", "shared", "throttled"]
@@ -57,12 +56,11 @@ def disturbed(
 
 
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Drops trials stopped by the user, which tell nothing about the cell, unless all were."""
+    """Drops interrupted trials, unless all were."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials
 
 
 def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """Returns the first trial with the worst status."""
     return min(trials, key=lambda trial: WORST_FIRST.index(trial.status))
 
 
@@ -76,7 +74,6 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
 
 
 def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    """Returns each turn's start and throughput, by number of interleaved trial."""
     return {
         trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
         for trial in trials

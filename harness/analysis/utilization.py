@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from harness.record.trial import TrialRecord
 
 FORMULA = (
-    "FLOPs of matrix products, convolutions and attention in one forward and backward pass of"
-    " the unsplit model, counted by torch.utils.flop_counter: 2 per multiply-add, attention over"
-    " the full square, no recomputation (hardware FLOPs include it); MFU = FLOPs x steps/s /"
-    " (devices x peak of the device in the precision)"
+    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit"
+    " model, 2 per multiply-add, attention over the full square, counted by"
+    " torch.utils.flop_counter; recomputation is not counted (hardware FLOPs include it); MFU ="
+    " FLOPs x steps/s / (devices x peak of the device in the precision)"
 )
 
 
@@ -79,12 +79,10 @@ class GpuTime:
 def gpu_time(
     profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
 ) -> GpuTime | None:
-    """Returns the parts of a profiled step; None if no GPU was profiled.
+    """Breaks down a profiled step; None if no GPU was profiled.
 
-    `flops_per_device`: model FLOPs per step. `matmul_rate`: FLOP/s reached by the device. The
-    profiler delays the host, so its overhead comes off the idle time. Model FLOPs include
-    attention, whose kernels therefore count as gap. Slower matrix products take time beyond that of
-    all FLOPs.
+    `flops_per_device`: model FLOPs per step, attention included. `matmul_rate`: measured FLOP/s.
+    Idle time excludes the profiler's overhead.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):

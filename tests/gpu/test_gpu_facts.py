@@ -233,8 +233,8 @@ def test_other_power_limits_and_other_error_correction_are_other_hardware(
         device.enforced_limit_milliwatts = 500_000
     uncorrected.gpus[3].ecc = False
     for host, words in (
-        (capped, "other GPU power limit: 8 x 700 W, then 8 x 500 W"),
-        (uncorrected, "other error correction of GPU memory: 8 x on, then 7 x on, 1 x off"),
+        (capped, "different GPU power limit: 8 x 700 W, then 8 x 500 W"),
+        (uncorrected, "different error correction of GPU memory: 8 x on, then 7 x on, 1 x off"),
     ):
         other = hardware_of(run_row(monkeypatch, host))
         assert plain.difference(other, "cuda") == words
@@ -244,5 +244,5 @@ def test_other_power_limits_and_other_error_correction_are_other_hardware(
     sliced = hardware_of(run_row(monkeypatch, a100_in_slices()))
     whole = a100_in_slices()
     whole.gpus[0].slices = None
-    words = "other GPUs: 1 x NVIDIA A100-SXM4-80GB MIG 3g.40gb, then 2 x NVIDIA A100"
+    words = "different GPUs: 1 x NVIDIA A100-SXM4-80GB MIG 3g.40gb, then 2 x NVIDIA A100"
     assert words in sliced.difference(hardware_of(run_row(monkeypatch, whole)), "cuda")

@@ -157,14 +157,14 @@ def test_findings_come_first_and_the_headline_counts_them() -> None:
         ({"host": "another"}, "cpu", ""),
         ({"memory_bytes": 8 * 2**30 - 2**26}, "cpu", ""),
         ({"gpus": ["A GPU"], "gpu_memory_bytes": 2**34}, "cpu", ""),
-        ({"cpu_model": "Other CPU"}, "cpu", "other CPU: Example CPU, then Other CPU"),
-        ({"cpu_model": None}, "cpu", "other CPU: Example CPU, then unknown"),
-        ({"cpu_cores": 4}, "cpu", "other number of CPU cores: 2, then 4"),
-        ({"memory_bytes": 2**32}, "cpu", "other memory: 8.0 GiB, then 4.0 GiB"),
+        ({"cpu_model": "Other CPU"}, "cpu", "different CPU: Example CPU, then Other CPU"),
+        ({"cpu_model": None}, "cpu", "different CPU: Example CPU, then unknown"),
+        ({"cpu_cores": 4}, "cpu", "different number of CPU cores: 2, then 4"),
+        ({"memory_bytes": 2**32}, "cpu", "different memory: 8.0 GiB, then 4.0 GiB"),
         (
             {"gpus": ["A GPU", "A GPU"], "gpu_memory_bytes": 2**34},
             "cuda",
-            "other GPUs: none, then 2 x A GPU",
+            "different GPUs: none, then 2 x A GPU",
         ),
     ],
 )
@@ -183,7 +183,7 @@ def test_gpus_of_another_size_are_other_hardware() -> None:
         for run, size in ((OLD, 2**34), (NEW, 2**35))
     )
     (line,) = compare_sides(select("old", one), select("new", two)).lines
-    assert line.reason == "other GPU memory: 16.0 GiB, then 32.0 GiB"
+    assert line.reason == "different GPU memory: 16.0 GiB, then 32.0 GiB"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
     [
         (OLD, "latest~1", "are the same run"),
         ("RESULTS", "RESULTS", "are the same folder"),
-        (OLD, "20260103", "20260103T000000-cccc has no recorded trial of a matrix"),
+        (OLD, "20260103", "20260103T000000-cccc has no recorded trials to compare"),
         ("EMPTY", OLD, "no runs in results folder"),
         (OLD, "EMPTY", "no runs in results folder"),
     ],

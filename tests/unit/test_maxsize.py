@@ -344,7 +344,7 @@ def test_a_failure_that_only_the_limit_brings_about_is_too_large(tmp_path: Path)
     assert finished
     [row] = maxsize_results(store.load())
     assert (row.status, row.workload) == ("found", "llama-64x20")
-    assert "fail under the limit only: said timeout" in limits(row)
+    assert "fail, but only under the limit: said timeout" in limits(row)
     assert any(unlimited for _, _, unlimited in runner.asked)
 
 
@@ -367,7 +367,7 @@ def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
     three = MaxsizeResult("stage 3", parameters=51, **known)  # type: ignore[arg-type]
     assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
-    assert note.startswith("not in theory's order: stage 2 reaches 0.0M, no more than stage 1")
+    assert note.startswith("unlike in theory, stage 2 reaches 0.0M, no more than stage 1")
     assert "fp32 master partition 30 MiB" in note
 
 
