@@ -1,4 +1,4 @@
-"""Comparison of what a rank trained with a reference run."""
+"""Compares what a rank trained with a reference run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 NO_DIRECTION = 1e-30
-"""Product of norms below which there is no direction to compare."""
+"""Product of norms below which directions are not compared."""
 
 
 def deviations_from(
     reference: Reference, train_state: TrainState, workload: Workload, replicas: int | None
 ) -> Deviations:
-    """Returns the deviations of what this rank has; call on all ranks.
+    """Returns the deviations of this rank's tensors; call on all ranks.
 
-    `replicas`: how many normalise samples of their own; None if this rank's buffers do not count,
-    because it is not the first of them. Directions with an analytically zero gradient are exempt:
-    AdamW turns their rounding noise into full-size steps.
+    Exempts directions with an analytically zero gradient, because AdamW turns their rounding noise
+    into full-size steps. `replicas`: number that normalise their own samples; None if this rank's
+    buffers do not count.
     """
     from safetensors import safe_open
 
@@ -68,7 +68,7 @@ class _Comparison:
         return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
 
     def expected(self, key: str, like: Tensor) -> Tensor | None:
-        """Returns the reference's tensor; None if it has none, or another shape."""
+        """Returns the reference's tensor; None if it is missing or has another shape."""
         if key not in self.names:
             return None
         tensor: Tensor = self.final.get_tensor(key).to(like.device)
@@ -79,7 +79,8 @@ class _Comparison:
         return without(name, tensor.float()) - without(name, expected)
 
     def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float]:
-        """Returns its deviations of the update, of an element, and along the weights."""
+        """Returns a parameter's deviations: of its update, of one element, and along the
+        weights."""
         import torch
 
         known = self.known(name)
@@ -94,7 +95,7 @@ class _Comparison:
         most = float(gap.norm(math.inf)) if gap.numel() else 0.0
         weights = self.workload.without_zero_gradient(known, expected)
         scale = float(weights.norm()) * moved
-        # Without another tensor of this size: memory may be limited.
+        # Avoids another tensor of this size, because memory may be limited.
         product = abs(float(gap.flatten().dot(weights.flatten())))
         along = product / scale if scale > NO_DIRECTION else 0.0
         element = _ratio(most * math.sqrt(gap.numel()), moved)

@@ -12,19 +12,18 @@ class Deviations:
     """Deviations by tensor; infinite if a tensor cannot be compared."""
 
     updates: Mapping[str, float] = field(default_factory=dict)
-    """Norm of (parameters - reference) over the norm of the reference's update."""
+    """|parameters - reference| / |reference's update|."""
     elements: Mapping[str, float] = field(default_factory=dict)
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
-    """Part of the deviation in the direction of the weights, over the norm of the update: wrong
-    weight decay goes there, rounding does not."""
+    """Component of the deviation along the weights / |reference's update|, which reveals wrong
+    weight decay."""
     buffers: Mapping[str, float] = field(default_factory=dict)
-    """Norm of (buffer - reference) over the norm of the reference's change."""
+    """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)
-    """Norm of (optimizer state - reference) over the norm of the reference's."""
+    """|optimizer state - reference| / |reference|."""
 
     def merged(self, other: Deviations) -> Deviations:
-        """Returns the larger deviation of each tensor."""
         return Deviations(
             **{f.name: _larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         )
@@ -44,11 +43,9 @@ def all_ranks(ranks: Iterable[Deviations]) -> Deviations:
 
 
 def largest(deviations: Mapping[str, float]) -> float | None:
-    """Returns the largest finite deviation; None without any."""
     return max((v for v in deviations.values() if math.isfinite(v)), default=None)
 
 
 def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    """Not a number counts as infinite."""
     values = {name: (a.get(name, 0.0), b.get(name, 0.0)) for name in (*a, *b)}
     return {n: max(v) if all(map(math.isfinite, v)) else math.inf for n, v in values.items()}

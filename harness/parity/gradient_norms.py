@@ -10,19 +10,19 @@ from harness.parity.later import WIDEST
 from harness.parity.verdict import ParityVerdict
 
 LARGEST_DEVIATION = 1e-5
-"""Largest |norm - reference| / |reference| of the same training in fp32."""
+"""Limit for |norm - reference| / |reference| in fp32."""
 
 TIMES_LOSS = 10.0
-"""Multiple of a wider loss tolerance that norms may deviate by."""
+"""Limit as a multiple of a wider loss tolerance."""
 
 
 def norm_deviations(
     norms: Sequence[float | None], training_steps: Sequence[int], expected: Sequence[float]
 ) -> dict[int, float]:
-    """Returns the relative deviation by training step of the segment, the largest if retrained.
+    """Returns the largest relative deviation of each training step in the segment.
 
-    `norms`, `training_steps`: of each step taken; `expected`: the reference's by training step.
-    Infinite for unknown norms; empty without clipping.
+    Infinite for unknown norms. `norms`, `training_steps`: by step taken. `expected`: the
+    reference's by training step.
     """
     deviations: dict[int, float] = {}
     for step, norm in zip(training_steps, norms, strict=True):
@@ -34,11 +34,9 @@ def norm_deviations(
 
 
 def allowed_norm(loss_tolerance: float, update_tolerance: float) -> float:
-    """Returns the largest deviation of a norm; infinite for a training declared to be another (see
-    `WIDEST`).
+    """Returns the allowed deviation of a norm; infinite from `WIDEST`.
 
-    Norms react more strongly to rounding than losses: in bf16 they are off by up to 4e-3, losses by
-    2e-4.
+    Norms are more sensitive to rounding than losses.
     """
     if loss_tolerance >= WIDEST:
         return math.inf
@@ -46,10 +44,8 @@ def allowed_norm(loss_tolerance: float, update_tolerance: float) -> float:
 
 
 def with_norms(verdict: ParityVerdict, deviations: dict[int, float]) -> ParityVerdict:
-    """Returns the verdict with the largest deviation, `diverged` if a norm is off.
-
-    A strategy that declares a wider tolerance for losses may deviate further: see `allowed_norm`.
-    """
+    """Adds the largest norm deviation to a verdict, which becomes `diverged` above
+    `allowed_norm`."""
     if not deviations:
         return verdict
     largest = max(deviations.values())

@@ -1,7 +1,7 @@
 """Parity after the segment.
 
-Correct trainings drift apart, because each step amplifies rounding. Losses must stay within an
-envelope that widens at the rate of two reference runs that split the batch differently.
+Correct runs drift apart, because each step amplifies rounding. Losses must stay within an envelope
+that widens like the drift between two reference runs.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from harness.spec.training import EXACT
 NARROWEST = 2e-6
 """Relative deviation that rounding a loss can cause."""
 UNKNOWN = 1e-5
-"""Allowed relative deviation at the segment's end while the drift is unknown."""
+"""Allowed relative deviation at the end of the segment if the drift is unknown."""
 TIMES_DRIFT = 30.0
-"""Allowed multiple of the references' chaotic drift; see docs/studies/parity-deviations.md."""
+"""Allowed multiple of the reference's drift; see docs/studies/parity-deviations.md."""
 TIMES_OWN = 3.0
 """Allowed multiple of the trial's deviation within the segment."""
 WIDEST = 0.05
-"""Declared tolerance of a different training, whose later losses are not checked. Also limits the
-envelope without a second reference run."""
+"""Declared loss tolerance from which later losses are not checked. Also caps the envelope without a
+second reference run."""
 MOST = 0.5
-"""Limit of the envelope: after a few percent of drift, correct trainings differ as any two do."""
+"""Cap of the envelope."""
 GROWTH_PER_STEP = 0.08
-"""Log growth of the envelope per step if a second reference run failed or rounded alike."""
+"""Log growth of the envelope per step without a usable second reference run."""
 
 
 def envelope(
     step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
 ) -> float:
-    """Returns the allowed relative loss deviation at a step after the segment; infinite if the
-    strategy declares `WIDEST` or more.
+    """Returns the allowed relative loss deviation at a step after the segment; infinite from
+    `WIDEST`.
 
-    `segment`: its length; `tolerance`: allowed within it; `own`: the trial's largest deviation
-    there; `drift`: relative deviation of the second reference run by step, or empty. Declared
-    tolerances (low precision, compression) grow like a sum of independent roundings, with the
-    square root of the steps. If the reference's drift grew more since the segment, they grow by
-    that.
+    Declared tolerances grow with the square root of the steps, like independent roundings, or with
+    the drift if that grew more. `own`: the trial's largest deviation within the segment. `drift`:
+    the second reference run's relative deviation by step, or empty.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
@@ -58,11 +56,10 @@ def envelope(
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
-    """Returns a convolutional net's reference drift, raised in case a trial jumps earlier.
+    """Raises a convolutional net's reference drift, because trials may jump earlier.
 
-    ReLU and max pooling can turn rounding into a different gradient at once. One training jumped at
-    step 19, its references not within 60 (docs/studies/parity-deviations.md). After the segment,
-    the drift is at least the growth assumed without a second reference run.
+    ReLU and max pooling can turn rounding into a different gradient at once (see
+    docs/studies/parity-deviations.md).
     """
     least = UNKNOWN / TIMES_OWN
     later = enumerate(drift[segment:], 1)

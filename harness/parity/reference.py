@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 UNIT = 2.0**-23
-"""Largest relative distance of neighbouring fp32 numbers: two roundings by half of it."""
+"""Largest relative distance between neighbouring fp32 numbers."""
 VERSION = 4  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Differences by rounding alone, between references that split the batch differently."""
+    """Deviation by rounding alone, between references that split the batch differently."""
 
     loss: float
     """Largest |difference| / |loss| in the segment."""
@@ -36,15 +36,14 @@ class Noise:
 
     @property
     def update(self) -> float:
-        """Largest norm of a tensor's difference over that of its update."""
         return max(self.deviations.updates.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Reference run on disk: losses of the segment, trained tensors after it, update norms.
+    """Reference run on disk: losses of the segment, trained tensors after it, and update norms.
 
-    Keeps digests of untrained tensors, which must stay bitwise identical.
+    Keeps digests of frozen tensors, which must stay bitwise identical.
     """
 
     folder: str
@@ -67,7 +66,7 @@ class Reference:
         gradient_norms: list[float],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        """Writes the JSON last, since it marks the files as complete.
+        """Writes the JSON last, because it marks the files as complete.
 
         `buffers`: floating-point buffers by number of replicas and name (see RunningStatistics).
         """
@@ -118,10 +117,9 @@ class Reference:
 
     @property
     def roundings(self) -> dict[str, float]:
-        """What fp32 cannot represent, by tensor, relative to its update.
+        """Rounding error of fp32 by tensor, relative to its update.
 
-        Each step rounds a weight twice: when it decays and when it is updated. Two implementations
-        of AdamW move weights near 1 apart by 2e-3 of their update at a learning rate of 1e-4.
+        Each step rounds a weight twice, in decay and update.
         """
         roundings: dict[str, float] = self.facts["roundings"]
         return roundings
@@ -135,19 +133,18 @@ class Reference:
 
     @property
     def gradient_norms(self) -> list[float]:
-        """Gradient norms of the segment before clipping; empty if not clipped."""
         norms: list[float] = self.facts.get("gradient_norms", [])
         return norms
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative loss deviation by step of a run rounded differently (see `rounded_differently`);
-        empty if not informative, None without one."""
+        """Relative loss deviation by step of a run with different rounding; empty if not
+        informative, None without one."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Saves losses of a longer run of this training, and resets the drift."""
+        """Saves the losses of a longer reference run, and resets the drift."""
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
@@ -181,9 +178,9 @@ def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]]) -> Noi
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a digest of the values as fp32, whatever their device and precision.
+    """Returns a digest of the values as fp32.
 
-    Copies them: NumPy holds on to a tensor's storage, and FSDP1 resizes that of gathered tensors.
+    Copies them, because NumPy would hold on to a storage that FSDP1 resizes.
     """
     import torch
 

@@ -25,26 +25,23 @@ from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
 
 MICRO_BATCH_TOKENS = 2048
-"""Most tokens that a GPU reference run computes at once: 1.1 B parameters then keep 7 GiB of
-activations."""
+"""Most tokens in a micro-batch of a GPU reference run."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
-"""Environment variable: GiB that reference runs may fill."""
+"""Environment variable for the GiB that reference runs may use."""
 DEFAULT_LIMIT_GIB = 48.0
 IN_USE_SECONDS = 3600.0
-"""Seconds after use before eviction, as another run may need the reference."""
+"""Seconds without use before eviction, because another run may need the reference."""
 NOISE_TOKENS = 8192
-"""Largest batch in tokens run again for noise; rounding does not depend on its size."""
+"""Largest batch, in tokens, that is run again to measure noise."""
 CONTEXT_BYTES = 2**30
-"""Approximate GPU memory of CUDA's context and kernels: 0.5 to 0.8 GiB on data-centre GPUs."""
+"""Approximate GPU memory of CUDA's context and kernels."""
 
 
 def reference_cell(cell: Cell) -> Cell:
-    """Returns the training in one process, on the whole batch at once.
+    """Returns the reference: the training in one process.
 
-    On a GPU it uses micro-batches, so that the batch of eight devices fits one. BatchNorm sees the
-    samples that it sees in the cell, in micro-batches too if each rank normalises its own. So does
-    the balancing loss: it is not linear in the tokens, and libraries compute it for each rank's
-    micro-batch.
+    On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
+    in the tokens, get the parts of the batch that they get in the cell.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
@@ -65,11 +62,10 @@ def reference_cell(cell: Cell) -> Cell:
 
 
 def split_differently(reference: Cell) -> Cell | None:
-    """Returns the training with twice as many micro-batches, to measure rounding alone.
+    """Returns the reference with twice as many micro-batches, to measure rounding alone.
 
-    None if impossible or a different training, and in fp32 on a CPU, where EXACT is known to hold.
-    Also None for a large batch: that of eight GPUs takes one GPU eight times as long, with the
-    noise of one GPU's batch.
+    None if that is another training, if EXACT is known to hold (fp32 on a CPU), or for a large
+    batch.
     """
     rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
     if rounds_alike or _tokens(reference, 1) > NOISE_TOKENS:
@@ -78,9 +74,8 @@ def split_differently(reference: Cell) -> Cell | None:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """Returns the training and data with different rounding, by twice as many micro-batches. If
-    that is impossible, the last sample comes first, and CPUs use one core, on which convolutions
-    add in another order."""
+    """Returns the reference and its data with different rounding: with twice as many micro-batches,
+    else with reversed samples."""
     if halved := _halved(reference):
         return halved, data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
@@ -88,9 +83,9 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def without_exchange(cell: Cell) -> tuple[Cell, int]:
-    """Returns the training by ranks that exchange nothing, and their number.
+    """Returns the cell as trained by ranks that exchange nothing, and their number.
 
-    Ranks that only split the model are as many replicas here; 1 if the batch does not divide.
+    Ranks that split the model become replicas.
     """
     layout = make_strategy(cell).layout(cell.devices)
     ranks = layout.data if layout.data > 1 else cell.devices
@@ -101,7 +96,6 @@ def without_exchange(cell: Cell) -> tuple[Cell, int]:
 
 
 def _halved(reference: Cell) -> Cell | None:
-    """Returns None if impossible, or a different training (BatchNorm, a balancing loss)."""
     parts = 2 * reference.micro_batches
     differs = make_workload(reference.workload).batch_norm or reference.balance_weight > 0
     if reference.global_batch % parts or differs:
@@ -118,7 +112,7 @@ def _tokens(cell: Cell, parts: int) -> int:
 
 
 def reference_key(cell: Cell) -> str:
-    """Returns the folder name, from training, data, kind of GPU and versions."""
+    """Returns the folder's name, made from training, data, kind of GPU and versions."""
     workload = make_workload(cell.workload)
     data = prepare_data(cell.data, workload, cell.sequence_length)
     versions = [version_of(package) for package in ("torch", "transformers", *workload.requires)]
@@ -138,10 +132,9 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs as it determines random numbers; empty without one.
+    """Returns the kind of this host's GPUs, on which random numbers depend; empty without one.
 
-    CUDA's generator uses as many threads as the multiprocessors hold, so kinds of GPUs draw
-    different weights from a seed. NVML reports the cores; a MIG slice has its profile in its name.
+    CUDA's generator uses as many threads as the multiprocessors hold.
     """
     devices = visible_gpus()
     if not devices:
@@ -159,8 +152,8 @@ def reference_of(cell: Cell) -> Reference:
 
 
 def noise_for(cell: Cell, reference: Reference) -> Noise | None:
-    """Returns the noise of a cell's reference, or of one GPU's part of a large batch; None if not
-    measured."""
+    """Returns the noise of a cell's reference, or of one GPU's part of a large batch; None if
+    unknown."""
     if noise := reference.noise:
         return noise
     if cell.device != "cuda":
@@ -188,12 +181,8 @@ def kept_bytes(cell: Cell) -> int:
 
 
 def memory_bytes(reference: Cell) -> int:
-    """Returns an upper bound on a reference run's GPU memory in bytes.
-
-    Sums parameters, gradients and optimizer state (16 bytes per trained parameter for AdamW). Adds
-    the larger of micro-batch activations and torch's optimizer temporaries (4 bytes per parameter).
-    A variant counts its base model's activations.
-    """
+    """Returns an upper bound on a reference run's GPU memory in bytes: model states, and the larger
+    of activations and torch's optimizer temporaries (4 bytes per parameter)."""
     from harness.workloads.operators import activation_bytes
 
     workload, base = (
@@ -209,7 +198,7 @@ def memory_bytes(reference: Cell) -> int:
 
 
 def limit_bytes() -> int:
-    """Raises UsageError if not a number."""
+    """Reads the limit; raises UsageError if it is not a number."""
     text = os.environ.get(LIMIT, "")
     try:
         gibibytes = float(text) if text else DEFAULT_LIMIT_GIB
@@ -221,7 +210,7 @@ def limit_bytes() -> int:
 
 
 def make_room(cells: Iterable[Cell]) -> None:
-    """Evicts least recently used references beyond the limit, but never those of these cells.
+    """Evicts the least recently used references beyond the limit, except those of these cells.
 
     Raises UsageError if the disk then lacks room for missing references.
     """
@@ -245,8 +234,8 @@ def make_room(cells: Iterable[Cell]) -> None:
     if free < missing:
         raise UsageError(
             f"reference runs need {missing / 2**30:.1f} GiB in {home}, but only"
-            f" {free / 2**30:.1f} GiB are free: free some space, or set PARALLELISM_BENCH_CACHE"
-            " to a folder on another disk"
+            f" {free / 2**30:.1f} GiB are free: free some space, or set PARALLELISM_BENCH_CACHE to"
+            " a folder on another disk"
         )
 
 

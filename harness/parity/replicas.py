@@ -1,4 +1,4 @@
-"""Agreement of ranks that show the same parameters, at the end of a trial."""
+"""Agreement between ranks that hold the same parameters, at the end of a trial."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from harness.strategy.job import TrainState
 from harness.strategy.whole_state import full_parameters
 
 TIMES_UPDATE = 10.0
-"""Multiple of the update limit by which ranks may differ: far below the 0.3 and more that ten steps
-without exchange make. Ranks of correct strategies are equal, or rounding apart."""
+"""Multiple of the update limit by which ranks may differ."""
 
 AT_ONCE = 2**18
-"""Elements that are summed at once: memory may be limited."""
+"""Elements summed at a time, to limit memory."""
 
 
 def sketches(train_state: TrainState) -> dict[str, float]:
@@ -40,11 +39,10 @@ def with_replicas(
     ranks: Sequence[Mapping[str, float]],
     update_norms: Mapping[str, float],
 ) -> ParityVerdict:
-    """Returns the verdict with the largest difference between ranks, relative to the reference's
-    update in the segment; `diverged` if they have drifted apart.
+    """Adds the largest difference between ranks, relative to the reference's update, to a verdict.
 
-    `ranks`: each rank's sketches. Strategies that declare more than `CAPPED_ABOVE` may train ranks
-    apart.
+    Ranks may differ if the strategy declares more than `CAPPED_ABOVE`. `ranks`: each rank's
+    sketches.
     """
     by_name: dict[str, list[float]] = {}
     for of_rank in ranks:

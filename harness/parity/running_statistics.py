@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics as each replica keeps them."""
+"""Running statistics of BatchNorm in each replica."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """Follows a reference run's BatchNorm layers, for strategies whose replicas see less.
+    """Follows a reference run's BatchNorm layers, for strategies whose replicas see fewer samples.
 
-    The reference normalises all parts of the batch in turn, and each updates the
-    statistics. The first of N replicas sees the first Nth of the parts, and its statistics count:
-    DDP broadcasts them before the next forward, and the file of rank 0 has them.
+    The first of N replicas sees the first Nth of the parts. Its statistics count, because DDP
+    broadcasts them before each forward.
     """
 
     def __init__(self, model: nn.Module, parts: int) -> None:
-        """`parts`: forwards of a step."""
+        """`parts`: number of forwards per step."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
         self.model, self.parts = model, parts
@@ -33,7 +32,7 @@ class RunningStatistics:
                 self._follow(name, module)
 
     def by_replicas(self) -> dict[str, Tensor]:
-        """Returns floating-point buffers as `REPLICAS/NAME`."""
+        """Returns floating-point buffers by `REPLICAS/NAME`."""
         everything = {f"1/{name}": buffer for name, buffer in trained_buffers(self.model)}
         return everything | self.kept
 

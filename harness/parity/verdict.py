@@ -46,16 +46,15 @@ SPLIT_BATCH_NORM = Tolerance(
 
 
 TIMES_NOISE = 5.0
-"""Multiple of the reference's noise that a correct trial may deviate by. The noise is from one pair
-of runs, whose kernels differ less than a trial's."""
+"""Allowed multiple of the reference's noise."""
 WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
-"""Loss and update deviations by precision up to which noise widens a limit. Training without weight
-decay deviates by 2.4e-5 and 0.019, with a loss scaled by 2 by 1.4e-4 and 0.17."""
+"""Loss and update deviations by precision up to which noise widens a limit."""
 
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """`exact`, `within tolerance`, `diverged` or `unknown`, with deviations and tolerances."""
+    """`exact`, `within tolerance`, `diverged` or `unknown`, with deviations as in table
+    `trials`."""
 
     verdict: str
     reason: str
@@ -65,19 +64,13 @@ class ParityVerdict:
     loss_tolerance: float
     update_tolerance: float
     max_norm_deviation: float | None = None
-    """Largest deviation of a gradient norm; None without clipping."""
     max_element_deviation: float | None = None
-    """Largest deviation of one element, over the root mean square of its tensor's update."""
     max_decay_deviation: float | None = None
-    """Largest deviation in the direction of the weights."""
     max_buffer_deviation: float | None = None
-    """None without buffers that training changes."""
     max_moment_deviation: float | None = None
-    """Largest deviation of an optimizer state; None if not compared."""
     max_replica_deviation: float | None = None
-    """Largest difference between ranks after the trial, relative to the update in the segment."""
     moments_skipped_reason: str | None = None
-    """Why optimizer states were not compared, or only some."""
+    """Why some or all optimizer states were not compared."""
 
 
 def noise_of(
@@ -89,8 +82,8 @@ def noise_of(
 
 
 def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
-    """Returns |loss - reference| / |reference| by step; infinite for missing or non-finite
-    losses."""
+    """Returns |loss - reference| / |reference| by step; infinite if a loss is missing or not
+    finite."""
     gaps = []
     for step, expected in enumerate(reference):
         loss = losses[step] if step < len(losses) else None
@@ -105,15 +98,13 @@ def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is compared, and its limit as a multiple of the tensor's update limit."""
+    """A compared quantity, and its limit as a multiple of the tensor's update limit."""
 
     attribute: str
-    """Field of `Deviations`."""
     in_fp32: float
     in_half: float
-    """Multiple in half precision."""
     reason: str
-    """What a deviation means; a format with tensor and deviation."""
+    """Message about a deviation, with placeholders for tensor and deviation."""
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
@@ -136,8 +127,6 @@ KINDS = (
 
 @dataclass(frozen=True)
 class _Excess:
-    """A deviation and its limit."""
-
     kind: Kind
     tensor: str
     deviation: float
@@ -154,9 +143,10 @@ def parity_verdict(
     noise: Noise | None = None,
     precision: str = "fp32",
 ) -> ParityVerdict:
-    """Returns the verdict; its reason mentions `noise`, the reference's, if beyond what is allowed.
+    """Returns the verdict on a trial's losses and deviations.
 
-    `ranks`: each rank's deviations, together of all tensors.
+    `ranks`: each rank's deviations. `noise`: the reference's, mentioned in the reason if it exceeds
+    the tolerance.
     """
     tied = tied or {}
     gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)
@@ -168,14 +158,12 @@ def parity_verdict(
 
     excesses = _nearest_to_limits(found, limit, precision)
     exact = _nearest_to_limits(found, lambda name: EXACT.update, "fp32")
-    # Trainings declared to be others may differ in more than their parameters.
+    # Strategies that declare a different training may deviate in more than their parameters.
     judged = excesses if allowed.update <= CAPPED_ABOVE else excesses[:1]
     off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
         word = "diverged"
-        reason = (
-            f"{len(missing)} parameters were not registered with the harness, such as {missing[0]}"
-        )
+        reason = f"{len(missing)} parameters could not be compared, e.g. {missing[0]}"
     elif max(gaps) > allowed.loss:
         word, reason = "diverged", _loss_reason(gaps, allowed.loss)
     elif off:
@@ -207,7 +195,8 @@ def parity_verdict(
 def _nearest_to_limits(
     found: Deviations, limit: Callable[[str], float], precision: str
 ) -> list[_Excess]:
-    """Returns the tensor nearest to its limit, or beyond, of each kind. `limit`: of updates."""
+    """Returns each kind's tensor nearest to its limit, or furthest beyond. `limit`: that of
+    updates."""
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)
@@ -220,7 +209,6 @@ def _nearest_to_limits(
 
 
 def _tensor(name: str) -> str:
-    """Returns the parameter of an optimizer state `NAME STATE`."""
     return name.partition(" ")[0]
 
 
@@ -269,8 +257,11 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
 def widened(
     allowed: Tolerance, roundings: Mapping[str, float], noise: Noise | None, precision: str
 ) -> Tolerance:
-    """Returns `allowed`, wider by what fp32 cannot represent of a tensor (see
-    `Reference.roundings`), or TIMES_NOISE times the noise if more, at most WIDEST_BY_NOISE."""
+    """Returns `allowed`, widened by fp32's rounding (`Reference.roundings`) and the reference's
+    noise.
+
+    Noise counts TIMES_NOISE times, up to WIDEST_BY_NOISE.
+    """
     most_loss, most_update = WIDEST_BY_NOISE[precision]
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
@@ -284,13 +275,13 @@ def widened(
 
 
 PART_OF_NO_EXCHANGE = 3.0
-"""Divisor of the deviation without any exchange, which gives the widest limit."""
+"""Divisor that turns the deviation without any exchange into the widest limit."""
 CAPPED_ABOVE = 0.03
 """Update limit above which the deviation without any exchange is measured."""
 
 
 def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
-    """Returns `allowed`, kept below the deviation of training without any exchange."""
+    """Returns `allowed`, capped below the deviation without any exchange."""
     return replace(
         allowed,
         loss=min(allowed.loss, no_exchange.loss / PART_OF_NO_EXCHANGE),
@@ -300,8 +291,7 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
 
 
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
-    """Returns the verdict as `unknown`: the deviation is declared, but too close to that without
-    any exchange, or that was not measured (None)."""
+    """Turns a verdict into `unknown`: the deviation is too close to that without any exchange."""
     without = (
         f"by {no_exchange.loss:.1e} and {no_exchange.update:.1e}" if no_exchange else "unknown"
     )
@@ -333,13 +323,12 @@ def as_row(verdict: ParityVerdict) -> dict[str, Any]:
 
 
 def in_fp32(cell: Cell) -> Cell | None:
-    """Returns the cell with fp32 weights; None if it has them."""
     name = make_workload(cell.workload).in_fp32
     return cell.model_copy(update={"workload": name}) if name else None
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Returns the largest relative deviation from fp32 losses. None if weights are fp32 or a loss
+    """Returns the largest relative deviation from fp32 losses; None if weights are fp32 or a loss
     is not finite."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
@@ -353,7 +342,7 @@ def allowed_deviation(
 ) -> Tolerance:
     """Returns the declared tolerance, widened for precision and split BatchNorm.
 
-    Half precision and the model's response to its rounding are one reason: see `rounding_alone`.
+    Half precision and the model share one reason, see `rounding_alone`.
     """
     shared = [workload.tolerance(cell) or EXACT]
     if cell.precision in PRECISION:
@@ -376,8 +365,7 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on `losses` by step and each rank's deviations; without a reference,
-    unknown because of `why_not`."""
+    """Returns the verdict on a trial; without a reference, it is unknown because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return parity_verdict(
