@@ -31,7 +31,7 @@ _KINDS: dict[str, Kind] = {
     "ForTokenClassification": "tokens",
     "ForImageClassification": "image",
 }
-"""Ends of the names of transformers' classes, and what these are trained for."""
+"""Suffixes of transformers' class names, and what these classes are trained for."""
 
 
 @functools.cache
@@ -53,7 +53,8 @@ def workload_names() -> list[str]:
 def split_name(name: str) -> tuple[str, list[str]]:
     """Splits `llama-mini+lora` into (`llama-mini`, [`lora`]).
 
-    A path may contain `+`: `hf:PATH` loses only known suffixes, and none if the full path exists.
+    Paths may contain `+`: only known suffixes are split off `hf:PATH`, and none if the full path
+    exists.
     """
     if not name.startswith(HUB):
         place, colon, rest = name.rpartition(":")
@@ -84,8 +85,8 @@ def make_workload(name: str) -> Workload:
     if family is None or of_size is None:
         any_size = [f"{f.name}-HIDDENxBLOCKS" for f in families().values() if f.sized]
         raise UsageError(
-            f"unknown workload {name!r}; known are {', '.join([*workload_names(), *any_size])},"
-            " hf:PATH_OR_ID, FILE.py:CLASS, and these with +SUFFIX"
+            f"unknown workload {name!r}; use one of {', '.join([*workload_names(), *any_size])},"
+            " hf:PATH_OR_ID or FILE.py:CLASS, optionally with +SUFFIX"
         )
     config = {**family.common, **of_size}
     query_heads = config.get("num_attention_heads", config.get("n_head", 0))
@@ -123,7 +124,7 @@ def _user_class(name: str) -> UserClass | None:
 
 
 def source_of(name: str) -> tuple[str, str]:
-    """Returns a workload's name, with the absolute path of a user's file, and the file's digest."""
+    """Returns a workload's name, with a user's file as an absolute path, and that file's digest."""
     base, suffixes = split_name(name)
     found = _user_class(base)
     if found is None:
@@ -132,7 +133,6 @@ def source_of(name: str) -> tuple[str, str]:
 
 
 def _from_hub(name: str) -> Workload:
-    """Returns `hf:PATH_OR_ID` from its config, without reading weights."""
     import transformers
 
     path = name.removeprefix(HUB)
@@ -158,6 +158,6 @@ def _kind(name: str, config: PretrainedConfig, architecture: str) -> Kind:
         if architecture.endswith(ending) and type(config) in mapping:
             return kind
     raise UsageError(
-        f"workload {name!r}: architecture {architecture or 'unknown'!r} cannot be trained here;"
-        f" give a text or image model whose config.json names a ...{', a ...'.join(_KINDS)}"
+        f"workload {name!r}: architecture {architecture or 'unknown'!r} cannot be trained here; use"
+        f" a text or image model whose config.json names a ...{', a ...'.join(_KINDS)}"
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 MOST_WITH_MEMORY = 100_000_000
-"""Parameters up to which a model that cannot have fake tensors is counted with real ones."""
+"""Most parameters of a model counted with real tensors."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class ModelFacts:
     """Names of trained parameters; a tied one appears once."""
     parameters: int
     flops_per_sample: int
-    """Operations of forward and backward."""
+    """FLOPs of forward and backward."""
     sizes: tuple[int, ...]
-    """Elements of each trainable parameter, in order."""
+    """Number of elements of each trainable parameter, in order."""
     parameter_bytes: int = 0
-    """All parameters as stored; 0 means fp32."""
+    """Bytes of all parameters; 0 means fp32."""
     trained_bytes: int = 0
-    """Trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
+    """Bytes of trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
     buffer_bytes: int = 0
-    """Buffers, and scales of quantised weights."""
+    """Bytes of buffers, and of quantised weights' scales."""
 
     def __post_init__(self) -> None:
         for name, elements in (
@@ -60,7 +60,7 @@ class ModelFacts:
 
 @functools.cache
 def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Returns facts cached per model and library versions; raises RuntimeError if counting
+    """Returns facts, cached by model and library versions; raises RuntimeError if counting
     fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
@@ -78,7 +78,6 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def kept_file(folder: str, workload: Workload, counted: str) -> Path:
-    """Returns a count's cache file, whose name includes library versions."""
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
@@ -102,8 +101,7 @@ def _read(text: str) -> ModelFacts:
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
     """Counts in a subprocess that sees no GPU.
 
-    A library that initialises CUDA on import creates a context on GPU 0, which would take memory
-    from every trial.
+    Libraries that initialise CUDA on import would create a context on GPU 0.
     """
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
@@ -129,7 +127,7 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
     """Extrapolates from one and two blocks for FAMILY-HIDDENxBLOCKS; None for other names.
 
-    All numbers grow linearly with the blocks. Building takes 50 ms per block, more with an adapter.
+    All numbers are linear in the number of blocks.
     """
     if not (pair := workload.of_one_and_two_blocks):
         return None
@@ -170,13 +168,14 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     try:
         with without_memory():
             return _counted(workload, sequence_length)
-    except Exception as error:  # whatever a model does with numbers that it cannot read
+    except Exception as error:  # e.g. from reading a fake tensor's values
         if workload.family is not None:
             raise
         parameters = sum(p.numel() for p in workload.on_meta().parameters())
         if parameters > MOST_WITH_MEMORY:
             raise UsageError(
-                f"{workload.name} cannot be counted without memory for its {parameters} parameters"
+                f"{workload.name} can only be counted by allocating its {parameters} parameters,"
+                " which are too many"
                 f" ({(str(error) or type(error).__name__).splitlines()[0]})"
             ) from None
         return _counted(workload, sequence_length)
@@ -222,12 +221,10 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes new tensors fake (FakeTensorMode), so that any model from `Workload.countable` can be
-    counted.
+    """Makes new tensors fake, so that a model is counted without allocating it.
 
-    Modules stay on their device: there is no data to move. Experts use transformers' grouped
-    product: torch knows the shapes of its own only in bf16. Positions are unreadable, so
-    transformers must not look for packed sequences.
+    Experts use transformers' grouped product, because torch's supports fake tensors only in bf16.
+    Packed sequences cannot be detected in fake positions.
     """
     import torch
     import transformers
@@ -248,7 +245,7 @@ def without_memory() -> Iterator[None]:
         mock.patch.object(moe, "_can_use_grouped_mm", return_value=False),
         mock.patch.object(experts, "_backward_fn", backward),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
-        # Some models draw again until numbers are in range, and fake ones cannot be read.
+        # Some models redraw weights until they are in range, but fake weights cannot be read.
         mock.patch.object(transformers.PreTrainedModel, "initialize_weights"),
     ):
         yield
@@ -257,8 +254,8 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Computes gradients of a grouped product in as many operations as transformers, whose own
-    backward would read how many rows each expert has."""
+    """Computes a grouped product's gradients in as many operations as transformers, but without
+    reading each expert's number of rows."""
     rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # counted; each row has part in the gradient of one matrix
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

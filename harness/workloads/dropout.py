@@ -1,7 +1,7 @@
-"""Dropout whose masks do not depend on how the work is divided.
+"""Dropout with masks that do not depend on the layout.
 
-A mask is a function of a token's key (drawn from seed, step, sample and position), the layer and
-the feature. So every layout and every recomputation has the same masks.
+A mask is a function of the token's key (drawn from seed, step, sample and position), the layer and
+the feature.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ LAYER_STRIDE = 0x9E3779B9
 
 
 class Masks:
-    """Keys of the tokens that a model is computing; shared by its dropout layers, and copied with
-    the model."""
+    """Keys of the current tokens, shared by a model's dropout layers and copied with the model."""
 
     keys: Tensor | None = None
-    """(samples, tokens), integers of 32 bits."""
+    """(samples, tokens), 32-bit integers."""
 
     def recomputing(self, forward: Callable[..., object]) -> Callable[..., object]:
-        """Returns the function with the current keys, however late it is called."""
+        """Wraps a function so that it always runs with the current keys."""
         keys = self.keys
 
         def with_keys(*args: object, **kwargs: object) -> object:
@@ -53,17 +52,15 @@ class KeyedDropout(nn.Module):
             got = None if keys is None else tuple(keys.shape)
             raise RuntimeError(
                 f"dropout got hidden states of shape {tuple(hidden.shape)} and keys of shape {got}:"
-                " the strategy must pass each batch by job.loss, or set the keys itself"
+                " the strategy must pass each batch to job.loss, or set the keys itself"
             )
         factors = mask(keys, self.layer, hidden.shape[-1], self.share)
         return hidden * factors.to(hidden.dtype)
 
 
 def mask(keys: Tensor, layer: int, features: int, share: float) -> Tensor:
-    """Returns factors (samples, tokens, features).
-
-    They are 0 for this share of the features, and `1 / (1 - share)` for the others.
-    """
+    """Returns factors (samples, tokens, features): 0 for this share of features, else `1 / (1 -
+    share)`."""
     rows = _hashed((keys + layer * LAYER_STRIDE) & BITS)[..., None]
     columns = _hashed(torch.arange(1, features + 1, device=keys.device))
     kept = _hashed(rows ^ columns) >= share * (BITS + 1)
@@ -79,9 +76,9 @@ def _hashed(numbers: Tensor) -> Tensor:
 def place_dropout(
     model: nn.Module, layers: Sequence[str], blocks: Sequence[nn.Module], share: float, masks: Masks
 ) -> None:
-    """Replaces the model's dropout layers at these paths, in place.
+    """Replaces the dropout layers at these paths, in place.
 
-    Blocks remember the masks, so that those recomputed have the same (see `recompute_blocks`).
+    Blocks keep the masks for recomputation (see `recompute_blocks`).
     """
     for number, path in enumerate(layers):
         model.set_submodule(path, KeyedDropout(share, number, masks))
@@ -90,5 +87,4 @@ def place_dropout(
 
 
 def masks_of(model: nn.Module) -> Masks:
-    """Returns the masks of a model with dropout layers, such as a replica."""
     return next(layer.masks for layer in model.modules() if isinstance(layer, KeyedDropout))

@@ -16,44 +16,43 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 Kind = Literal["causal", "masked", "seq2seq", "classification", "tokens", "image", "custom"]
-"""What a model is trained for: next tokens, masked tokens, a decoder's next tokens, a class per
-sample, token or image, or by a loss of its own."""
+"""Training objective: next tokens, masked tokens, a decoder's next tokens, a class per sample,
+token or image, or a custom loss."""
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
 
 
 class Split(ABC):
-    """How to divide a model into embedding, blocks and head; paths are for
+    """Division of a model into embedding, blocks and head. Paths are for
     nn.Module.get_submodule."""
 
     blocks: str
     """Path of the ModuleList of blocks."""
     embedding: tuple[str, ...]
-    """Paths of modules that only the first stage holds."""
+    """Paths of modules on the first stage only."""
     head: tuple[str, ...]
-    """Paths of modules that only the last stage holds."""
+    """Paths of modules on the last stage only."""
     by_column: tuple[str, ...] = ()
     """Paths of linear layers split by outputs; `*` stands for any block."""
     by_row: tuple[str, ...] = ()
     """Paths of linear layers split by inputs, each followed by an all-reduce."""
     mixture: str = ""
-    """Path within a block of the mixture of experts, with modules `gate` (router) and `experts`, if
-    any."""
+    """Path of a block's mixture of experts, with modules `gate` (router) and `experts`, if any."""
     sequence_parallel: bool = False
     """Whether `tensor_plan` can also split the sequence."""
     by_vocabulary: tuple[str, ...] = ()
-    """Paths of layers whose rows, one per vocabulary token, are split if the sequence is."""
+    """Paths of layers whose rows, one per vocabulary token, are split along with the sequence."""
     one_reduction_each: bool = True
-    """Whether each split layer's only exchange is one all-reduce."""
+    """Whether each split layer communicates by a single all-reduce."""
     exported: str = ""
-    """Why no standalone script can have its stages; empty if one can."""
+    """Why its stages cannot be exported as a script; empty if they can."""
 
     def __init__(self, tied: Mapping[str, str] | None = None) -> None:
-        """`tied`: last stage's parameter names -> first stage's, for shared tensors."""
+        """`tied`: names of shared parameters on the last stage -> their names on the first
+        stage."""
         self.tied = dict(tied or {})
 
     def tied_as(self, tied: Mapping[str, str]) -> Split:
-        """Returns this split for a model with these shared tensors."""
         return type(self)(tied)
 
     @abstractmethod
@@ -71,7 +70,7 @@ class Split(ABC):
         logits if `last`."""
 
     def absent(self, module: nn.Module) -> nn.Module:
-        """Returns what replaces a module in a stage that does not have it."""
+        """Returns the placeholder for a module in a stage without it."""
         from torch import nn
 
         return nn.Identity()
@@ -84,11 +83,11 @@ class Split(ABC):
     def check_tensor(self, sequence_parallel: bool) -> None:
         if not self.by_column:
             raise Refused(
-                "this model family describes no tensor-parallel split; use a gpt2 or llama workload"
+                "this model family has no tensor-parallel split; use a gpt2 or llama workload"
             )
         if sequence_parallel and not self.sequence_parallel:
             raise Refused(
-                "sequence parallelism is described for llama workloads only; use one of them, or"
+                "sequence parallelism is available for llama workloads only; use one of them, or"
                 " sequence_parallel=false"
             )
         if sequence_parallel and self.tied:
@@ -108,8 +107,7 @@ class Split(ABC):
         }
 
     def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
-        """Returns whether tensor parallelism splits this parameter: weights, and biases split by
-        outputs."""
+        """Returns whether tensor parallelism splits this parameter."""
         layer, _, kind = parameter.rpartition(".")
         by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
         if any(fnmatch(layer, path) for path in by_output):
@@ -119,7 +117,7 @@ class Split(ABC):
     def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
         """Reduces the model, in place, to one tensor-parallel rank's share.
 
-        If the sequence is split, call `logits`: the model's own forward does not know its length.
+        If the sequence is split, run it with `logits`.
         """
         from torch.nn import Parameter
 
@@ -138,29 +136,29 @@ class Split(ABC):
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces, in place, modules that cannot be split over `size` ranks.
 
-        Returns, by parameter name, the function that restores a whole tensor's original layout.
+        Returns functions that restore a whole tensor's original layout, by parameter name.
         """
         return {}
 
 
 class SplitByParts(Split):
-    """Split of a model whose embedding, blocks and head run one after the other."""
+    """Split of a model whose embedding, blocks and head run one after another."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """(samples, tokens) ids -> (samples, tokens, hidden)."""
+        """Maps ids (samples, tokens) to hidden states (samples, tokens, hidden)."""
 
     def block(self, model: nn.Module, block: nn.Module, hidden: Tensor, tokens: int) -> Tensor:
-        """Runs one block: (samples, tokens, hidden) -> the same shape.
+        """Runs one block on hidden states (samples, tokens, hidden), keeping their shape.
 
-        `tokens`: length of the whole sequence, of which `hidden` may be a part.
+        `tokens`: length of the whole sequence.
         """
         output: Tensor = block(hidden)
         return output
 
     @abstractmethod
     def output(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """(samples, tokens, hidden) -> (samples, tokens, vocabulary), or (samples, classes)."""
+        """Maps hidden states to logits: (samples, tokens, vocabulary) or (samples, classes)."""
 
     def stage(
         self,
@@ -190,18 +188,17 @@ class Family:
     common: ModelConfig
     split: Split | None = None
     dropouts: tuple[str, ...] = ()
-    """Paths of dropout layers of hidden states; `*` stands for any block. They do not include
-    attention's: fused attention draws its own masks."""
+    """Paths of dropout layers on hidden states; `*` stands for any block. Fused attention draws its
+    own masks, so its dropout is excluded."""
     hidden_size_key: str = "hidden_size"
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0
-    """Size -> height and width of an image in pixels."""
+    """Height and width in pixels of a size's images."""
     sized: Callable[[int, int], ModelConfig] | None = None
-    """(hidden size, blocks) -> config entries of `HIDDENxBLOCKS`, if the family allows any
-    depth."""
+    """Config entries of `HIDDENxBLOCKS`, from both numbers, if the family allows any depth."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically zero:
-    only their rounding errors would be compared."""
+    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically
+    zero."""
 
     def size(self, name: str) -> ModelConfig | None:
         numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)

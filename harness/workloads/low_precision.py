@@ -3,10 +3,8 @@
 `int8` and `nf4` are bitsandbytes' LLM.int8() (arXiv 2208.07339) and NF4 as in QLoRA (arXiv
 2305.14314).
 
-`float8` is torchao's recipe `rowwise`: products with one scale per row and column; fp32 weights,
-gradients and optimizer state. Kernels return bf16, which torchao casts to fp32 on request; emulated
-products are computed in fp32. With `tensorwise`, one scale for all samples of a rank, training
-would depend on the number of ranks.
+`float8` is torchao's recipe `rowwise`: products with one scale per row and column. With
+`tensorwise`, one scale for all samples of a rank, training would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 _NF4_BLOCK = 64
 """Weights per scale."""
 _NF4_VALUES = 16
-"""Values of a 4-bit weight."""
+"""Number of values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
 """Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
 FIRST_CAPABILITY = (9, 0)
@@ -123,7 +121,7 @@ def scales(model: nn.Module) -> Iterator[Retained]:
         ) is not None:
             yield "library", "scales of nf4 weights", nf4.absmax
             yield "library", "code book of nf4", nf4.code
-        # The int8 layer moves the scales from its weight to its state in the first forward.
+        # In the first forward, the int8 layer moves the scales from its weight to its state.
         for holder in (weight, getattr(module, "state", None)):
             if (int8 := getattr(holder, "SCB", None)) is not None:
                 yield "library", "scales of int8 weights", int8
@@ -161,10 +159,9 @@ def emulated(cell: Cell) -> str | None:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts the parameters, in place, and all later inputs of the model.
+    """Casts a model's parameters, in place, and all later inputs.
 
-    `keep_batch_norm` leaves BatchNorm layers unchanged. Otherwise their buffers are cast too,
-    because they need the parameters' dtype; other buffers are not.
+    `keep_batch_norm` leaves BatchNorm layers, including their buffers, unchanged.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -183,7 +180,7 @@ def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
 
 
 def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """Returns path and module of every linear layer but the one that computes logits."""
+    """Returns path and module of every linear layer except the one for logits."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -196,7 +193,7 @@ def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
 
 
 def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
-    """GPT-2's Conv1D stores (inputs, outputs), Linear the reverse."""
+    """Returns numbers of inputs and outputs; Conv1D stores them in the reverse order of Linear."""
     from torch import nn
 
     rows, columns = matrix.weight.shape

@@ -1,4 +1,4 @@
-"""Counts memory, bytes and floating-point operations of forward and backward.
+"""Counts memory, bytes and FLOPs of forward and backward.
 
 Models run on fake tensors, under dispatch modes that see every operator.
 """
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 FEW, MORE = 2, 4
-"""Samples in two counted passes; counts are linear in samples."""
+"""Samples in the two counted passes; counts are linear in samples."""
 
 
 class OperatorObserver(TorchDispatchMode):
-    """A dispatch mode that calls `observe` after each operator, also those called from C++.
+    """Dispatch mode that calls `observe` after each operator, including those called from C++.
 
-    Skips operators on a DTensor, because those on its local parts follow.
+    Skips operators on a DTensor, because those on its local tensors follow.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class OperatorCounter(OperatorObserver):
-    """Counts operators without views, their bytes and operations."""
+    """Counts operators other than views, their bytes and FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class OperatorCounter(OperatorObserver):
 
 
 def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
-    """Extrapolates from one and two blocks, if the workload's name says how many it has."""
+    """Extrapolates from one and two blocks; None unless the workload's name tells its blocks."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
     one, two = (count(make_workload(name)) for name in pair)
@@ -109,11 +109,11 @@ def activation_bytes(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """Returns peak bytes of forward, loss and backward: saved and temporary tensors, without
+    """Returns the peak bytes of saved and temporary tensors in forward, loss and backward, without
     parameters, buffers and parameter gradients.
 
-    `samples` and `sequence_length` are those of one pass; `precision` is fp32 or autocast's.
-    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence.
+    `precision`: fp32 or autocast's. `tensor_ranks` split each layer of a block and, with
+    `sequence_parallel`, the sequence.
     """
     size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
     known = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
@@ -130,11 +130,8 @@ def recomputed_flops(
 ) -> int:
     """Returns the floating-point operations per sample that recomputation adds to a step.
 
-    Counts like torch.utils.flop_counter (2 per multiply-add), plus 1 per output element of other
-    elementwise operators.
-
-    `whole_blocks`: recompute to the end. torch's checkpoint stops at the last tensor that backward
-    needs, before a block's last product.
+    Counts 2 per multiply-add, and 1 per output element of elementwise operators. `whole_blocks`: do
+    not stop at the last tensor that backward needs.
     """
     setting = (sequence_length, recompute, whole_blocks)
     known = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
@@ -164,7 +161,7 @@ def train_without_memory(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> None:
-    """Runs forward, loss and backward on fake zeros under a counter, and autocast unless in
+    """Runs forward, loss and backward on fake zeros under a counter, with autocast unless in
     fp32."""
     logits: Callable[..., Tensor] = workload.logits
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -186,14 +183,15 @@ def train_without_memory(
 
 
 class Held(OperatorObserver):
-    """Tracks storages that operators allocate; parameter gradients only `with_gradients`."""
+    """Tracks storages that operators allocate, including parameter gradients if
+    `with_gradients`."""
 
     def __init__(self, with_gradients: bool = False) -> None:
         super().__init__()
         self.with_gradients = with_gradients
         self.sizes: list[int] = []
         self.alive: dict[int, int] = {}
-        """Numbers of live storages, by the address of the C++ object."""
+        """Numbers of live storages by the address of their C++ object."""
         self.gradients: set[int] = set()
         self.changes: list[tuple[int, int]] = []
         """Storage number, and 1 if allocated or -1 if freed, in order."""
@@ -244,11 +242,11 @@ class Operators:
     """Counts for one micro-batch of the unsplit model."""
 
     number: int
-    """Operators without views."""
+    """Number of operators other than views."""
     moved_bytes: int
     """Bytes read and written outside matrix products, convolutions and attention."""
     convolutions: int
-    """Convolutions; a backward for input and weight counts twice."""
+    """Number of convolutions; a backward for both input and weight counts twice."""
     held_bytes: int
     """Peak bytes, see `activation_bytes`."""
 
@@ -268,7 +266,6 @@ def operators(
 
 
 def _extended(one: Operators, two: Operators, steps: float) -> Operators:
-    """Extrapolates `steps` from the first, if the second is one step after it."""
     pairs = zip(astuple(one), astuple(two), strict=True)
     return Operators(*(max(0, round(a + steps * (b - a))) for a, b in pairs))
 

@@ -1,4 +1,4 @@
-"""Splits a transformers model by its class's own plans, and runs it by its own forward."""
+"""Splits a transformers model by its class's plans, and runs it by its own forward."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 HEADS = 2
-"""Dimension of heads in what norms within a head take: (samples, tokens, heads, head width)."""
+"""Dimension of heads in the inputs of head norms: (samples, tokens, heads, head width)."""
 
 
 class PlannedSplit(Split):
     """Split of a model by its pipeline and tensor plans.
 
-    A stage calls the model's own forward, which makes masks and positions. Modules of other stages
-    pass on what they get. The first of its blocks takes the received hidden states instead.
+    A stage calls the model's own forward, in which modules of other stages pass their input
+    through.
     """
 
-    exported = "its stages run by the model's own forward, with hooks that no script has"
+    exported = "its stages run the model's own forward with hooks, which a script cannot have"
 
     def __init__(self, structure: Structure, hidden_size: int) -> None:
         super().__init__(structure.tied)
@@ -51,7 +51,7 @@ class PlannedSplit(Split):
         inputs = hidden
         if not first:
             inputs = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            # Before hooks of FSDP, which look for inputs that need gradients.
+            # Runs before hooks of FSDP, which look for inputs that need gradients.
             hooks.append(
                 blocks[0].register_forward_pre_hook(
                     lambda _, arguments: (hidden, *arguments[1:]), prepend=True
@@ -96,7 +96,7 @@ class PlannedSplit(Split):
 
 
 class Absent(nn.Identity):
-    """Takes the place of another stage's module: returns hidden states unchanged, and zeros for
+    """Placeholder for another stage's module: returns hidden states unchanged, and zeros for
     ids."""
 
     def __init__(self, module: nn.Module, hidden_size: int) -> None:
@@ -104,7 +104,7 @@ class Absent(nn.Identity):
         self.hidden_size = hidden_size
         for name, value in vars(module).items():
             if isinstance(value, str | bool | int) and not hasattr(self, name):
-                setattr(self, name, value)  # such as a layer's kind of attention
+                setattr(self, name, value)  # e.g. a layer's kind of attention
 
     def forward(self, input: Tensor, *_: object, **__: object) -> Tensor:
         if input.is_floating_point():

@@ -1,4 +1,4 @@
-"""Workloads of models that transformers loads from a folder or its hub."""
+"""Workloads from a folder or the hub of transformers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 IMAGE_SIZE = 224
-"""Height and width in pixels, if a config names none."""
+"""Height and width in pixels if a config has none."""
 SHARDS = "model*.safetensors.index.json"
 
 
 def lacking_weights(path: str) -> str:
-    """Returns what is wrong with a folder's weights; empty if they are whole, or if it has none."""
+    """Returns what is wrong with a folder's weights; empty if they are complete or absent."""
     folder = Path(path)
     if not has_weights(path) and any(folder.glob(SHARDS)):
-        return f"folder {path!r} has an index of weights without the files that it names"
+        return f"folder {path!r} has a weight index, but not the files that it lists"
     return ""
 
 
@@ -58,10 +58,10 @@ def from_config(
     )
     try:
         model = cast("PreTrainedModel", workload.on_meta())
-    except Exception as error:  # whatever a model's class raises for a config that it cannot build
+    except Exception as error:  # models raise anything for a bad config
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UsageError(
-            f"workload {name!r}: transformers cannot build the model of its config.json ({reason})"
+            f"workload {name!r}: transformers cannot build a model from its config.json ({reason})"
         ) from None
     structure = read_structure(model)
     split, lacks = _split(type(model).__name__, config, structure, families, workload.hidden_size)
@@ -95,9 +95,9 @@ def _split(
     families: dict[str, Family],
     hidden_size: int,
 ) -> tuple[Split | None, str]:
-    """Returns the family's split, else one by the model's plans; or why there is none.
+    """Returns the family's split, else one by the model's plans, or why there is none.
 
-    A family's blocks get no mask, so a limited attention needs the model's own forward.
+    A family's split passes no mask, as limited attention needs.
     """
     family = _family(config, architecture, families)
     if family and family.split and not structure.window:
@@ -117,7 +117,7 @@ def _family(
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """Returns a whole number of a config; 0 if it has none by this name, or one for each block."""
+    """Returns an integer of a config; 0 if it is missing or differs between blocks."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0
 
@@ -127,14 +127,14 @@ def _cannot_train(config: PretrainedConfig, kind: Kind) -> str:
         return ""
     if _number(config, "num_labels") < 2:
         return (
-            "has one label, whose cross entropy is 0 whatever it computes; give a config.json with"
-            " two labels or more (id2label)"
+            "has one label, so its cross entropy is always 0; use a config.json with at least two"
+            " labels (id2label)"
         )
     if (problem := getattr(config, "problem_type", None)) not in (
         None,
         "single_label_classification",
     ):
-        return f"is for {problem}, and samples have one class each; leave problem_type out"
+        return f"is for {problem}, but samples have one class each; leave problem_type out"
     if kind == "image" and _number(config, "num_channels") not in (0, 3):
-        return f"takes images of {config.num_channels} channels, but the suite's have 3"
+        return f"takes images with {config.num_channels} channels, but the data has 3"
     return ""

@@ -1,8 +1,7 @@
 """Recomputation: what blocks save in forward and recompute in backward.
 
-A block is an entry of `block_path`. `full` saves only its input and reruns it in backward (Chen et
-al., arXiv 1604.06174). `selective` also saves results of matrix products and attention, and
-recomputes the cheap rest (Korthikanti et al., arXiv 2205.05198, section 5).
+`full` saves only a block's input (Chen et al., arXiv 1604.06174). `selective` also saves results of
+matrix products and attention (Korthikanti et al., arXiv 2205.05198, section 5).
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ MASKS = "dropout_masks"
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns arguments and result -> floating-point operations, for matrix products, convolutions
-    and attention.
+    """Returns functions that count FLOPs of matrix products, convolutions and attention.
 
-    These are torch.utils.flop_counter's, the CPU's attention, and products of mixtures of experts.
+    Extends torch.utils.flop_counter.
     """
     import torch
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
@@ -41,8 +39,7 @@ def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 @functools.cache
 def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns shapes -> floating-point operations for each grouped product (rows by their experts'
-    matrices), including transformers' fallback."""
+    """Returns functions that count FLOPs of grouped products (rows by their experts' matrices)."""
     import torch
 
     def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
@@ -81,7 +78,7 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
 
 
 def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
-    """Returns whether a row is multiplied by a column, which is cheap to recompute.
+    """Returns whether a row is multiplied by a column.
 
     DeepSpeed's gate divides such results in place, which torch forbids for saved tensors.
     """
@@ -91,12 +88,11 @@ def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
 
 
 def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Makes blocks recompute during backward, by torch.utils.checkpoint, in place.
+    """Makes blocks recompute in backward, in place.
 
-    Each block's class becomes a subclass with a checkpointed forward. So parameters keep their
-    names (torch's checkpoint_wrapper changes them), hooks are not rerun, and copies use their own
-    parameters. Dropout masks depend on no random state, so none is saved; blocks keep their
-    tokens' keys (`Masks`).
+    Each block's class becomes a subclass with a checkpointed forward, so that parameters keep their
+    names, hooks are not rerun, and copies use their own parameters. Dropout needs no random state
+    (see `Masks`).
     """
     from torch.utils.checkpoint import checkpoint
 

@@ -1,7 +1,7 @@
-"""Simulates one rank of sequence parallelism in one process, to count its memory.
+"""Simulates one rank of sequence parallelism, to count its memory.
 
-Copies of its tensors replace those of other ranks. A rank has all tokens within attention and MLP,
-and its part elsewhere (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+Copies of its tensors replace those of other ranks. A rank holds all tokens within attention and
+MLP, and only its part elsewhere (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
-    """Stacks, then joins along the dimension, like torch."""
+    """Gathers like torch, with its temporaries."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
 def _reduce_scatter(whole: Tensor, ranks: int) -> Tensor:
-    """Stacks the parts, then copies one, like torch."""
+    """Scatters like torch, with its temporaries."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
 
 class Gathered(torch.autograd.Function):
-    """All tokens; backward sums gradients over ranks and scatters them by tokens."""
+    """Gathers all tokens; backward sums gradients over ranks and scatters them by tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
@@ -76,7 +76,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """A rank's tokens of the sum over ranks; backward gathers all gradients."""
+    """Keeps a rank's tokens of the sum over ranks; backward gathers all gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
@@ -89,7 +89,7 @@ class Scattered(torch.autograd.Function):
 
 
 class GatheredLogits(torch.autograd.Function):
-    """Logits of the whole vocabulary; backward keeps a rank's part."""
+    """Gathers the logits of the whole vocabulary; backward keeps a rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:

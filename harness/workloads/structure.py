@@ -21,7 +21,7 @@ STYLES = {
 """Styles of transformers' tensor plans that torch's own styles can express."""
 
 KEYS = ("key", "k_proj", "key_proj", "pos_key_proj", "k_lin", "to_k")
-"""Names in transformers of linear layers that compute attention keys."""
+"""Names of transformers' linear layers that compute attention keys."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class TensorPlan:
     column: tuple[str, ...] = ()
     row: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
-    """Layers in `column` or `row` whose outputs are gathered, or whose inputs are whole."""
+    """Layers in `column` or `row` with gathered outputs or unsplit inputs."""
     heads: tuple[str, ...] = ()
-    """Norms within a head, of which a rank normalises only its heads."""
+    """Norms within heads, of which each rank normalises its own."""
     missing: str = "transformers has no tensor-parallel plan for it"
-    """Why there is none; empty if there is one."""
+    """Why there is no plan; empty if there is one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Structure:
     """Paths of the ModuleLists of blocks."""
     blocks: int
     tied: Mapping[str, str]
-    """Parameter names -> the first name of the same parameter."""
+    """Further names of shared parameters -> their first name."""
     embedding: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     """Paths of modules with parameters before and after the blocks, if a pipeline can split
@@ -60,11 +60,10 @@ class Structure:
     zero_gradients: frozenset[str] = frozenset()
     """Names of parameters whose gradient is analytically zero."""
     window: int = 0
-    """Tokens that some layer's attention is limited to; 0: no limit."""
+    """Fewest tokens that a layer's attention is limited to; 0: no limit."""
 
 
 def read_structure(model: PreTrainedModel) -> Structure:
-    """Reads a model, which may be on the meta device."""
     paths = block_lists(model)
     lists = [cast("nn.ModuleList", model.get_submodule(path)) for path in paths]
     tied = tied_parameters(model)
@@ -92,7 +91,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Returns further names of each parameter -> its first name."""
+    """Returns the further names of shared parameters -> their first name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,10 +101,8 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def block_lists(model: nn.Module) -> tuple[str, ...]:
-    """Returns paths of the lists of what transformers calls indivisible modules.
-
-    Those of a model that names none are the list with the most parameters.
-    """
+    """Returns paths of the lists of indivisible modules, or else of the list with the most
+    parameters."""
     from torch import nn
 
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -120,7 +117,7 @@ def block_lists(model: nn.Module) -> tuple[str, ...]:
 
 
 def attention_window(config: PretrainedConfig) -> int:
-    """Returns the fewest tokens that a layer's attention is limited to; 0 without a limit."""
+    """Returns the fewest tokens that a layer's attention is limited to; 0: no limit."""
     kinds = set(getattr(config, "layer_types", None) or ())
     sliding = getattr(config, "sliding_window", None) or 0
     chunk = getattr(config, "attention_chunk_size", None) or 0
@@ -134,8 +131,7 @@ def attention_window(config: PretrainedConfig) -> int:
 def _stages(
     model: PreTrainedModel, paths: tuple[str, ...], tied: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Returns the embedding's and head's paths by the class's pipeline plan, or why there are
-    none."""
+    """Returns paths of embedding and head by the class's pipeline plan, or why there are none."""
     plan: Mapping[str, object] = getattr(model.config, "base_model_pp_plan", None) or {}
     prefix, head_module = model.base_model_prefix, model.get_output_embeddings()
     if not plan:
@@ -160,7 +156,7 @@ def _stages(
     for name, owner in tied.items():
         ends = (name.startswith(tuple(head)), owner.startswith(tuple(embedding)))
         if not all(ends):
-            return (), (), f"{name} is tied to {owner}, which are not the head and the embedding"
+            return (), (), f"{name} is tied to {owner}, but they are not head and embedding"
     return tuple(embedding), tuple(head), ""
 
 
@@ -178,7 +174,7 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
             continue
         if style not in STYLES:
             return TensorPlan(
-                missing=f"its tensor-parallel plan uses the unsupported style {style} for {full}"
+                missing=f"its tensor-parallel plan gives {full} the unsupported style {style}"
             )
         kind = STYLES[style]
         if kind != "heads" and not all(isinstance(module, nn.Linear) for module in modules):
@@ -198,7 +194,7 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
 
 
 def _positions(model: nn.Module) -> int:
-    """Returns the usable rows of learned positions that begin after a padding row; else 0."""
+    """Returns the usable rows of learned positions that start after a padding row; else 0."""
     from torch import nn
 
     usable = [
@@ -212,10 +208,11 @@ def _positions(model: nn.Module) -> int:
 
 
 def key_biases(model: nn.Module) -> Iterator[str]:
-    """Yields biases of attention keys: softmax ignores their equal shift of all scores.
+    """Yields biases of attention keys whose gradient is zero: softmax ignores an equal shift of all
+    scores.
 
-    With rotary positions the shift depends on the key's position, so their gradient is not zero. In
-    DeBERTa that is so if scores also depend on keys and relative positions (p2c).
+    The shift is not equal if it depends on the key's position, as with rotary positions and
+    DeBERTa's p2c scores.
     """
     kinds = [type(module).__name__.lower() for module in model.modules()]
     if any("rotary" in kind or "rope" in kind for kind in kinds):
@@ -244,7 +241,7 @@ def _no_sequence(model: PreTrainedModel) -> str:
 def split_sizes(
     model: nn.Module, paths: tuple[str, ...], dimension: int
 ) -> Iterator[tuple[str, int]]:
-    """Yields each layer's path and its weight's size in this dimension, the first block's only."""
+    """Yields path and size in this dimension of each layer's weight, only for the first block."""
     for path in paths:
         for name, module in model.named_modules():
             if fnmatch(name, path):

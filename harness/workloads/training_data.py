@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Array: TypeAlias = NDArray[np.generic]
 
 MASKED = 0.15
-"""Share of a sample's tokens that are masked (BERT, arXiv 1810.04805, section 3.1)."""
+"""Fraction of a sample's tokens that are masked (BERT, arXiv 1810.04805, section 3.1)."""
 NO_LABEL = -100
 Number = TypeVar("Number", bound=np.generic)
 DOCUMENTS = 4
@@ -39,7 +39,7 @@ Rows = tuple[list[str], list[int] | None]
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset prepared for a workload; small, because every rank gets it."""
+    """A dataset prepared for a workload; small, because every rank gets a copy."""
 
     kind: str
     name: str
@@ -47,17 +47,16 @@ class DataSource:
     fingerprint: str
     """sha256 of the tokens, or of the parameters that generate images."""
     tokens_file: str | None
-    """Path; None for images."""
+    """Path of the token file; None for images."""
     token_dtype: str
     """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
     """Start and stop of each class's tokens; one range for causal models."""
     sequence_length: int
     image_size: int = 0
-    """Height and width in pixels."""
     num_labels: int = 0
     last_first: bool = False
-    """Whether each global batch is reversed, which only changes rounding."""
+    """Whether global batches are reversed, which only changes rounding."""
     mask_token: int = 0
     """Id that replaces masked tokens."""
 
@@ -65,18 +64,16 @@ class DataSource:
     def tokens(self) -> Array:
         """All tokens (shape [tokens]), memory-mapped."""
         assert self.tokens_file is not None
-        # Slicing a plain array takes a tenth of the time of slicing a memmap.
+        # Slicing a plain array is ten times as fast as slicing a memmap.
         return np.asarray(np.load(self.tokens_file, mmap_mode="r"))
 
     def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
         """Returns inputs and labels for these rows of the step's global batch.
 
-        Causal: ids (rows, tokens), and the next ids. Masked: ids, and the original ids of masked
-        tokens. Encoder-decoder: ids of source and decoder's input together, and the decoder's next
-        ids (rows, tokens // 2). Tokens: ids, and each id modulo the number of classes.
-        Classification: ids (rows, tokens), and class numbers (rows,). Images: float32
-        (rows, 3, size, size), and class numbers (rows,). Random numbers are drawn for the global
-        batch, so that all ranks agree on it.
+        Text: ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens, next
+        decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images: float32
+        (rows, 3, size, size), and classes (rows,). Random numbers are drawn for the global batch,
+        so that all ranks agree.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -88,7 +85,7 @@ class DataSource:
         offsets = starts + (rng.random(global_batch) * (stops - starts - length)).astype(np.int64)
         labels, offsets = self._ordered(labels), self._ordered(offsets)
         pieces = np.stack([self.tokens[o : o + length + 1] for o in offsets[rows]]).astype(np.int64)
-        # Copies, not views: before torch 2.12 pipeline stages take only contiguous inputs.
+        # Copies, because pipeline stages before torch 2.12 take only contiguous inputs.
         inputs = np.ascontiguousarray(pieces[:, :-1])
         if self.kind == "causal":
             return inputs, np.ascontiguousarray(pieces[:, 1:])
@@ -101,10 +98,8 @@ class DataSource:
         return inputs, labels[rows]
 
     def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
-        """Masks the tokens with the lowest scores; only they have a label.
-
-        All samples have equally many, so that the mean over ranks is the mean over tokens.
-        """
+        """Masks the tokens with the lowest scores, the same number in each sample; only they have a
+        label."""
         count = max(1, round(MASKED * inputs.shape[1]))
         places = np.argsort(scores, axis=1)[:, :count]
         labels = np.full_like(inputs, NO_LABEL)
@@ -118,22 +113,20 @@ class DataSource:
         return None
 
     def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Returns the number of tokens with a label of each sample of a step's global batch, if
-        samples are padded: between an eighth and all."""
+        """Returns each sample's number of labelled tokens if samples are padded: between an eighth
+        and all."""
         rng = np.random.default_rng([seed, step, 1])
         least = max(1, self.sequence_length // 8)
         return self._ordered(rng.integers(least, self.sequence_length + 1, global_batch))
 
     def dropout_keys(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Returns a key of 32 bits for each token of a step's global batch (samples, tokens)."""
+        """Returns 32-bit keys for the tokens of a step's global batch (samples, tokens)."""
         rng = np.random.default_rng([seed, step, 2])
         return self._ordered(rng.integers(0, 2**32, (global_batch, self.sequence_length)))
 
     def positions(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Returns each token's position in its document (samples, tokens), if samples are packed.
-
-        Every sample has two documents or more; one begins in its middle.
-        """
+        """Returns each token's position in its document (samples, tokens), if samples are
+        packed."""
         rng, length = np.random.default_rng([seed, step, 3]), self.sequence_length
         begins = rng.random((global_batch, length)) < DOCUMENTS / length
         begins[:, [0, length // 2]] = True
@@ -209,7 +202,7 @@ def _user_source(name: str, workload: Workload) -> DataSource:
 
 @functools.cache
 def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSource:
-    """Reads, tokenises and caches a dataset; raises UsageError if it does not suit the workload.
+    """Reads, tokenises and caches a dataset. Raises UsageError if it does not suit the workload.
 
     `sequence_length`: tokens per sample; unused for images.
     """
@@ -246,17 +239,15 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
 
 
 def _mask_token(workload: Workload) -> int:
-    """Returns the id that stands for a masked token: the last of the vocabulary."""
     return workload.vocabulary - 1 if workload.kind == "masked" else 0
 
 
 def _check_ids(name: str, tokens: Array, workload: Workload) -> None:
-    """Raises UsageError if the tokenizer gives ids that the model does not have."""
     largest = int(tokens.max()) if len(tokens) else 0
     if largest >= workload.vocabulary:
         raise UsageError(
-            f"data {name!r}: the tokenizer of {workload.name} gives the id {largest}, but the"
-            f" model's vocabulary has only {workload.vocabulary}"
+            f"data {name!r}: the tokenizer of {workload.name} produces id {largest}, but the"
+            f" model's vocabulary has only {workload.vocabulary} entries"
         )
 
 
@@ -306,7 +297,6 @@ def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
 
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
-    """Returns a tokenizer and its name: an `hf:` model's, or bytes."""
     if workload.pretrained and _has_tokenizer(workload.pretrained):
         try:
             import transformers
@@ -324,17 +314,14 @@ def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
             return encode, f"tokenizer of {workload.pretrained}"
     if workload.vocabulary < 256:
         raise UsageError(
-            f"workload {workload.name!r}: its vocabulary of {workload.vocabulary} is too small"
-            " for bytes, and it brings no tokenizer; it needs at least 256"
+            f"workload {workload.name!r}: it has no tokenizer, and its vocabulary of"
+            f" {workload.vocabulary} is too small for bytes; use one of at least 256"
         )
     return lambda text: np.frombuffer(text, np.uint8), "bytes"
 
 
 def _has_tokenizer(path: str) -> bool:
-    """Returns whether a local folder has a vocabulary; assumes that a hub id does.
-
-    Without one, transformers makes an empty tokenizer.
-    """
+    """Returns whether a local folder has a vocabulary; assumes that a hub id has one."""
     folder = Path(path)
     kinds = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", "*.spm")
     return not folder.is_dir() or any(True for kind in kinds for _ in folder.glob(kind))
@@ -344,8 +331,8 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
     """Returns a function that reads the dataset's texts, and a string that changes with their
     version.
 
-    Causal models get one text, classifiers one per class. Raises UsageError for an unknown or
-    unsuitable dataset, and the function for unreadable data.
+    Causal models get one text, classifiers one per class. Both raise UsageError for unsuitable
+    data.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
@@ -435,19 +422,19 @@ def _columns(
 def _require_kind(
     name: str, column: str, values: Iterable[object], kind: type, meaning: str
 ) -> None:
-    """Raises UsageError for the first value of another kind; True and False are no numbers."""
+    """Raises UsageError for the first value of another type; booleans are not numbers."""
     for row, value in enumerate(values):
         if not isinstance(value, kind) or isinstance(value, bool):
             found = "nothing" if value is None else repr(value)
             raise UsageError(
-                f"data {name!r}, column {column!r}, row {row}: {meaning} is needed, found"
+                f"data {name!r}, column {column!r}, row {row}: expected {meaning}, found"
                 f" {found if len(found) <= 40 else found[:40] + '...'}"
             )
 
 
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
-    """Yields each label's joined texts, or all without labels; raises UsageError for one out of
-    range."""
+    """Yields the joined texts of each label, or all texts without labels; raises UsageError for a
+    label out of range."""
     texts, labels = rows
     _require_kind(name, "text", texts, str, "a text")
     if labels is None:

@@ -19,39 +19,37 @@ if TYPE_CHECKING:
     from harness.workloads.family import Split
 
 MEAN_WITHIN = 1e-3
-"""Relative difference allowed between a batch's loss and the mean of its samples' losses."""
+"""Allowed relative difference between a batch's loss and the mean of its samples' losses."""
 Result = TypeVar("Result")
 MOST_TRIED = 100_000_000
-"""Parameters up to which a model is tried with real numbers before a run."""
+"""Most parameters of a model that is tried out before a run."""
 
 
 class UserModel(Protocol):
-    """Methods of a user's class. It may also have these attributes:
+    """Methods of a user's class, which may also have these attributes:
 
-    - `weight(labels)`: the samples' total weight; `loss` then returns the weighted sum
-    - `blocks`: paths of the lists of blocks, if they are not in the largest ModuleList
+    - `weight(labels)`: the samples' total weight; `loss` then returns a weighted sum
+    - `blocks`: paths of the lists of blocks
     - `split`: a `Split` for pipeline and tensor parallelism, with `hidden_size`
     """
 
     def build(self) -> nn.Module:
-        """Returns the model in fp32; torch is seeded, and new tensors are on the right device."""
+        """Returns the model in fp32. Torch is seeded, and new tensors are on the right device."""
 
     def batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of these samples, on the CPU.
+        """Returns inputs and labels of these samples on the CPU, with a row per sample.
 
-        `samples`: their numbers (int64), counted over all steps. Each result has one row per
-        sample.
+        `samples`: sample numbers (int64), counted over all steps.
         """
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss of the samples, from what the model returned."""
+        """Returns the mean loss of the samples, given the model's output."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserWorkload(Workload):
     user: UserModel
     digest: str
-    """Digest of the class's file."""
 
     @property
     def version(self) -> str:
@@ -66,7 +64,7 @@ class UserWorkload(Workload):
 
         model: object = self.user.build()
         if not isinstance(model, nn.Module):
-            self.reject(f"build() must return an nn.Module, it returned {type(model).__name__}")
+            self.reject(f"build() must return an nn.Module, not {type(model).__name__}")
         _without_dropout(model)
         return model
 
@@ -78,7 +76,7 @@ class UserWorkload(Workload):
         shape = getattr(loss, "shape", None)
         if shape is None or len(shape):
             kind = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
-            self.reject(f"loss() must return a scalar tensor, it returned {kind}")
+            self.reject(f"loss() must return a scalar tensor, not {kind}")
         return loss if label_tokens is None else loss / label_tokens
 
     def weight(self, samples: Sequence[int]) -> float | None:
@@ -105,10 +103,12 @@ class UserWorkload(Workload):
             self.reject("batch() must return a tuple of inputs and labels")
         for name, part in zip(("inputs", "labels"), made, strict=True):
             if not isinstance(part, torch.Tensor):
-                self.reject(f"batch() must return tensors, its {name} are {type(part).__name__}")
+                self.reject(
+                    f"batch() must return tensors, but its {name} are {type(part).__name__}"
+                )
             if part.ndim == 0 or len(part) != len(samples):
                 self.reject(
-                    f"batch() was asked for {len(samples)} samples, and its {name} have shape"
+                    f"batch() got {len(samples)} samples, but its {name} have shape"
                     f" {tuple(part.shape)}; their first dimension must be {len(samples)}"
                 )
         return made
@@ -117,26 +117,26 @@ class UserWorkload(Workload):
         raise UsageError(f"workload {self.name!r}: {why}")
 
     def require_trainable(self) -> None:
-        """Builds the model and computes losses as training does; raises UsageError for whatever
-        would fail, or would train differently on another number of ranks."""
+        """Tries the model out. Raises UsageError if it fails, or if training would depend on the
+        number of ranks."""
         import torch
 
         model = self._try("build()", lambda: self.build(0))
         parameters = list(model.parameters())
         if not any(p.requires_grad for p in parameters):
-            self.reject("build() returned a model without trained parameters")
+            self.reject("build() returned a model without trainable parameters")
         if sum(p.numel() for p in parameters) > MOST_TRIED:
             return
         again = self.build(0)
         if not all(torch.equal(a, b) for a, b in zip(parameters, again.parameters(), strict=True)):
             self.reject(
-                "build() drew other weights the second time; draw them from torch's generator"
+                "build() returned other weights the second time; draw them from torch's generator"
             )
         self._try("training", lambda: self._loss(model, [0, 1]).backward())
         with torch.no_grad():
             if self._differ(self._loss(model, [0, 1]), self._loss(again, [0, 1])):
                 self.reject(
-                    "its loss is random, and masks depend on how ranks share the batch; use"
+                    "its loss is random, so it would depend on how ranks share the batch; use"
                     " nn.Dropout, which is turned off, or no dropout"
                 )
             model.eval()
@@ -177,7 +177,7 @@ def from_class(found: UserClass) -> UserWorkload:
         user = found.loaded()
     except Exception as error:  # whatever a user's code raises
         raise UsageError(
-            f"workload {found.name!r} cannot be made without arguments: {first_line(error)}"
+            f"workload {found.name!r} cannot be instantiated without arguments: {first_line(error)}"
         ) from None
     workload = UserWorkload(
         name=found.name,
@@ -191,20 +191,19 @@ def from_class(found: UserClass) -> UserWorkload:
 
 
 def _with_structure(workload: UserWorkload) -> UserWorkload:
-    """Adds what the model's modules say, without storage for its weights if possible."""
 
     try:
         model = workload.on_meta()
     except UsageError:
         raise
-    except Exception:  # some models can only be built with real numbers
+    except Exception:  # some models can only be built with real tensors
         model = workload._try("build()", lambda: workload.build(0))
     split: Split | None = getattr(workload.user, "split", None)
     blocks = getattr(workload.user, "blocks", None) or block_lists(model)
     paths = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     names = {name for name, _ in model.named_modules()}
     if missing := [path for path in paths if path not in names]:
-        workload.reject(f"its model has no module {missing[0]!r}, which blocks names")
+        workload.reject(f"its `blocks` names {missing[0]!r}, which its model does not have")
     return dataclasses.replace(
         workload,
         block_paths=paths,
@@ -218,7 +217,7 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Turns torch's dropout off, whose random numbers would depend on the layout."""
+    """Turns off torch's dropout, because its random numbers would depend on the layout."""
     from torch import nn
     from torch.nn.modules.dropout import _DropoutNd
 
@@ -230,8 +229,10 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that leaves out biases of keys: softmax ignores an equal shift of all
-    scores. nn.MultiheadAttention keeps them in the middle third of one tensor."""
+    """Returns a function that drops the biases of keys, whose gradient is zero.
+
+    nn.MultiheadAttention stores them in the middle third of a tensor.
+    """
     import torch
     from torch import nn
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from harness.spec.training import Layout, Retained
 
 
-# transformers and peft import torchao if installed, which initialises CUDA if a GPU is visible.
-# They check only once.
+# If torchao is installed, transformers and peft import it, which initialises CUDA if a GPU is
+# visible. They look for it only once.
 hide("torchao")
 
 
@@ -36,12 +36,8 @@ OTHER_EXPERTS = Tolerance(
     "in half precision, the order of additions sends some tokens to other experts, so these experts"
     " and their router are trained on other tokens",
 )
-"""Tolerance for routers in half precision: rounding decides between experts with similar scores.
-
-Over 13 steps of mixtral-micro and qwen3-moe-micro (8 x 64 tokens), bf16 autocast deviates by 0.19
-and 0.35, and sends 4 % and 14 % of tokens to other experts. With fp32's experts, it deviates by
-0.017 and 0.032, like a dense model (llama-micro: 0.032).
-"""
+"""Tolerance for routers in half precision, where rounding decides between experts with similar
+scores (see docs/studies/parity-deviations.md)."""
 
 
 NEARLY_EQUAL_SCORES = Tolerance(
@@ -50,11 +46,8 @@ NEARLY_EQUAL_SCORES = Tolerance(
     "two experts' scores may differ only by the order of additions, which then decides where a"
     " token goes",
 )
-"""Tolerance for routers in fp32: the order of additions decides between nearly equal scores.
-
-In mixtral-micro (16 x 64 tokens), two scores were 1.1e-7 apart for one token. DeepSpeed's stage 3
-chose the other expert: its router was off by 2.5e-3 of the update, the loss by 5.6e-7.
-"""
+"""Tolerance for routers in fp32, where the order of additions decides between nearly equal scores
+(see docs/studies/parity-deviations.md)."""
 
 
 AUTO: dict[Kind, str] = {
@@ -65,7 +58,7 @@ AUTO: dict[Kind, str] = {
     "tokens": "AutoModelForTokenClassification",
     "image": "AutoModelForImageClassification",
 }
-"""transformers' class that builds a model from a folder or hub, by kind."""
+"""Class of transformers that builds a model from a folder or hub, by kind."""
 
 
 class HasLogits(Protocol):
@@ -78,7 +71,7 @@ class HasBalancingLoss(HasLogits, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and its loss, as strategies see them; they never compare model names."""
+    """A model and its loss. Strategies use only this interface, and never compare model names."""
 
     name: str
     kind: Kind
@@ -90,25 +83,25 @@ class Workload:
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
     num_labels: int = 0
-    """Classes; 0 for language models."""
+    """Number of classes; 0 for language models."""
     vocabulary: int = 0
-    """Tokens in the vocabulary; 0 for images."""
+    """Number of tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
     """Longest sequence; 0 means no limit."""
     cannot_train: str = ""
     """Why no strategy can train it; empty if some can."""
     blocks: int = 0
     heads: int = 0
-    """Attention heads that tensor parallelism divides: of keys and values, if fewer."""
+    """Number of attention heads that tensor parallelism divides: of keys and values, if fewer."""
     query_heads: int = 0
     head_width: int = 0
     """Elements per token in one head's query or key."""
     experts: int = 0
-    """Experts in each mixture, if any."""
+    """Number of experts in each mixture, if any."""
     experts_per_token: int = 0
     split: Split | None = None
     no_split: str = "does not say how it can be split; use a gpt2, llama or bert workload"
-    """What it lacks if `split` is None."""
+    """Why `split` is None."""
     block_paths: tuple[str, ...] = ()
     """Paths of the ModuleLists of blocks; empty if unknown."""
     tied: bool = False
@@ -116,12 +109,12 @@ class Workload:
     no_sequence: str = ""
     """Why ranks cannot share a sample's tokens; empty if they can."""
     window: int = 0
-    """Tokens that some block's attention is limited to; 0 means no limit."""
+    """Fewest tokens that some block's attention is limited to; 0 means no limit."""
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
     requires: tuple[str, ...] = ()
-    """Packages needed besides transformers."""
+    """Packages needed in addition to transformers."""
 
     @property
     def version(self) -> str:
@@ -132,9 +125,9 @@ class Workload:
 
     @property
     def of_one_and_two_blocks(self) -> tuple[str, str] | None:
-        """Names of FAMILY-HIDDENxBLOCKS with one and two blocks, to extrapolate from.
+        """Names of the workload with one and two blocks, to extrapolate from.
 
-        None for other names, and for two blocks or fewer.
+        None unless the name is FAMILY-HIDDENxBLOCKS.
         """
         name, plus, suffixes = self.name.partition("+")
         base, separator, blocks = name.rpartition("x")
@@ -156,8 +149,8 @@ class Workload:
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """Returns a config without key-value cache, and without dropout, whose random numbers would
-        depend on the layout."""
+        """Returns a config without key-value cache and without dropout, which would depend on the
+        layout."""
         import transformers
 
         if self.pretrained:
@@ -182,10 +175,9 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on` draws the initial weights (default: `device`). A seed gives the same weights only
-        on the same kind of device. So all ranks of a cell draw on one kind: on a GPU in GPU cells,
-        because a CPU takes minutes for billions of numbers. An `hf:` model gets its saved weights,
-        if any, unless `saved_weights` is false.
+        `drawn_on`: device that draws the initial weights (default: `device`). A seed gives the same
+        weights only on the same kind of device. An `hf:` model gets its saved weights, if any,
+        unless `saved_weights` is false.
         """
         import torch
 
@@ -202,7 +194,7 @@ class Workload:
             return built
         built = built.to(home)
         if home.type != "cuda":
-            # The GPU only drew the weights; the training ranks need its memory.
+            # The GPU only drew the weights, and the training ranks need its memory.
             torch.cuda.empty_cache()
         return built
 
@@ -224,7 +216,8 @@ class Workload:
         else:
             model = auto.from_config(config)
         if self.kind == "classification" and model.config.pad_token_id is None:
-            # Some models look for a sample's last token that is no padding. Samples have none.
+            # Some models look for a sample's last token before its padding, and samples have no
+            # padding.
             model.config.pad_token_id = -1
         return model
 
@@ -240,7 +233,7 @@ class Workload:
         return self.logits_of(self.output(model, inputs))
 
     def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
-        """Returns a scalar from one sample, whose operations are counted."""
+        """Returns a scalar from one sample, to count its operations."""
         return self.logits(model, self.sample_inputs(1, sequence_length)).sum()
 
     def require_trainable(self) -> None:
@@ -249,9 +242,9 @@ class Workload:
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
     ) -> Tensor | HasLogits:
-        """Returns what the model returns.
+        """Returns the model's output.
 
-        An encoder-decoder's inputs are its source and, after it, what its decoder gets.
+        An encoder-decoder's inputs are those of encoder and decoder together.
         """
         if self.kind == "seq2seq":
             inputs, target = inputs.split(_halves(inputs.shape[1]), dim=1)
@@ -281,17 +274,17 @@ class Workload:
 
     @property
     def partly_frozen(self) -> bool:
-        """Whether only some of its parameters are trained."""
+        """Whether only some parameters are trained."""
         return False
 
     @property
     def arithmetic(self) -> str | None:
-        """Either `bf16` or `fp16`; None for the cell's precision."""
+        """`bf16`, `fp16`, or None for the cell's precision."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the same workload with fp32 weights, unless it has them."""
+        """Name of the same workload with fp32 weights; None if it has them."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
@@ -313,7 +306,6 @@ class Workload:
         ]
 
     def dropouts_of(self, model: nn.Module) -> list[str]:
-        """Returns the paths of the model's dropout layers."""
         paths = self.family.dropouts if self.family else ()
         names = [name for name, _ in model.named_modules()]
         return [name for name in names if any(fnmatch(name, path) for path in paths)]
@@ -332,17 +324,17 @@ class Workload:
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """Returns how far correct trainings may deviate; None if EXACT holds."""
+        """Returns the tolerance for correct trainings; None if EXACT holds."""
         if not self.experts:
             return None
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
-        """Yields what layers keep between steps besides parameters and buffers."""
+        """Yields what layers keep between steps in addition to parameters and buffers."""
         return iter(())
 
     def countable(self) -> Workload:
-        """Returns a workload with equal parameters and FLOPs that allows fake tensors."""
+        """Returns a workload with the same parameters and FLOPs that supports fake tensors."""
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
@@ -361,15 +353,15 @@ class Workload:
             )
         if self.heads % layout.tensor:
             raise Refused(
-                f"{self.name} has {self.heads} attention heads, which do not divide by"
+                f"{self.name} has {self.heads} attention heads, which are not divisible by"
                 f" {layout.tensor}"
             )
         if layout.tensor > 1:
             for path, size in self._split_sizes:
                 if size % layout.tensor:
                     raise Refused(
-                        f"{self.name}: {path} has {size} rows or columns to split, which do not"
-                        f" divide by {layout.tensor}"
+                        f"{self.name}: {path} has {size} rows or columns to split, which are not"
+                        f"  divisible by {layout.tensor}"
                     )
 
     @functools.cached_property
@@ -385,8 +377,8 @@ class Workload:
         ranks = layout.sequence
         if self.kind != "causal":
             raise Refused(
-                "ranks share the tokens of a sample, which only causal language models allow, and"
-                f" {self.name} is none; use a llama workload"
+                f"{self.name} is not a causal language model, and only those let ranks share the"
+                " tokens of a sample; use a llama workload"
             )
         if tokens % ranks:
             raise Refused(
@@ -398,7 +390,7 @@ class Workload:
             raise Refused(f"ranks cannot share the tokens of a sample: {self.no_sequence}")
         if 0 < self.window < tokens:
             raise Refused(
-                f"some blocks of {self.name} attend to {self.window} tokens only, and ranks that"
+                f"some blocks of {self.name} attend to only {self.window} tokens, but ranks that"
                 f" share a sample's tokens attend to all {tokens}; use a sequence_length of at most"
                 f" {self.window}"
             )
@@ -422,7 +414,6 @@ class Workload:
 
 
 def _halves(tokens: int) -> tuple[int, int]:
-    """Returns the lengths of source and target in an encoder-decoder's sample."""
     return tokens - tokens // 2, tokens // 2
 
 

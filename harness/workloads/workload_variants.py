@@ -1,18 +1,17 @@
-"""Variants of a workload by suffixes: low-bit weights or few trained parameters
-(`llama-mini+nf4+lora`).
+"""Variants of a workload by suffixes such as `llama-mini+nf4+lora`.
 
 A variant's reference is the same variant in one process. Sizes are fixed, so that cells of
-different hosts can be compared:
+different hosts are comparable:
 
-- adapters (peft): LoRA of rank 8, scaled by 2, on all attention and MLP matrices; 16 virtual tokens
-  for prompt tuning, P-tuning (an MLP, or a two-layer LSTM, of the model's width) and prefix tuning;
-  IA3 on peft's default matrices. No dropout.
-- `bf16`, `fp16`: half-precision parameters, gradients, optimizer state and arithmetic; fp32
+- adapters (peft): LoRA of rank 8, scaled by 2, on all attention and MLP matrices. Prompt tuning,
+  P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on peft's
+  default matrices. No dropout.
+- `bf16`, `fp16`: parameters, gradients, optimizer state and arithmetic in half precision; fp32
   buffers.
 - `float8` (torchao): float8 products of attention and MLP matrices, with a scale per row and
   column; emulated if necessary.
-- `int8`, `nf4` (bitsandbytes): frozen attention and MLP matrices, quantised once, so an adapter is
-  needed. One scale per row of int8 weights, or per 64 nf4 weights (no double quantisation).
+- `int8`, `nf4` (bitsandbytes): frozen attention and MLP matrices, with a scale per int8 row or per
+  64 nf4 weights (no double quantisation).
 """
 
 from __future__ import annotations
@@ -151,16 +150,15 @@ class Variant(Workload):
             )
         if self.partly_frozen and recompute == "selective":
             raise Refused(
-                f"backward does not need the results of {self.name}'s frozen matrices, which"
-                " selective recomputation would keep, using more memory than none; use recompute"
-                " full"
+                f"selective recomputation would keep the results of {self.name}'s frozen matrices,"
+                " which backward does not need, and use more memory than none; use recompute full"
             )
 
     def check_sequence(self, layout: Layout, tokens: int) -> None:
         super().check_sequence(layout, tokens)
         if self.adapter in (*PROMPTS, "prefix"):
             raise Refused(
-                f"the virtual tokens of {self.name} come before the first token of a sample, and"
+                f"the virtual tokens of {self.name} come before the first token of a sample, but"
                 f" each rank would put them before its part; use {self.base.name}+lora"
             )
 
@@ -195,7 +193,7 @@ class Variant(Workload):
             return adapt(model, self.adapter).train()
 
     def _adapter_seed(self, seed: int) -> int:
-        """Differs from the model's seed, so that the adapter draws other numbers."""
+        """Returns another seed than the model's, so that the adapter draws other numbers."""
         return seed + 2**31
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
@@ -228,7 +226,7 @@ class Variant(Workload):
 
 
 def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
-    """Returns the variant; raises UsageError, with an alternative, if there is none."""
+    """Returns the variant; raises UsageError, suggesting an alternative, if there is none."""
     given = list(suffixes)
     name = "+".join([base.name, *given])
     storage, adapter = _storage_and_adapter(base, name, given)
@@ -266,12 +264,12 @@ def _storage_and_adapter(
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
-            raise UsageError(f"workload {name!r}: there is no suffix +{suffix}; there are {known}")
+            raise UsageError(f"workload {name!r}: there is no suffix +{suffix}; use {known}")
     storages, adapters = ([s for s in given if s in kind] for kind in (STORAGES, ADAPTERS))
     if len(storages) > 1 or len(adapters) > 1:
         raise UsageError(
-            f"workload {name!r}: at most one of {', '.join(f'+{s}' for s in STORAGES)} and one of"
-            f" {', '.join(f'+{s}' for s in ADAPTERS)}"
+            f"workload {name!r}: use at most one of {', '.join(f'+{s}' for s in STORAGES)} and"
+            f" one of {', '.join(f'+{s}' for s in ADAPTERS)}"
         )
     if given != [*storages, *adapters]:
         raise UsageError(

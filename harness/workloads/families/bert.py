@@ -26,8 +26,7 @@ class BertSplit(SplitByParts):
 
 
 def _without_key_bias(name: str, tensor: Tensor) -> Tensor:
-    """Drops the key bias: softmax ignores its equal shift of all scores, so its gradient is
-    zero."""
+    """Drops the key bias, whose gradient is zero: softmax ignores an equal shift of all scores."""
     return tensor[:0] if name.endswith("attention.self.key.bias") else tensor
 
 

@@ -84,7 +84,7 @@ def _size(
     vocabulary: int = 256,
     positions: int = 256,
 ) -> ModelConfig:
-    """Zero `key_values` means as many heads as queries."""
+    """`key_values`: number of key-value heads; 0 means as many as query heads."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -97,11 +97,10 @@ def _size(
 
 
 def _sized(hidden: int, layers: int) -> ModelConfig:
-    """Returns the config of a size with heads of 64; raises UsageError if these do not fit.
+    """Returns the config of a size; raises UsageError unless `hidden` is a multiple of 64.
 
-    Feed-forward size is 8/3 of the hidden size (arXiv 2302.13971, section 2.2), rounded up to a
-    multiple of 64. Blocks have equally many parameters. Positions are computed, so sequences may
-    have any length.
+    The feed-forward size is 8/3 of the hidden size (arXiv 2302.13971, section 2.2), rounded up to a
+    multiple of 64.
     """
     if hidden % 64:
         raise UsageError(

@@ -7,7 +7,8 @@ from harness.workloads.family import Family, ModelConfig
 
 
 class MixtureSplit(LlamaSplit):
-    """Llama's split without tensor parallelism: experts are three-dimensional parameters."""
+    """Llama's split without tensor parallelism, because experts are three-dimensional
+    parameters."""
 
     by_column = ()
     by_row = ()

@@ -1,6 +1,6 @@
 """ResNet image classification.
 
-BatchNorm uses one replica's samples only, so data parallelism changes the training unless
+BatchNorm sees only one replica's samples, so data parallelism changes the training unless
 statistics are synchronised.
 """
 
