@@ -329,7 +329,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def trend(values: Sequence[float]) -> float:
     """Returns the relative change over the steps if Kendall's tau shows a trend (p < 0.01), else 0.
 
-    The slope is Theil and Sen's median of slopes.
+    The slope is Theil and Sen's.
     """
     if len(values) < 8 or len(set(values)) == 1:
         return 0.0

@@ -152,7 +152,6 @@ class _Fill:
     most_deviating: TrialRecord | None
 
     def __call__(self, group: type[Group], **others: Any) -> Group:
-        """`others`: values of the fields without a summary."""
         values = {
             field.name: self._value(summary, field.metadata.get("column", field.name))
             for field in fields(group)

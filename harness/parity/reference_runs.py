@@ -25,7 +25,7 @@ from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
 
 MICRO_BATCH_TOKENS = 2048
-"""Most tokens in a micro-batch of a GPU reference run."""
+"""Maximum number of tokens in a micro-batch of a GPU reference run."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
 """Environment variable for the GiB that reference runs may use."""
 DEFAULT_LIMIT_GIB = 48.0

@@ -193,7 +193,7 @@ class Variant(Workload):
             return adapt(model, self.adapter).train()
 
     def _adapter_seed(self, seed: int) -> int:
-        """Returns another seed than the model's, so that the adapter draws other numbers."""
+        """Returns a seed that differs from the model's."""
         return seed + 2**31
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:

@@ -48,7 +48,7 @@ def test_a_run_is_found_by_what_a_person_types(folder: Path) -> None:
         ("2026", "2026"),
         ("x", "no run 'x'"),
         ("", "no run ''"),
-        ("latest~2", "has 2 to compare"),
+        ("latest~2", "has 2 runs to compare"),
         ("latest~x", "no run"),
     ):
         with pytest.raises(UsageError, match=said):

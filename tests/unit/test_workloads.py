@@ -339,8 +339,8 @@ def test_virtual_tokens_predict_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("llama-nano+qlora", r"no suffix \+qlora; there are \+bf16"),
-        ("llama-nano+", r"no suffix \+; there are"),
+        ("llama-nano+qlora", r"no suffix \+qlora; use \+bf16"),
+        ("llama-nano+", r"no suffix \+; use"),
         ("llama-nano+int8", r"nothing would be trained; use 'llama-nano\+int8\+lora'"),
         ("llama-nano+nf4+int8+lora", "at most one of"),
         ("llama-nano+lora+ia3", "at most one of"),
