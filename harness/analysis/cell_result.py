@@ -287,7 +287,6 @@ class CellResult:
 
     @property
     def outcome_reason(self) -> str:
-        """Reason for the outcome; empty if ok."""
         if self.outcome != UNVERIFIED:
             return self.reason
         judged = self.parity.verdict not in (None, *VERIFIED)

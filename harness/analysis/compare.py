@@ -137,7 +137,7 @@ MEMORY_METHOD = (
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Comparison of B with A; regressions first."""
+    """Comparison of B with A."""
 
     first: str
     second: str

@@ -44,7 +44,7 @@ class Spread:
     variance: float
     degrees: float
     averaged: float = 1.0
-    """Number of timed steps averaged in a trial."""
+    """Timed steps per trial."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,6 @@ class Series:
     elsewhere: int = 0
     """Number of runs with other hardware or another memory method, which are left out."""
     failed: int = 0
-    """Number of runs in which the cell was not ok."""
 
     @property
     def newest(self) -> Point:
@@ -214,7 +213,7 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """Returns a series per measured cell. `cells`: oldest run first."""
+    """Returns a series per cell. `cells`: oldest run first."""
     by_id: dict[str, list[MeasuredCell]] = {}
     for cell in cells:
         by_id.setdefault(cell.cell_id, []).append(cell)

@@ -175,7 +175,7 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run is a search, whose trials are not measurements."""
+    """Returns whether the run is a search."""
     return "search" in json.loads(run.plan)
 
 

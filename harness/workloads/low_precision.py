@@ -97,12 +97,10 @@ def _quantised(matrix: nn.Linear | Conv1D, storage: str) -> nn.Module:
 
 
 def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
-    """Stores packed 4-bit weights as numbers of this dtype, in place (bitsandbytes'
-    `quant_storage`).
+    """Stores packed 4-bit weights in this dtype, in place (bitsandbytes' `quant_storage`).
 
-    The bytes stay the same. FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate
-    1.15 would silently keep them whole (huggingface/accelerate#3983). A library that casts
-    parameters destroys packed weights unless it casts to this dtype.
+    FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate 1.15 silently keeps them
+    whole (huggingface/accelerate#3983). Casting parameters to any other dtype destroys the weights.
     """
     module: Any  # bitsandbytes' attributes are not typed
     for module in model.modules():

@@ -140,7 +140,7 @@ class DataSource:
     def _images(
         self, rng: np.random.Generator, global_batch: int, rows: slice
     ) -> tuple[Array, Array]:
-        """Returns gratings with class-dependent angle and frequency, random phase and noise."""
+        """Returns noisy gratings with class-dependent angle and frequency."""
         labels = self._ordered(rng.integers(0, self.num_labels, global_batch))
         phases = self._ordered(rng.random(global_batch)) * 2 * np.pi
         noise_seeds = self._ordered(rng.integers(0, 2**63, global_batch))
