@@ -101,7 +101,7 @@ def admit_here(cell: Cell, host: Host) -> None:
             f" bench submit --nodes {cell.nodes}"
         )
     try:
-        workload.require_trainable()
+        workload.require_trainable(cell.sequence_length)
         prepare_data(cell.data, workload, cell.sequence_length)
         if workload.family is None:
             model_facts(workload, cell.sequence_length)

@@ -66,12 +66,112 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 256}
+_BART: dict[str, Any] = {
+    "vocab_size": 256,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 256,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 256}
+_HYBRID: dict[str, Any] = _DECODER | {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+}
+MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "bert": ("BertForMaskedLM", _ENCODER),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        _DECODER | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", _ENCODER),
+    "opt": ("OPTForCausalLM", _ENCODER | {"ffn_dim": 64, "word_embed_proj_dim": 16}),
+    "olmo2": ("Olmo2ForCausalLM", _DECODER),
+    "granite": ("GraniteForCausalLM", _DECODER),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", _HYBRID),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        _DECODER
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {n: v for n, v in _DECODER.items() if n != "head_dim"}
+        | {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256},
+    ),
+    "cohere": ("CohereForCausalLM", _DECODER),
+    "stablelm": ("StableLmForCausalLM", _DECODER),
+    "starcoder2": ("Starcoder2ForCausalLM", _DECODER),
+    "bart": ("BartForConditionalGeneration", _BART),
+    "pegasus": ("PegasusForConditionalGeneration", _BART),
+    "whisper": ("WhisperForConditionalGeneration", _WHISPER),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        {"vocab_size": 256, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    ),
+    "electra": (
+        "ElectraForTokenClassification",
+        _ENCODER | {"embedding_size": 16, "num_labels": 5},
+    ),
+    "albert": ("AlbertForMaskedLM", _ENCODER | {"embedding_size": 16}),
+    "modernbert": ("ModernBertForMaskedLM", _ENCODER),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 64}
+        | {"num_labels": 5},
+    ),
+    "swin": (
+        "SwinForImageClassification",
+        {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+        | {"image_size": 32, "patch_size": 4, "num_labels": 5},
+    ),
+}
+"""Models that only the thorough tests try."""
+
 
 def save_config(folder: Path, model_type: str, architecture: str = "", **changes: Any) -> str:
-    """Saves one of MODELS, with changes, without weights; returns the workload's name."""
+    """Saves a model of MODELS or MORE_MODELS, with changes, without weights; returns the
+    workload's name."""
     from transformers import AutoConfig
 
-    named, config = MODELS[model_type]
+    named, config = (MODELS | MORE_MODELS)[model_type]
     saved = AutoConfig.for_model(model_type, **config | changes)
     saved.architectures = [architecture or named]
     saved.save_pretrained(folder)

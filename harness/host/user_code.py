@@ -85,6 +85,13 @@ def _file(path: str) -> ModuleType:
     return module
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """Returns an error's message, or its type if it has none, in one line of at most `most`
+    characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def first_line(error: BaseException) -> str:
     """Returns an error's type and the first line of its message."""
     lines = str(error).strip().splitlines()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from harness.host.user_code import UserClass, entry_point_class, names_user_class, user_class
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
-from harness.workloads.pretrained import from_config, lacking_weights
+from harness.workloads.pretrained import from_config, lacking_weights, read_config
 from harness.workloads.user_workload import from_class
 from harness.workloads.workload import AUTO, Workload
 from harness.workloads.workload_variants import SUFFIXES, make_variant
@@ -30,6 +30,7 @@ _KINDS: dict[str, Kind] = {
     "ForSequenceClassification": "classification",
     "ForTokenClassification": "tokens",
     "ForImageClassification": "image",
+    "ForImageClassificationWithTeacher": "image",
 }
 """Suffixes of transformers' class names, and what these classes are trained for."""
 
@@ -133,31 +134,44 @@ def source_of(name: str) -> tuple[str, str]:
 
 
 def _from_hub(name: str) -> Workload:
-    import transformers
-
+    """Returns `hf:PATH_OR_ID` from its config, without reading weights."""
     path = name.removeprefix(HUB)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"workload {name!r}: no model config at {path!r} ({reason}); give a folder with"
-            " config.json or a hub id"
-        ) from None
-    architecture = (config.architectures or [""])[0]
+    config = read_config(f"workload {name!r}", path)
+    kind = _kind(name, config)
     if Path(path).is_dir() and (lacks := lacking_weights(path)):
         raise UsageError(f"workload {name!r}: {lacks}")
-    return from_config(name, path, config, _kind(name, config, architecture), families())
+    return from_config(name, path, config, kind, families())
 
 
-def _kind(name: str, config: PretrainedConfig, architecture: str) -> Kind:
+def _kind(name: str, config: PretrainedConfig) -> Kind:
+    """Returns what the config's architecture is trained for, or without one, its model type."""
     import transformers
 
-    for ending, kind in _KINDS.items():
-        mapping = getattr(transformers, AUTO[kind])._model_mapping
-        if architecture.endswith(ending) and type(config) in mapping:
+    able: list[Kind] = [
+        kind
+        for kind, auto in AUTO.items()
+        if type(config) in getattr(transformers, auto)._model_mapping
+    ]
+    architectures = getattr(config, "architectures", None)
+    if not architectures:
+        usual: list[Kind] = ["seq2seq"] if config.is_encoder_decoder else []
+        usual += ["masked", "causal", "seq2seq", "image", "classification", "tokens"]
+        if kinds := [kind for kind in usual if kind in able]:
+            return kinds[0]
+        raise UsageError(
+            f"workload {name!r}: transformers trains models of type {config.model_type!r} neither"
+            f" on text alone nor on images alone; give one that a {', '.join(AUTO.values())} loads"
+        )
+    architecture = str(architectures[0]) if isinstance(architectures, list) else ""
+    for kind in able:
+        if any(architecture.endswith(ending) for ending, of in _KINDS.items() if of == kind):
             return kind
+    for kind in able:
+        loaded = getattr(transformers, AUTO[kind])._model_mapping[type(config)]
+        if loaded.__name__ == architecture and "ConditionalGeneration" not in architecture:
+            return kind
+    loads = ", ".join(AUTO[kind] for kind in able)
     raise UsageError(
-        f"workload {name!r}: architecture {architecture or 'unknown'!r} cannot be trained here; use"
-        f" a text or image model whose config.json names a ...{', a ...'.join(_KINDS)}"
+        f"workload {name!r}: its architecture is {str(architectures)[:80]}, which cannot be trained"
+        f" on text alone or images alone; give one that {loads or ', '.join(AUTO.values())} loads"
     )

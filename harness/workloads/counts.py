@@ -18,6 +18,7 @@ from unittest import mock
 from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
 from harness.host.folders import cache_folder
+from harness.host.user_code import one_line
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.workloads.catalog import make_workload
@@ -174,11 +175,16 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
         parameters = sum(p.numel() for p in workload.on_meta().parameters())
         if parameters > MOST_WITH_MEMORY:
             raise UsageError(
-                f"{workload.name} can only be counted by allocating its {parameters} parameters,"
-                " which are too many"
-                f" ({(str(error) or type(error).__name__).splitlines()[0]})"
+                f"{workload.name} cannot be counted without memory for its {parameters} parameters"
+                f" ({one_line(error)})"
             ) from None
+    try:
         return _counted(workload, sequence_length)
+    except Exception as error:  # whatever a model does with sizes that do not go together
+        raise UsageError(
+            f"{workload.name} cannot compute a sample of {sequence_length} tokens"
+            f" ({one_line(error)})"
+        ) from None
 
 
 def _counted(workload: Workload, sequence_length: int) -> ModelFacts:

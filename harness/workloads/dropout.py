@@ -88,3 +88,15 @@ def place_dropout(
 
 def masks_of(model: nn.Module) -> Masks:
     return next(layer.masks for layer in model.modules() if isinstance(layer, KeyedDropout))
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turns torch's dropout off, whose random numbers would depend on the layout."""
+    from torch import nn
+    from torch.nn.modules.dropout import _DropoutNd
+
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0

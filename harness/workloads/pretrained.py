@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from harness.host.user_code import one_line
 from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind, Split
 from harness.workloads.structure import Structure, read_structure
@@ -17,8 +18,52 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 IMAGE_SIZE = 224
-"""Height and width in pixels if a config has none."""
+"""Height and width in pixels, if a config names none."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""A config's names for the number of experts."""
 SHARDS = "model*.safetensors.index.json"
+MOST_BLOCKS, LARGEST = 10_000, 2**40
+"""Limits for a config's numbers of blocks and experts, and for all others, against mistakes:
+transformers would make lists of this length."""
+
+
+def read_config(name: str, path: str) -> PretrainedConfig:
+    """Reads a config from a folder, a file or the hub; raises UsageError if transformers has none
+    for it.
+
+    `name`: what the message calls it.
+    """
+    import transformers
+
+    try:
+        entries, _ = transformers.PretrainedConfig.get_config_dict(path)
+        if large := _too_large(entries):
+            raise UsageError(f"{name}: {large}")
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False
+        )
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a config's class raises for wrong values
+        raise UsageError(
+            f"{name}: transformers reads no model config at {path!r} ({one_line(error)}); give a"
+            " folder with config.json or a hub id"
+        ) from None
+    return config
+
+
+def _too_large(entries: object, name: str = "") -> str:
+    """Returns what is wrong with the first number that no model has; empty without one."""
+    if isinstance(entries, Mapping):
+        found = (_too_large(value, str(key)) for key, value in entries.items())
+        return next(filter(None, found), "")
+    if isinstance(entries, list):
+        return next(filter(None, (_too_large(value, name) for value in entries)), "")
+    counts = any(word in name for word in ("layer", "block", "depth", "expert"))
+    most = MOST_BLOCKS if counts and "_id" not in name else LARGEST
+    if isinstance(entries, int) and abs(entries) > most:
+        return f"config.json has {name} = {str(entries)[:20]}; give at most {most}"
+    return ""
 
 
 def lacking_weights(path: str) -> str:
@@ -48,9 +93,9 @@ def from_config(
         num_labels=_number(config, "num_labels")
         if kind in ("classification", "tokens", "image")
         else 0,
-        image_size=(_number(config, "image_size") or IMAGE_SIZE) if kind == "image" else 0,
+        image_size=_image_size(config) if kind == "image" else 0,
         vocabulary=_number(config, "vocab_size") if kind != "image" else 0,
-        experts=_number(config, "num_experts") or _number(config, "num_local_experts"),
+        experts=next(filter(None, (_number(config, key) for key in EXPERTS)), 0),
         experts_per_token=_number(config, "num_experts_per_tok"),
         heads=_number(config, "num_key_value_heads") or query_heads,
         query_heads=query_heads,
@@ -58,17 +103,19 @@ def from_config(
     )
     try:
         model = cast("PreTrainedModel", workload.on_meta())
-    except Exception as error:  # models raise anything for a bad config
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        structure = read_structure(model)
+        vocabulary = workload.vocabulary or _rows(model)
+    except Exception as error:  # whatever a model's class raises for a config that it cannot build
         raise UsageError(
-            f"workload {name!r}: transformers cannot build a model from its config.json ({reason})"
+            f"workload {name!r}: transformers cannot build the model of its config.json"
+            f" ({one_line(error)})"
         ) from None
-    structure = read_structure(model)
     split, lacks = _split(type(model).__name__, config, structure, families, workload.hidden_size)
     family = _family(config, type(model).__name__, families)
     positions = [n for n in (_number(config, "max_position_embeddings"), structure.positions) if n]
     return dataclasses.replace(
         workload,
+        vocabulary=vocabulary if kind != "image" else 0,
         max_tokens=min(positions, default=0) if kind != "image" else 0,
         blocks=structure.blocks,
         block_paths=structure.block_paths,
@@ -82,6 +129,21 @@ def from_config(
             family.without_zero_gradient if family else _without(structure.zero_gradients)
         ),
     )
+
+
+def _rows(model: PreTrainedModel) -> int:
+    """Returns how many tokens the model embeds; 0 if it does not say."""
+    try:
+        return int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
+    except NotImplementedError:  # an image model's
+        return 0
+
+
+def _image_size(config: PretrainedConfig) -> int:
+    size = getattr(config, "image_size", None)
+    if isinstance(size, list | tuple) and len(set(size)) == 1:
+        size = size[0]
+    return size if isinstance(size, int) and size > 0 else IMAGE_SIZE
 
 
 def _without(names: frozenset[str]) -> Callable[[str, Tensor], Tensor]:
@@ -117,9 +179,12 @@ def _family(
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """Returns an integer of a config; 0 if it is missing or differs between blocks."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else 0
+    """Returns a whole number of a config; 0 if it has none by this name, or one for each block."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # such as a property that computes with what is wrong
+        return 0
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _cannot_train(config: PretrainedConfig, kind: Kind) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
@@ -11,18 +10,14 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 from harness.host.user_code import UserClass, first_line
 from harness.spec.errors import UsageError
 from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
-from harness.workloads.workload import HasLogits, Workload
+from harness.workloads.workload import MOST_TRIED, HasLogits, Workload, losses_differ
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.workloads.family import Split
 
-MEAN_WITHIN = 1e-3
-"""Allowed relative difference between a batch's loss and the mean of its samples' losses."""
 Result = TypeVar("Result")
-MOST_TRIED = 100_000_000
-"""Most parameters of a model that is tried out before a run."""
 
 
 class UserModel(Protocol):
@@ -62,10 +57,12 @@ class UserWorkload(Workload):
     def _new_model(self, saved_weights: bool) -> nn.Module:
         from torch import nn
 
+        from harness.workloads.dropout import without_dropout
+
         model: object = self.user.build()
         if not isinstance(model, nn.Module):
-            self.reject(f"build() must return an nn.Module, not {type(model).__name__}")
-        _without_dropout(model)
+            self.reject(f"build() must return an nn.Module, it returned {type(model).__name__}")
+        without_dropout(model)
         return model
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
@@ -116,9 +113,9 @@ class UserWorkload(Workload):
     def reject(self, why: str) -> NoReturn:
         raise UsageError(f"workload {self.name!r}: {why}")
 
-    def require_trainable(self) -> None:
-        """Tries the model out. Raises UsageError if it fails, or if training would depend on the
-        number of ranks."""
+    def require_trainable(self, sequence_length: int) -> None:
+        """Builds the model and computes losses as training does; raises UsageError for whatever
+        would fail, or would train differently on another number of ranks."""
         import torch
 
         model = self._try("build()", lambda: self.build(0))
@@ -134,7 +131,7 @@ class UserWorkload(Workload):
             )
         self._try("training", lambda: self._loss(model, [0, 1]).backward())
         with torch.no_grad():
-            if self._differ(self._loss(model, [0, 1]), self._loss(again, [0, 1])):
+            if losses_differ(self._loss(model, [0, 1]), self._loss(again, [0, 1])):
                 self.reject(
                     "its loss is random, so it would depend on how ranks share the batch; use"
                     " nn.Dropout, which is turned off, or no dropout"
@@ -143,8 +140,8 @@ class UserWorkload(Workload):
             both = self._loss(model, [0, 1])
             alone = sum(self._loss(model, [sample]) for sample in (0, 1))
         weighted = self.weight([0, 1]) is not None
-        if self._differ(both, alone if weighted else alone / 2):
-            kind = "sum (because it has weight())" if weighted else "mean"
+        if losses_differ(both, alone if weighted else alone / 2):
+            kind = "sum, as it has weight()" if weighted else "mean"
             self.reject(f"loss() must be the {kind} of the samples' losses, for any batch")
 
     def _loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
@@ -152,9 +149,6 @@ class UserWorkload(Workload):
         output = self._try("the model", lambda: model(inputs))
         loss: Tensor = self._try("loss()", lambda: self.loss(output, labels))
         return loss
-
-    def _differ(self, a: Tensor | float, b: Tensor | float) -> bool:
-        return not math.isclose(float(a), float(b), rel_tol=MEAN_WITHIN, abs_tol=1e-6)
 
     def _try(self, what: str, call: Callable[[], Result]) -> Result:
         try:
@@ -214,18 +208,6 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
         batch_norm=has_batch_norm(model),
         without_zero_gradient=_without_key_biases(model),
     )
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """Turns off torch's dropout, because its random numbers would depend on the layout."""
-    from torch import nn
-    from torch.nn.modules.dropout import _DropoutNd
-
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = 0.0
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from harness.host.packages import hide
-from harness.spec.errors import Refused
+from harness.host.user_code import one_line
+from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Tolerance
 from harness.workloads.family import Family, Kind, ModelConfig, Split
 from harness.workloads.structure import split_sizes
@@ -157,9 +159,7 @@ class Workload:
             config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
                 self.pretrained, trust_remote_code=False
             )
-            for name, value in vars(config).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(config, name, 0.0)
+            without_noise(config)
             config.use_cache = False
             return config
         assert self.family is not None
@@ -202,6 +202,8 @@ class Workload:
         import torch
         import transformers
 
+        from harness.workloads.dropout import without_dropout
+
         config = self.hf_config()
         model: PreTrainedModel
         if self.pretrained is None:
@@ -215,6 +217,7 @@ class Workload:
             )
         else:
             model = auto.from_config(config)
+        without_dropout(model)
         if self.kind == "classification" and model.config.pad_token_id is None:
             # Some models look for a sample's last token before its padding, and samples have no
             # padding.
@@ -233,11 +236,14 @@ class Workload:
         return self.logits_of(self.output(model, inputs))
 
     def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
-        """Returns a scalar from one sample, to count its operations."""
-        return self.logits(model, self.sample_inputs(1, sequence_length)).sum()
+        """Returns a scalar from one sample, whose operations are counted."""
+        inputs = self.sample_inputs(1, sequence_length)
+        return self.loss(self.logits(model, inputs), self.sample_labels(inputs))
 
-    def require_trainable(self) -> None:
+    def require_trainable(self, sequence_length: int) -> None:
         """Raises UsageError if a user's own model cannot be trained; costs a few steps."""
+        if self.pretrained:
+            require_steady(self, sequence_length)
 
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
@@ -415,6 +421,66 @@ class Workload:
 
 def _halves(tokens: int) -> tuple[int, int]:
     return tokens - tokens // 2, tokens // 2
+
+
+def without_noise(config: PretrainedConfig) -> None:
+    """Sets what a config says of random numbers to 0, in its parts as well."""
+    from transformers import PretrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            without_noise(value)
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
+
+
+MEAN_WITHIN = 1e-3
+"""Relative difference allowed between a batch's loss and the mean of its samples' losses."""
+MOST_TRIED = 100_000_000
+"""Parameters up to which a model is tried with real numbers before a run."""
+
+
+def losses_differ(a: Tensor | float, b: Tensor | float) -> bool:
+    return not math.isclose(float(a), float(b), rel_tol=MEAN_WITHIN, abs_tol=1e-6)
+
+
+@functools.cache
+def require_steady(workload: Workload, sequence_length: int) -> None:
+    """Raises UsageError if a model's loss is random, or if a sample's depends on the batch."""
+    import torch
+
+    if sum(p.numel() for p in workload.on_meta().parameters()) > MOST_TRIED:
+        return
+    model = workload.build(0, saved_weights=False)
+    inputs = workload.sample_inputs(2, sequence_length)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        inputs = (
+            torch.rand_like(inputs)
+            if inputs.is_floating_point()
+            else torch.randint_like(inputs, max(1, workload.vocabulary))
+        )
+        labels = workload.sample_labels(inputs)
+
+        def loss(rows: slice) -> float:
+            return float(workload.loss(workload.logits(model, inputs[rows]), labels[rows]))
+
+        try:
+            first, again = loss(slice(2)), loss(slice(2))
+            model.eval()
+            both, alone = loss(slice(2)), (loss(slice(1)) + loss(slice(1, 2))) / 2
+        except Exception as error:  # whatever a model does with sizes that do not go together
+            raise UsageError(f"{workload.name} computes no loss ({one_line(error)})") from None
+    if losses_differ(first, again):
+        raise UsageError(
+            f"the loss of {workload.name} is random even without dropout, and its random numbers"
+            " would depend on how ranks share the batch; turn that off in its config.json"
+        )
+    if losses_differ(both, alone):
+        raise UsageError(
+            f"a sample's loss in {workload.name} depends on the other samples of its batch, which"
+            " ranks would share differently; give a model whose samples are independent"
+        )
 
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")

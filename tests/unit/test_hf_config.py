@@ -57,9 +57,15 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("starcoder2", LLAMA),
     ("bloom", {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 160}),
 ]
+DEFAULTS = (
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "falcon", "qwen2_moe", "deepseek_v2"),
+    *("deepseek_v3", "jamba", "zamba", "granitemoehybrid", "bamba", "cohere", "stablelm", "gptj"),
+    *("gpt_oss", "mixtral", "opt"),
+)
+"""Model types with sizes as their config classes have them."""
 
 
-@pytest.mark.parametrize(("kind", "sizes"), CONFIGS)
+@pytest.mark.parametrize(("kind", "sizes"), [*CONFIGS, *((kind, {}) for kind in DEFAULTS)])
 def test_counts_are_exact(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -37,7 +37,7 @@ def written(folder: Path, text: str = TINY) -> str:
 def test_a_file_of_the_documents_is_a_workload(tmp_path: Path) -> None:
     assert len(TINY.splitlines()) <= 40
     workload = make_workload(written(tmp_path))
-    workload.require_trainable()
+    workload.require_trainable(1)
     facts = model_facts(workload, 64)
     assert facts.parameters == 16 * 64 + 64 + 64 * 4 + 4
     assert facts.flops_per_sample > 2 * (16 * 64 + 64 * 4)
@@ -109,7 +109,7 @@ def test_weights_count_over_the_global_batch(tmp_path: Path) -> None:
     text = TINY.replace(LOSS, WEIGHTED.replace("len(labels)", "(labels + 1).sum()"))
     text = text.replace('reduction="sum")', 'reduction="none") @ (labels + 1.0)')
     workload = make_workload(written(tmp_path, text))
-    workload.require_trainable()
+    workload.require_trainable(1)
     data = prepare_data("stdlib", workload, 64)
 
     def losses(ranks: int) -> float:

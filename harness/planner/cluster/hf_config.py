@@ -1,6 +1,7 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Follows transformers' modelling code, whose import takes seconds.
+Importing transformers would take seconds, so this follows its modelling code. Each family's
+differences from Llama are listed in FAMILIES. transformers counts all others, if it is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from harness.host.packages import is_installed
 from harness.planner.cluster.model_shape import ModelShape
 from harness.spec.errors import UsageError
 
@@ -67,6 +69,8 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": replace(GPT, tied=True, positions=-1),
     "bloom": replace(GPT, positions=-1),
 }
+USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Names under which every config of transformers has its sizes, if it has them."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
@@ -77,6 +81,11 @@ def from_config(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
+    counted = None
+    if config.get("model_type") not in FAMILIES and (
+        is_installed("torch") and is_installed("transformers")
+    ):
+        config, counted = _built(file, config)
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -115,9 +124,22 @@ def from_config(path: Path) -> ModelShape:
         experts=experts,
         experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
     )
-    if family is None:
-        return shape
-    return replace(shape, other=_others(config, kind, family, shape))
+    if family is not None:
+        return replace(shape, other=_others(config, kind, family, shape))
+    return shape if counted is None else replace(shape, other=counted - shape.parameters)
+
+
+def _built(file: Path, entries: Config) -> tuple[Config, int]:
+    """Returns the config with transformers' defaults and usual names, and the built model's number
+    of parameters; raises UsageError if transformers cannot build it."""
+    from harness.workloads.catalog import make_workload
+
+    where = file.parent if file.name == "config.json" else file
+    workload = make_workload(f"hf:{where}")
+    config = workload.hf_config()
+    usual = {name: getattr(config, name, None) for name in USUAL}
+    parameters = sum(p.numel() for p in workload.on_meta().parameters())
+    return {**config.to_dict(), **entries, **usual}, parameters
 
 
 def _read(file: Path) -> Config:
