@@ -44,7 +44,7 @@ COLUMNS = (
 
 def title_of(effects: Effects) -> str:
     base = effects.baseline.cell
-    return f"{base.workload.partition('+')[0]} x{base.devices}, batch {base.global_batch}"
+    return f"{base.workload_name.partition('+')[0]} x{base.devices}, batch {base.global_batch}"
 
 
 def ratio_text(comparison: Comparison | None) -> str:
@@ -84,7 +84,7 @@ def best_text(effects: Effects) -> str:
 
 
 def _combination(cell: CellResult) -> str:
-    _, plus, suffixes = cell.cell.workload.partition("+")
+    _, plus, suffixes = cell.cell.workload_name.partition("+")
     return f"{named(cell)} in {cell.cell.precision}{plus}{suffixes}"
 
 
@@ -264,16 +264,16 @@ def variants(cells: Sequence[CellResult]) -> list[Variants]:
 
 
 def _model(cell: CellResult) -> str:
-    return cell.cell.workload.partition("+")[0]
+    return cell.cell.workload_name.partition("+")[0]
 
 
 def _is_variant(cell: CellResult) -> bool:
-    return "+" in cell.cell.workload
+    return "+" in cell.cell.workload_name
 
 
 def _variants(cells: Sequence[CellResult], name: str) -> Variants:
     def order(cell: CellResult) -> tuple[bool, int, str]:
-        return _is_variant(cell), -(cell.work.trained_parameters or 0), cell.cell.workload
+        return _is_variant(cell), -(cell.work.trained_parameters or 0), cell.cell.workload_name
 
     rows = sorted(cells, key=order)
     title = f"{_model(rows[0])} · {rows[0].cell.label} · {Group(tuple(rows)).title}"
@@ -297,7 +297,7 @@ def _variants(cells: Sequence[CellResult], name: str) -> Variants:
 
 
 def _label(cell: CellResult) -> str:
-    return f"{cell.cell.workload}{marks(cell)}"
+    return f"{cell.cell.workload_name}{marks(cell)}"
 
 
 def trained_share(cell: CellResult) -> float | None:

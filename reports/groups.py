@@ -33,7 +33,7 @@ class Group(Generic[AnyCell]):
 
     @property
     def workload(self) -> str:
-        return self.rows[0].cell.workload
+        return self.rows[0].cell.workload_name
 
     @property
     def devices(self) -> int:
@@ -89,7 +89,7 @@ RankedGroup = Group[RankedCell]
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
     """Groups ranked cells by workload (most cells first), devices, and size (largest first)."""
-    sizes = Counter(cell.cell.workload for cell in cells)
+    sizes = Counter(cell.cell.workload_name for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
@@ -100,7 +100,7 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     Cells keep their order; the workload with most cells comes first.
     """
     cells = list(cells)
-    sizes = Counter(cell.cell.workload for cell in cells)
+    sizes = Counter(cell.cell.workload_name for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}
     for cell in cells:
         key = (Setting.of(cell.cell), *(getattr(cell.cell, name) for name in more))

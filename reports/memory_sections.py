@@ -199,7 +199,7 @@ def _buffers_table(lists: Sequence[Buffers]) -> ui.Table:
                 *cell_name(cell),
                 " ",
                 small(f"x{cell.cell.devices} "),
-                data(cell.cell.workload, "small"),
+                data(cell.cell.workload_name, "small"),
             ]
             for cell in same.rows[:MOST_NAMED]
         ]

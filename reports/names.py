@@ -84,13 +84,13 @@ def unit(throughput: str) -> str:
 
 def chart_name(cell: CellResult, workload: str) -> str:
     """Returns `label x2 bf16` for charts of mixed settings, plus the workload if not `workload`."""
-    other = "" if cell.cell.workload == workload else f" {cell.cell.workload}"
+    other = "" if cell.cell.workload_name == workload else f" {cell.cell.workload_name}"
     setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
 
 
 def main_workload(cells: Sequence[CellResult]) -> str:
-    return Counter(cell.cell.workload for cell in cells).most_common(1)[0][0]
+    return Counter(cell.cell.workload_name for cell in cells).most_common(1)[0][0]
 
 
 def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
 
 def workload_name(cell: CellResult) -> list[ui.Inline]:
     """Returns the workload, linked to the cell's row, and the cell's marks."""
-    link = ui.Span(cell.cell.workload, "data", f"#cell-{cell.cell_id}")
+    link = ui.Span(cell.cell.workload_name, "data", f"#cell-{cell.cell_id}")
     return [link, marks(cell), *_noise(cell)]
 
 

@@ -50,7 +50,7 @@ def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]
     ]
     kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict != "diverged"]
     first = cells[0]
-    title = f"{first.cell.workload} · batch {first.cell.global_batch} · {first.cell.optimizer}"
+    title = f"{first.cell.workload_name} · batch {first.cell.global_batch} · {first.cell.optimizer}"
     summary = (
         f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
         f" {number(reference[0])} to {number(reference[-1])}; {plural(len(kept), 'cell')} agree"

@@ -301,7 +301,7 @@ def _line(curve: Curve, column: str) -> Line:
 def _scaling_title(cell: CellResult, regime: str) -> str:
     size = batch(cell.cell, regime)
     held = f"batch {size} in all" if regime == "strong" else f"batch {size} per device"
-    words = [f"{regime.capitalize()} scaling", cell.cell.workload, cell.cell.precision, held]
+    words = [f"{regime.capitalize()} scaling", cell.cell.workload_name, cell.cell.precision, held]
     if cell.cell.optimizer != "adamw":
         words.append(cell.cell.optimizer)
     return " · ".join(words)
@@ -341,7 +341,7 @@ def efficiency(cells: Sequence[CellResult]) -> ui.Table:
 
     def order(cell: CellResult) -> tuple[str, int, float]:
         own = cell.relative.efficiency_own
-        return cell.cell.workload, cell.cell.devices, -(-1.0 if own is None else own)
+        return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
 
     shown = sorted(scaled_cells(cells), key=order)
     on_one = "on one device, 95 %"

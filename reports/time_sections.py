@@ -108,7 +108,7 @@ def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
 def part_bars(profiles: Sequence[StepProfile]) -> list[Bars]:
     """Returns a chart per setting, shortest step first."""
     groups = _by_setting(profiles)
-    main = groups[0][0].result.cell.workload if groups else ""
+    main = groups[0][0].result.cell.workload_name if groups else ""
     return [
         _part_bars(group, f"parts-{i}", Group((group[0].result,)).short_title(main))
         for i, group in enumerate(groups)
@@ -442,7 +442,7 @@ def bubble_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns cells with recorded expert tokens, most balanced first."""
     known = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
-    return sorted(known, key=lambda cell: (cell.cell.workload, cell.traffic.expert_imbalance))
+    return sorted(known, key=lambda cell: (cell.cell.workload_name, cell.traffic.expert_imbalance))
 
 
 def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
@@ -471,7 +471,7 @@ def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:
-            first.setdefault(cell.cell.workload, cell)
+            first.setdefault(cell.cell.workload_name, cell)
     return [_tokens_of(cell) for cell in first.values()]
 
 
@@ -489,10 +489,10 @@ def _tokens_of(cell: CellResult) -> Bars:
     ]
     return Bars(
         f"expert-tokens-{cell.cell_id}",
-        f"Tokens of each expert: {cell.cell.workload}, {cell.cell.label}",
+        f"Tokens of each expert: {cell.cell.workload_name}, {cell.cell.label}",
         "tokens in the last warm-up step",
         tuple(bars[:MOST_ROWS]),
-        f"Tokens of each expert of {cell.cell.workload}: " + first_few(bars, 8),
+        f"Tokens of each expert of {cell.cell.workload_name}: " + first_few(bars, 8),
         omitted(len(bars)),
     )
 

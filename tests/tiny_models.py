@@ -147,7 +147,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _ENCODER | {"embedding_size": 16, "num_labels": 5},
     ),
     "albert": ("AlbertForMaskedLM", _ENCODER | {"embedding_size": 16}),
-    "modernbert": ("ModernBertForMaskedLM", _ENCODER),
+    "modernbert": ("ModernBertForMaskedLM", _ENCODER | {"pad_token_id": 0}),
     "resnet": (
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},

@@ -44,7 +44,7 @@ def export(
     files, note = export_files(cell, to)
     folder = out
     if folder is None and not json_output:
-        folder = Path("exports") / slug(f"{cell.label} {cell.workload} x{cell.devices} {to}")
+        folder = Path("exports") / slug(f"{cell.label} {cell.workload_name} x{cell.devices} {to}")
     if folder:
         write_files(files, folder)
     if json_output:

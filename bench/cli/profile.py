@@ -38,7 +38,7 @@ def profile(
 
     cell = find_cell(which, matrix, settings or [], results)
     _require_runnable(cell)
-    folder = out or Path("traces") / slug(f"{cell.label} {cell.workload} x{cell.devices}")
+    folder = out or Path("traces") / slug(f"{cell.label} {cell.workload_name} x{cell.devices}")
     record, files = _traced(cell, folder)
     gpu = gpu_time_of(cell, record)
     if json_output:

@@ -60,7 +60,7 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
         each = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
         rows.add_row(
-            escape(cell.label), escape(cell.workload), devices, cell.precision, batch, each
+            escape(cell.label), escape(cell.workload_name), devices, cell.precision, batch, each
         )
     out.print(rows)
     for absent in planned.left_out:
@@ -90,7 +90,7 @@ def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> Non
     if baseline is not None:
         against = f"baseline {baseline.label}, {planned.trials_of(baseline)} trials"
     out.print(
-        f"headline: {cell.workload} · {cell.device} x{cell.devices} · {cell.precision} · batch"
+        f"headline: {cell.workload_name} · {cell.device} x{cell.devices} · {cell.precision} · batch"
         f" {cell.global_batch}: {len(headline.candidates)} of {len(headline.cells)} cells may be"
         f" advised; {against}",
         markup=False,

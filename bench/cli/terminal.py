@@ -98,7 +98,7 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     ranked: dict[str, list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
-            ranked.setdefault(cell.cell.workload, []).append(cell)
+            ranked.setdefault(cell.cell.workload_name, []).append(cell)
     for workload, group in ranked.items():
         out.print(_ranked(workload, group))
         if all(cell.cell.devices == 1 for cell in group) and len(group) > 1:

@@ -70,7 +70,7 @@ def whatif(
     chosen = _named(cells, patterns) if patterns else fastest_cells(cells)
     calibration = calibrated(measured)
     curves = [scaled(cell, measured, calibration, request) for cell in chosen]
-    title = _title(chosen[0].cell.workload, request, link)
+    title = _title(chosen[0].cell.workload_name, request, link)
     if html:
         from reports import write_whole
         from reports.prediction_page import scaling_page
@@ -82,7 +82,7 @@ def whatif(
         return
     console = terminal.console()
     for cell, curve in zip(chosen, curves, strict=True):
-        console.print(_table(f"{curve.label}, {cell.cell.workload}", curve))
+        console.print(_table(f"{curve.label}, {cell.cell.workload_name}", curve))
         if curve.end:
             console.print(f"  ends there: {curve.end}")
     console.print(f"{title}. Rates are predictions with 80 % intervals unless marked as measured.")

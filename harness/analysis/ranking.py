@@ -209,8 +209,14 @@ def _is_tied(cell: CellResult, other: CellResult) -> bool:
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns, for each cell of a ranking, whether it and the one above may both be the fastest."""
-    ties = {id(cell) for group in by_setting(ranking) for cell in may_be_fastest(group)}
+    """Returns for each cell whether it and the one above may both be the fastest of their
+    setting, by what repeated trials say. `ranking`: fastest first."""
+    ties = {
+        id(cell)
+        for group in by_setting(ranking)
+        for cell in may_be_fastest(group)
+        if cell.trials > 1
+    }
     pairs = itertools.pairwise(ranking)
     alike = [
         id(cell) in ties and id(above) in ties and Setting.of(cell.cell) == Setting.of(above.cell)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from harness.analysis.cell_result import CellResult
 from harness.record.trial_status import NOT_LAUNCHED
-from harness.spec.cell import TECHNIQUES, Cell
+from harness.spec.cell import TECHNIQUES, Cell, without_folder
 from harness.spec.link import over
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ class Setting:
         optimizer = f" with {self.optimizer}" if self.optimizer != "adamw" else ""
         data = f" of {self.data}" if self.data not in ("stdlib", "images") else ""
         recipe = f" ({self.recipe})" if self.recipe else ""
+        workload = without_folder(self.workload)
         return (
-            f"{self.workload} in {self.precision}{optimizer}{recipe} on {ranks}{threads}{on},"
+            f"{workload} in {self.precision}{optimizer}{recipe} on {ranks}{threads}{on},"
             f" {self.global_batch} samples of {self.sequence_length} tokens{data} a step"
         )
 

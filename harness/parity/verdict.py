@@ -255,14 +255,16 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
 
 
 def widened(
-    allowed: Tolerance, roundings: Mapping[str, float], noise: Noise | None, precision: str
+    allowed: Tolerance,
+    roundings: Mapping[str, float],
+    noise: Noise | None,
+    precision: str,
+    limited: bool = True,
 ) -> Tolerance:
-    """Returns `allowed`, widened by fp32's rounding (`Reference.roundings`) and the reference's
-    noise.
-
-    Noise counts TIMES_NOISE times, up to WIDEST_BY_NOISE.
-    """
-    most_loss, most_update = WIDEST_BY_NOISE[precision]
+    """Returns `allowed`, wider by what fp32 cannot represent of a tensor (see
+    `Reference.roundings`), or TIMES_NOISE times the noise if more. If `limited`, at most
+    WIDEST_BY_NOISE."""
+    most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
     for kind in KINDS:
@@ -290,6 +292,15 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
     )
 
 
+def no_nearer_than(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
+    """Returns `allowed`, where training without any exchange deviates more, as wide as that."""
+    return replace(
+        allowed,
+        loss=max(allowed.loss, no_exchange.loss),
+        tensors=no_exchange.deviations.updates,
+    )
+
+
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
     """Turns a verdict into `unknown`: the deviation is too close to that without any exchange."""
     without = (
@@ -302,6 +313,19 @@ def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVer
             f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
             f" parameters by {verdict.max_update_deviation or 0.0:.1e}; without any exchange,"
             f" {without}"
+        ),
+    )
+
+
+def no_more_than_noise(verdict: ParityVerdict, noise: Noise) -> ParityVerdict:
+    """Returns the verdict as `unknown`: one process deviates as much by itself."""
+    return replace(
+        verdict,
+        verdict="unknown",
+        reason=(
+            f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
+            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; those of one process, when"
+            f" its batch is split differently, by {noise.loss:.1e} and {noise.update:.1e}"
         ),
     )
 

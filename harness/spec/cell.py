@@ -25,6 +25,13 @@ _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; changing them does not change what is measured."""
 
 
+def without_folder(name: str) -> str:
+    """Returns `FILE.py:CLASS` for a user's class in `FOLDER/FILE.py:CLASS`, other names as they
+    are."""
+    file, _, rest = name.rpartition(":")
+    return f"{Path(file).name}:{rest}" if file.endswith(".py") else name
+
+
 class Cell(BaseModel):
     """One strategy with its options, workload, number of devices, precision and batch size."""
 
@@ -149,6 +156,11 @@ class Cell(BaseModel):
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
 
     @property
+    def workload_name(self) -> str:
+        """The workload without the folder of a user's file, as in reports."""
+        return without_folder(self.workload)
+
+    @property
     def label(self) -> str:
         """Strategy with its options, as in reports: `ddp(static_graph=true)`."""
         shown = [
@@ -160,7 +172,7 @@ class Cell(BaseModel):
             shown.append(f"from {self.checkpoint_from}")
         if self.optimizer != "adamw":
             shown.append(self.optimizer)
-        return self.strategy + (f"({', '.join(shown)})" if shown else "")
+        return without_folder(self.strategy) + (f"({', '.join(shown)})" if shown else "")
 
     @property
     def name(self) -> str:
@@ -171,7 +183,7 @@ class Cell(BaseModel):
             on += f" {over(self.links)}"
         recipe = f" {self.recipe}" if self.recipe else ""
         return (
-            f"{self.label} {self.workload} x{self.devices}{on} {self.precision} batch"
+            f"{self.label} {self.workload_name} x{self.devices}{on} {self.precision} batch"
             f" {self.global_batch}{weak}{recipe}"
         )
 

@@ -22,9 +22,13 @@ IMAGE_SIZE = 224
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """A config's names for the number of experts."""
 SHARDS = "model*.safetensors.index.json"
-MOST_BLOCKS, LARGEST = 10_000, 2**40
-"""Limits for a config's numbers of blocks and experts, and for all others, against mistakes:
-transformers would make lists of this length."""
+MOST = {"layer": 10_000, "block": 10_000, "depth": 10_000, "expert": 10_000, "stage": 10_000} | {
+    "label": 1_000_000,
+    "position": 2**24,
+}
+"""Limits for numbers by what their names contain: transformers makes lists of these lengths."""
+LARGEST = 2**40
+"""Limit for all other numbers in a config."""
 
 
 def read_config(name: str, path: str) -> PretrainedConfig:
@@ -59,8 +63,7 @@ def _too_large(entries: object, name: str = "") -> str:
         return next(filter(None, found), "")
     if isinstance(entries, list):
         return next(filter(None, (_too_large(value, name) for value in entries)), "")
-    counts = any(word in name for word in ("layer", "block", "depth", "expert"))
-    most = MOST_BLOCKS if counts and "_id" not in name else LARGEST
+    most = min((limit for word, limit in MOST.items() if word in name), default=LARGEST)
     if isinstance(entries, int) and abs(entries) > most:
         return f"config.json has {name} = {str(entries)[:20]}; give at most {most}"
     return ""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import numpy as np
 
 from harness.host.folders import cache_folder
+from harness.host.user_code import one_line
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -387,9 +388,16 @@ def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
         raise UsageError(
             f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}"
         ) from None
-    return _columns(
-        name, table.column_names, lambda column: table.column(column).to_pylist(), labelled
-    )
+
+    def read(column: str) -> list[Any]:
+        try:
+            return list(table.column(column).to_pylist())
+        except Exception as error:  # a column given twice, or values that Python does not have
+            raise UsageError(
+                f"data {name!r}, column {column!r} cannot be read: {one_line(error)}"
+            ) from None
+
+    return _columns(name, table.column_names, read, labelled)
 
 
 def _hub_rows(name: str, where: str, labelled: bool) -> Rows:

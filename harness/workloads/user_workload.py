@@ -66,7 +66,11 @@ class UserWorkload(Workload):
         return model
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
-        return cast("Tensor", output)
+        """Returns the output; in fp32 if it is one tensor, as losses are computed by all models."""
+        import torch
+
+        is_half = getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
+        return cast("Tensor", output).float() if is_half else cast("Tensor", output)
 
     def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
         loss = self.user.loss(logits, labels)

@@ -22,41 +22,39 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor": {},
     "pipeline": {"micro_batches": 2},
 }
+TRAINED = [model for model in (*MODELS, *MORE_MODELS) if model != "whisper"]
+PLANNED = {"llama", "gemma3_text", "gpt_neox", "mixtral", "phi", "cohere"}
+"""Some of the models that a pipeline must be able to split."""
 
 
-def outcomes(run_cells: RunCells, folder: Path, models: list[str]) -> dict[tuple[str, str], str]:
-    """Returns verdicts or statuses by model and strategy; empty if the cell was refused."""
-    found, cells = {}, {}
+def require_exact(run_cells: RunCells, folder: Path, models: list[str]) -> None:
+    found: dict[tuple[str, str], str] = {}
     for model in models:
         workload = save_config(folder / model, model)
+        data = "images" if "Image" in (MODELS | MORE_MODELS)[model][0] else "stdlib"
         for strategy, axes in STRATEGIES.items():
-            data = "images" if "Image" in (MODELS | MORE_MODELS)[model][0] else "stdlib"
             of_model = cell(strategy, workload=workload, data=data, **AXES | axes)
             try:
                 validate(of_model, make_workload(workload))
-            except (Refused, UsageError) as error:
-                print(model, strategy, "refused:", error)
-                found[model, strategy] = ""
+            except Refused:
+                may_be = strategy == "tensor" or (strategy == "pipeline" and model not in PLANNED)
+                assert may_be, (model, strategy)
                 continue
-            cells[of_model.id] = (model, strategy)
-            found[model, strategy] = "not run"
-            trials = run_cells(of_model).trials
-            (trial,) = trials.itertuples()
-            verdict = trial.parity_verdict if trial.status == "ok" else trial.status
-            print(
-                model,
-                strategy,
-                verdict,
-                trial.reason,
-                trial.parity_reason if hasattr(trial, "parity_reason") else "",
-                flush=True,
-            )
-            found[model, strategy] = verdict
-    return found
+            (trial,) = run_cells(of_model).trials.itertuples()
+            found[model, strategy] = trial.parity_verdict if trial.status == "ok" else trial.status
+    assert {of: verdict for of, verdict in found.items() if verdict != "exact"} == {}
+
+
+def test_an_architecture_trains_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> None:
+    require_exact(run_cells, tmp_path, ["gpt_neox"])
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)
 def test_every_architecture_trains_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> None:
-    found = outcomes(run_cells, tmp_path, [*MODELS, *MORE_MODELS])
-    wrong = {of: outcome for of, outcome in found.items() if outcome not in ("", "exact")}
-    assert not wrong
+    require_exact(run_cells, tmp_path, TRAINED)
+
+
+def test_what_takes_neither_text_nor_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="WhisperForConditionalGeneration"):
+        make_workload(save_config(tmp_path, "whisper"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
 import pytest
 
@@ -16,6 +19,8 @@ from harness.parity.verdict import (
     widened,
     widest,
 )
+from harness.run.prepared import PreparedTrial
+from harness.run.references import _Judging
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Tolerance
 from harness.strategy.registry import make_strategy
@@ -192,3 +197,38 @@ def test_an_optimizer_that_amplifies_rounding_may_deviate_further(
     strategy = make_strategy(cell)
     allowed = allowed_deviation(cell, make_workload("llama-nano"), strategy, strategy.layout(2))
     assert allowed.update == update
+
+
+@pytest.mark.parametrize(
+    ("noise", "no_exchange", "verdict"),
+    [
+        (0.0, None, "diverged"),
+        (1e-3, None, "diverged"),
+        (0.02, None, "unknown"),
+        (0.0, 0.04, "diverged"),
+        (0.0, 0.06, "unknown"),
+    ],
+)
+def test_what_happens_without_the_strategy_is_not_its_divergence(
+    noise: float, no_exchange: float | None, verdict: str
+) -> None:
+    """Neither what one process deviates by itself, nor what ranks do that exchange nothing."""
+    cell = Cell(strategy="ddp", devices=2, workload="llama-nano")
+    workload = make_workload("llama-nano")
+    names = ("head.weight", "body.weight")
+
+    def off_by(deviation: float) -> Deviations:
+        return Deviations(dict.fromkeys(names, deviation))
+
+    judging = _Judging(
+        prepared=cast("PreparedTrial", SimpleNamespace(cell=cell, workload=workload)),
+        allowed=EXACT if no_exchange is None else Tolerance(0.1, 0.04, "declared"),
+        no_exchange=Noise(0.0, off_by(no_exchange)) if no_exchange else None,
+        reference_losses=[1.0],
+        why_not="",
+        reference=None,
+        noise=Noise(0.0, off_by(noise)),
+    )
+    facts = SimpleNamespace(trainable=names)
+    with mock.patch("harness.parity.verdict.model_facts", return_value=facts):
+        assert judging.of([1.0], [off_by(0.05)]).verdict == verdict

@@ -82,7 +82,7 @@ def from_config(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
     counted = None
-    if config.get("model_type") not in FAMILIES and (
+    if str(config.get("model_type")) not in FAMILIES and (
         is_installed("torch") and is_installed("transformers")
     ):
         config, counted = _built(file, config)
