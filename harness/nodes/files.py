@@ -66,7 +66,7 @@ class Offer:
         """Lists `reference.json` last, since it marks a reference as complete."""
         names: dict[Path, str] = {}
         if folder := spec.reference:
-            for name in ("final.safetensors", "reference.json"):
+            for name in ("final.safetensors", "ahead.safetensors", "reference.json"):
                 names[Path(folder, name)] = str(_below_cache(folder) / name)
         if tokens := spec.data.tokens_file:
             names[Path(tokens)] = str(_below_cache(tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.parity.deviations import Deviations
@@ -17,22 +16,35 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 NO_DIRECTION = 1e-30
-"""Product of norms below which directions are not compared."""
+"""Product of norms below which there is no direction to compare."""
+LEAST_DECAY = 0.2
+"""Share of the segment's weight decay below which a direction is not compared in half precision."""
+LOW_BITS = 0x1FFF
+"""Bits of an fp32 number that neither fp16 nor bf16 has."""
 
 
 def deviations_from(
-    reference: Reference, train_state: TrainState, workload: Workload, replicas: int | None
+    reference: Reference,
+    train_state: TrainState,
+    workload: Workload,
+    replicas: int | None,
+    *,
+    decay: float = 0.0,
+    ahead: bool = False,
 ) -> Deviations:
     """Returns the deviations of this rank's tensors; call on all ranks.
 
-    Exempts directions with an analytically zero gradient, because AdamW turns their rounding noise
-    into full-size steps. `replicas`: number that normalise their own samples; None if this rank's
-    buffers do not count.
+    `decay`: share of the weights that decayed in the segment, in half precision. `ahead`: compares
+    with the reference's replay ahead (see `Reference.save_ahead`). `replicas`: how many normalise
+    samples of their own; None if this rank's buffers do not count, because it is not the first of
+    them. Directions with an analytically zero gradient are exempt:
+    AdamW turns their rounding noise into full-size steps.
     """
     from safetensors import safe_open
 
-    with safe_open(Path(reference.folder) / "final.safetensors", framework="pt") as final:
-        comparison = _Comparison(final, reference, workload)
+    file = reference.ahead_file if ahead else reference.final_file
+    with safe_open(file, framework="pt") as final:
+        comparison = _Comparison(final, reference, workload, decay)
         found = {
             name: comparison.parameter(name, tensor)
             for name, tensor in full_parameters(train_state)
@@ -44,14 +56,16 @@ def deviations_from(
                 f"{name} {kind}": comparison.moment(name, kind, tensor)
                 for name, kind, tensor in full_moments(train_state, comparison.shape_of)
             }
-    updates, elements, decays = (
-        {name: of_tensor[place] for name, of_tensor in found.items()} for place in range(3)
+    updates, elements, decays, directions = (
+        {name: of_tensor[place] for name, of_tensor in found.items()} for place in range(4)
     )
-    return Deviations(updates, elements, decays, buffers, moments)
+    gaps, coarse = ({n: of_state[place] for n, of_state in moments.items()} for place in range(2))
+    return Deviations(updates, elements, decays, directions, buffers, gaps, coarse)
 
 
 class _Comparison:
-    def __init__(self, final: Any, reference: Reference, workload: Workload) -> None:
+    def __init__(self, final: Any, reference: Reference, workload: Workload, decay: float) -> None:
+        self.decay = decay
         self.final, self.workload, facts = final, workload, reference.facts
         self.norms: dict[str, float] = facts["update_norms"]
         self.frozen: dict[str, str] = facts["frozen"]
@@ -78,19 +92,18 @@ class _Comparison:
         without = self.workload.without_zero_gradient
         return without(name, tensor.float()) - without(name, expected)
 
-    def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float]:
-        """Returns a parameter's deviations: of its update, of one element, and along the
-        weights."""
+    def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float, float]:
+        """Returns its deviations of the update, of an element, and along the weights twice."""
         import torch
 
         known = self.known(name)
         if known in self.frozen:
             # Packed weights are the same if their bytes are, stored as any dtype.
             digests = (digest(tensor), digest(tensor.contiguous().view(torch.uint8)))
-            return 0.0 if self.frozen[known] in digests else math.inf, 0.0, 0.0
+            return 0.0 if self.frozen[known] in digests else math.inf, 0.0, 0.0, 0.0
         expected = self.expected(f"parameters/{known}", tensor)
         if expected is None or known not in self.norms:
-            return math.inf, math.inf, math.inf
+            return math.inf, math.inf, math.inf, 0.0
         gap, moved = self.gap(known, tensor, expected), self.norms[known]
         most = float(gap.norm(math.inf)) if gap.numel() else 0.0
         weights = self.workload.without_zero_gradient(known, expected)
@@ -99,7 +112,10 @@ class _Comparison:
         product = abs(float(gap.flatten().dot(weights.flatten())))
         along = product / scale if scale > NO_DIRECTION else 0.0
         element = _ratio(most * math.sqrt(gap.numel()), moved)
-        return _ratio(float(gap.norm()), moved), element, along
+        direction, size = 0.0, float(weights.norm())
+        if self.decay and product >= LEAST_DECAY * self.decay * size**2 > 0.0:
+            direction = product / (size * float(gap.norm())) * math.sqrt(gap.numel())
+        return _ratio(float(gap.norm()), moved), element, along, direction
 
     def buffers(self, train_state: TrainState, replicas: int | None) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -117,13 +133,26 @@ class _Comparison:
                 )
         return found
 
-    def moment(self, name: str, kind: str, tensor: Tensor) -> float:
+    def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float]:
+        """Returns its deviation, and the share of its numbers that only it has in 16 bits."""
         known = self.known(name)
         expected = self.expected(f"{kind}/{known}", tensor)
         if expected is None:
-            return math.inf
+            return math.inf, 0.0
         size = self.workload.without_zero_gradient(known, expected).norm()
-        return _ratio(float(self.gap(known, tensor, expected).norm()), float(size))
+        coarse = max(0.0, _in_16_bits(tensor) - _in_16_bits(expected))
+        return _ratio(float(self.gap(known, tensor, expected).norm()), float(size)), coarse
+
+
+def _in_16_bits(tensor: Tensor) -> float:
+    """Returns the share of the numbers other than zero that fp16 or bf16 could hold."""
+    import torch
+
+    numbers = tensor.detach().float()
+    numbers = numbers[numbers != 0]
+    if not numbers.numel():
+        return 0.0
+    return float(((numbers.view(torch.int32) & LOW_BITS) == 0).float().mean())
 
 
 def _ratio(distance: float, size: float) -> float:

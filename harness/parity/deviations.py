@@ -16,12 +16,17 @@ class Deviations:
     elements: Mapping[str, float] = field(default_factory=dict)
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
-    """Component of the deviation along the weights / |reference's update|, which reveals wrong
-    weight decay."""
+    """Part of the deviation in the direction of the weights, over the norm of the update: wrong
+    weight decay goes there, rounding does not."""
+    directions: Mapping[str, float] = field(default_factory=dict)
+    """The same in half precision, in standard deviations of a deviation without direction: rounding
+    hides little of it in a large tensor. Only if it is `LEAST_DECAY` of the weight decay."""
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)
-    """|optimizer state - reference| / |reference|."""
+    """Norm of (optimizer state - reference) over the norm of the reference's."""
+    coarse: Mapping[str, float] = field(default_factory=dict)
+    """Share of an optimizer state's numbers that have 16 bits, beyond that of the reference."""
 
     def merged(self, other: Deviations) -> Deviations:
         return Deviations(

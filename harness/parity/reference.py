@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 UNIT = 2.0**-23
-"""Largest relative distance between neighbouring fp32 numbers."""
-VERSION = 4  # raise it when the contents of reference files change meaning
+"""Largest relative distance of neighbouring fp32 numbers: two roundings by half of it."""
+VERSION = 5  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ class Reference:
         return loaded
 
     @property
+    def final_file(self) -> Path:
+        return Path(self.folder) / "final.safetensors"
+
+    @property
+    def ahead_file(self) -> Path:
+        return Path(self.folder) / "ahead.safetensors"
+
+    @property
     def exists(self) -> bool:
         return (Path(self.folder) / "reference.json").is_file()
 
@@ -70,8 +78,6 @@ class Reference:
 
         `buffers`: floating-point buffers by number of replicas and name (see RunningStatistics).
         """
-        from safetensors.torch import save_file
-
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         before = dict(initial.named_parameters())
         parameters = dict(full_parameters(train_state))
@@ -81,29 +87,23 @@ class Reference:
             if initially.requires_grad
         }
         frozen = {name: digest(p) for name, p in parameters.items() if name not in final}
-        # Array tasks may create the same reference concurrently.
-        mine = f"{platform.node()}.{os.getpid()}.tmp"
         first = dict(initial.named_buffers())
         changed = {
             key: (float((buffer - first[key.partition("/")[2]]).norm()), buffer)
             for key, buffer in buffers.items()
         }
-        tensors = {f"parameters/{name}": tensor for name, tensor in final.items()}
-        tensors |= {
-            f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved
-        }
-        shapes = {name: tuple(tensor.shape) for name, tensor in final.items()}
-        if sum(tensor.nbytes for tensor in final.values()) <= MOMENTS_UP_TO:
-            for name, kind, tensor in full_moments(train_state, shapes.get):
-                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
-        save_file(tensors, Path(self.folder) / f"final.{mine}")
+        self._save_tensors(
+            train_state,
+            final,
+            {f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved},
+            self.final_file,
+        )
         norms = dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
             moved = workload.without_zero_gradient(
                 name, tensor.float()
             ) - workload.without_zero_gradient(name, before[name].detach().float().cpu())
             norms[name] = float(moved.norm())
-        (Path(self.folder) / f"final.{mine}").replace(Path(self.folder) / "final.safetensors")
         roundings = {
             name: len(losses) * UNIT * float(tensor.float().norm()) / norms[name]
             for name, tensor in final.items()
@@ -114,6 +114,48 @@ class Reference:
             | {"gradient_norms": gradient_norms}
             | {"buffer_norms": {key: moved for key, (moved, _) in changed.items() if moved}}
         )
+
+    def save_ahead(self, train_state: TrainState, losses: list[float]) -> None:
+        """Writes what the end of the segment gives if optimizers and schedules are far ahead.
+
+        Only of models whose optimizer states are compared.
+        """
+        facts = self.facts
+        parameters = {
+            name: parameter.cpu().contiguous()
+            for name, parameter in full_parameters(train_state)
+            if name not in facts["frozen"]
+        }
+        if sum(tensor.nbytes for tensor in parameters.values()) <= MOMENTS_UP_TO:
+            self._save_tensors(train_state, parameters, {}, self.ahead_file)
+            self._write(facts | {"ahead_losses": losses})
+
+    def _save_tensors(
+        self,
+        train_state: TrainState,
+        parameters: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        file: Path,
+    ) -> None:
+        """Writes parameters, optimizer states and others. Array tasks may create the same
+        reference concurrently."""
+        from safetensors.torch import save_file
+
+        tensors = {f"parameters/{name}": tensor for name, tensor in parameters.items()}
+        tensors.update(others)
+        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        if sum(tensor.nbytes for tensor in parameters.values()) <= MOMENTS_UP_TO:
+            for name, kind, tensor in full_moments(train_state, shapes.get):
+                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+        temporary = file.with_suffix(f".{platform.node()}.{os.getpid()}.tmp")
+        save_file(tensors, temporary)
+        temporary.replace(file)
+
+    @property
+    def ahead_losses(self) -> list[float]:
+        """Losses of the replay ahead; empty without one."""
+        losses: list[float] = self.facts.get("ahead_losses", [])
+        return losses
 
     @property
     def roundings(self) -> dict[str, float]:

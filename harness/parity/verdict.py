@@ -104,10 +104,15 @@ class Kind:
     in_fp32: float
     in_half: float
     reason: str
-    """Message about a deviation, with placeholders for tensor and deviation."""
+    """What a deviation means; a format with tensor and deviation."""
+    absolute: bool = False
+    """Whether the limit is the number itself, whatever the update's."""
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
+
+    def limit(self, update: float, precision: str) -> float:
+        return self.times_update(precision) * (1.0 if self.absolute else update)
 
 
 KINDS = (
@@ -118,9 +123,17 @@ KINDS = (
         20.0,
         "an element of {} is off by {:.1e} of the update's root mean square",
     ),
-    Kind("decays", 0.1, 0.1, "the norm of {} is off by {:.1e} of its update"),
+    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.1e} of its update"),
+    Kind(
+        "directions",
+        7.0,
+        7.0,
+        "{} has shrunk or grown wrongly, by {:.0f} standard deviations of rounding",
+        absolute=True,
+    ),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.1e} of its change"),
     Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.1e} of its norm"),
+    Kind("coarse", 0.5, 0.5, "optimizer state {} has 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
 
@@ -168,7 +181,7 @@ def parity_verdict(
         word, reason = "diverged", _loss_reason(gaps, allowed.loss)
     elif off:
         word = "diverged"
-        reason = f"{off.kind.reason.format(off.tensor, off.deviation)} (allowed {off.limit:.0e})"
+        reason = f"{off.kind.reason.format(off.tensor, off.deviation)} (allowed {off.limit:.2g})"
     elif max(gaps) <= EXACT.loss and all(e.deviation <= e.limit for e in exact):
         word, reason = "exact", "" if allowed.reason == EXACT.reason else allowed.reason
     elif allowed.reason == EXACT.reason:  # widened by rounding alone
@@ -200,7 +213,7 @@ def _nearest_to_limits(
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)
-        limits = {n: kind.times_update(precision) * limit(_tensor(n)) for n in values}
+        limits = {n: kind.limit(limit(_tensor(n)), precision) for n in values}
         shares = {n: value / limits[n] for n, value in values.items()}
         if shares:
             name = max(shares, key=lambda n: shares[n])
@@ -267,7 +280,7 @@ def widened(
     most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if not kind.absolute):
         for name, moved in getattr(noise.deviations, kind.attribute).items():
             by_noise = min(TIMES_NOISE * moved / kind.times_update(precision), most_update)
             tensor = _tensor(name)

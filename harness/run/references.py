@@ -264,7 +264,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     )
     if reference:
         norms = first_known([[s.gradient_norm for s in rank.steps] for rank in outcome.trained])
-        taken = [n if step is None else step for n, step in enumerate(steps)]
+        taken = _without_ahead(steps, outcome.trained[0].replays_ahead, cell.parity_steps)
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None
     if not reference or verdict.verdict not in VERIFIED:
@@ -273,22 +273,41 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     verdict = judging.with_later(verdict, later)
     checks: list[ParityVerdict] = []
     for number, replay in enumerate(replays):
-        again = judging.of(
+        ahead = outcome.trained[0].replays_ahead[number]
+        against = judging.ahead(replay.first) if ahead else judging
+        again = against.of(
             first.before(replay.first) + replay.losses,
             [rank.replayed_deviations[number] for rank in outcome.trained],
         )
         checks.append(again)
         if again.verdict not in VERIFIED and verdict.verdict in VERIFIED:
             where = "after the parity segment, when its state was rewound to step"
-            reason = f"{where} {replay.first}: {again.reason}"
+            further = ", its optimizer ahead" if ahead else ""
+            reason = f"{where} {replay.first}{further}: {again.reason}"
             verdict = replace(again, reason=reason)
-        further = judging.later(replay)
-        later += further
-        verdict = judging.with_later(verdict, further)
+        if not ahead:
+            since = judging.later(replay)
+            later += since
+            verdict = judging.with_later(verdict, since)
     ends = [rank.sketches or {} for rank in outcome.trained]
     verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
+
+
+def _without_ahead(
+    steps: Sequence[int | None], replays_ahead: Sequence[bool], segment: int
+) -> list[int]:
+    """Returns each step's training step, moved beyond the segment in replays ahead."""
+    taken: list[int] = []
+    replays = -1
+    for number, step in enumerate(steps):
+        training_step = number if step is None else step
+        rewound = bool(taken) and training_step != (steps[number - 1] or number - 1) + 1
+        replays += rewound
+        ahead = replays >= 0 and replays_ahead[replays]
+        taken.append(training_step + segment if ahead else training_step)
+    return taken
 
 
 @dataclass(frozen=True)
@@ -319,6 +338,12 @@ class _Judging:
             return unverifiable(verdict, None)
         tight = self._with(capped(self.allowed, self.no_exchange), losses, updates)
         return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
+
+    def ahead(self, step: int) -> _Judging:
+        """Returns the same for a replay ahead from this step."""
+        assert self.reference is not None
+        losses = [*self.reference_losses[:step], *self.reference.ahead_losses]
+        return replace(self, reference_losses=losses)
 
     def _with(
         self,

@@ -59,6 +59,12 @@ def learning_rate_factor(cell: Cell, step: int) -> float:
     return LAST_FACTOR + (1 - LAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def decayed(cell: Cell) -> float:
+    """Returns the share of a weight that its decay takes in the parity segment, about."""
+    factors = (learning_rate_factor(cell, step) for step in range(cell.parity_steps))
+    return cell.learning_rate * cell.weight_decay * sum(factors)
+
+
 def make_scheduler(cell: Cell, optimizer: Optimizer) -> LambdaLR:
     """Returns torch's LambdaLR, whose `steps` can be set when training is rewound."""
     from torch.optim.lr_scheduler import LambdaLR

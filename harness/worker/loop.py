@@ -21,13 +21,21 @@ from harness.parity.reference import Reference
 from harness.parity.running_statistics import RunningStatistics
 from harness.spec.training import Batch, TrainStep
 from harness.strategy.job import Job, TrainState
+from harness.strategy.recipe import decayed
 from harness.strategy.registry import batches_normalised, make_strategy
 from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
 from harness.worker.rank_answer import LoadedAnswer, Offload, RankStates, RankStep
 from harness.worker.reporting import Heartbeat, Progress
-from harness.worker.rewind import FIRST_WITHIN, REPLAYED_STEPS, Rewinds
+from harness.worker.rewind import (
+    AHEAD,
+    FIRST_WITHIN,
+    REPLAYED_STEPS,
+    Checkpoint,
+    Rewinds,
+    numbers_steps,
+)
 from harness.worker.spec import TrialSpec, TurnClient
 from harness.workloads import Workload
 
@@ -102,6 +110,9 @@ class Loop:
         self.statistics: RunningStatistics | None = None
         if spec.reference_output and job.train_state is not None:
             self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
+        self.ahead_from = max(cell.parity_steps - REPLAYED_STEPS, 1)
+        self.before_ahead: Checkpoint | None = None
+        """State before the last steps of a reference run's segment."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         self.settling = False
@@ -185,7 +196,7 @@ class Loop:
         With rewinds, at least one rewind and its replay must be complete.
         """
         if self.rewinds and (
-            not self.rewinds.count or self.training_step < self.job.cell.parity_steps
+            not self.rewinds.enough or self.training_step < self.job.cell.parity_steps
         ):
             return False
         return self.next_step >= self.job.cell.total_steps and (
@@ -197,7 +208,7 @@ class Loop:
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if rewinds.keeps(self.training_step):
-            self._without_counting(lambda: rewinds.keep(train_state, number))
+            self._without_counting(lambda: rewinds.keep(train_state, self.job.cell, number))
         elif (
             self.training_step >= self.job.cell.parity_steps
             and self._knows_what_is_left()
@@ -246,6 +257,9 @@ class Loop:
     def run_step(self, index: int) -> None:
         if self.rewinds:
             self.save_or_rewind(self.rewinds)
+        if self.spec.reference_output and self.training_step == self.ahead_from:
+            assert self.job.train_state is not None
+            self.before_ahead = Checkpoint(self.job.train_state)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
@@ -329,7 +343,7 @@ class Loop:
         """Compares or saves the parameters. The next step is not timed."""
         self.stop_counting()
         self.note_peak()
-        train_state, workload = self.job.train_state, self.job.workload
+        train_state, workload, cell = self.job.train_state, self.job.workload, self.job.cell
         assert train_state is not None
         self.states = self.states or states_of(train_state, workload, self.job.device.type)
         with self.meter.unlimited():
@@ -340,15 +354,36 @@ class Loop:
                 Reference(self.spec.reference_output).save(
                     workload, train_state, initial, losses, norms, self.statistics.by_replicas()
                 )
+                self.replay_ahead(Reference(self.spec.reference_output), train_state)
             if self.spec.reference:
                 reference = Reference(self.spec.reference)
+                ahead = self.rewinds is not None and self.rewinds.is_ahead
+                replicas = None if ahead else self._replicas()
                 self.deviations.append(
-                    deviations_from(reference, train_state, workload, self._replicas())
+                    deviations_from(
+                        reference,
+                        train_state,
+                        workload,
+                        replicas,
+                        decay=0.0 if cell.precision == "fp32" else decayed(cell),
+                        ahead=ahead,
+                    )
                 )
         self.meter.reset()
         if self.heartbeat:
             self.heartbeat.beat(f"step {len(self.steps)}")
         self.settling = True
+
+    def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
+        """Replays the end of a reference's segment AHEAD, saves what it gives, and undoes it."""
+        if not (self.before_ahead and numbers_steps(train_state, self.job.cell)):
+            return
+        after = Checkpoint(train_state)
+        self.before_ahead.restore(train_state, AHEAD)
+        steps = range(self.ahead_from, self.job.cell.parity_steps)
+        losses = [self.step(self.batches.fetch(step, step)) for step in steps]
+        reference.save_ahead(train_state, [float(loss) for loss in losses if loss is not None])
+        after.restore(train_state)
 
     def _replicas(self) -> int | None:
         """Returns how many replicas have their own running statistics; None unless this is the

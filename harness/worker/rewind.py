@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.measure.memory_kinds import local_part, retained
+from harness.parity.reference import Reference
+from harness.spec.cell import Cell
 from harness.strategy.checkpoints import Counter as StepCounter
 from harness.strategy.checkpoints import counters_of, set_counters
 from harness.strategy.job import TrainState
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+AHEAD = 1000
+"""Steps by which optimizers and schedules are moved ahead in some replays: a training that goes
+wrong from some step of theirs on would go right again when they are rewound."""
+STEP = "step"
+"""Name of the step number in torch's optimizer states."""
 PIECE_BYTES = 2**24
 
 
@@ -52,10 +59,11 @@ class Checkpoint:
             self._counters[key] = dict(_counters(record))
         self._scheduled = counters_of(_schedules(train_state))
 
-    def restore(self, train_state: TrainState) -> None:
+    def restore(self, train_state: TrainState, ahead: int = 0) -> None:
         """Restores the state in place, and drops newer optimizer states.
 
-        Raises RuntimeError if a tensor is missing or has another size.
+        `ahead`: added to the step numbers of optimizers and schedules. Raises RuntimeError if a
+        tensor is missing or has another size.
         """
         self._forget_later_states(train_state)
         restored = set()
@@ -73,7 +81,9 @@ class Checkpoint:
             )
         for key, record in _records(train_state):
             record.update(self._counters.get(key, {}))
-        set_counters(_schedules(train_state), self._scheduled)
+            if ahead and STEP in record:
+                record[STEP] += ahead  # in place if a tensor
+        set_counters(_schedules(train_state), [step + ahead for step in self._scheduled])
 
     def _fill(self, tensor: Tensor, place: int) -> None:
         import torch
@@ -126,6 +136,17 @@ def _schedules(train_state: TrainState) -> list[StepCounter]:
     return [(schedule, "steps") for schedule in train_state.schedules]
 
 
+def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
+    """Returns whether each optimizer state has a step number, from which alone AdamW corrects its
+    bias."""
+    return cell.optimizer.startswith("adamw") and all(
+        STEP in state or any(STEP in group for group in optimizer.param_groups)
+        for optimizer in train_state.optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+    )
+
+
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yields integers such as step counts.
 
@@ -171,12 +192,15 @@ LEAST_BETWEEN, MOST_BETWEEN = 8, 24
 class Rewinds:
     """Rewind schedule of one rank."""
 
-    def __init__(self, seed: int, parity_steps: int, cycle: int) -> None:
-        """`cycle`: steps after which the strategy's work repeats."""
-        self.cycle = cycle
+    def __init__(self, seed: int, parity_steps: int, cycle: int, ahead: bool = False) -> None:
+        """`seed`: equal on all ranks. `parity_steps`: at least 2. `cycle`: steps after which the
+        strategy's work repeats. `ahead`: whether the reference has a replay AHEAD."""
+        self.cycle, self._ahead = cycle, ahead
         self.random = random.Random(seed)
         self.from_step = max(parity_steps - REPLAYED_STEPS, 1)
-        self.count = 0
+        """Training step before which the state is saved."""
+        self.replays_ahead: list[bool] = []
+        """Whether each replay's optimizers were AHEAD."""
         self._checkpoint: Checkpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
@@ -185,24 +209,44 @@ class Rewinds:
     @classmethod
     def of(cls, spec: TrialSpec, cycle: int) -> Rewinds | None:
         seed = spec.rewind_seed
-        return None if seed is None else cls(seed, spec.cell.parity_steps, cycle)
+        if seed is None or spec.reference is None:
+            return None
+        ahead = bool(Reference(spec.reference).ahead_losses)
+        return cls(seed, spec.cell.parity_steps, cycle, ahead)
+
+    @property
+    def count(self) -> int:
+        return len(self.replays_ahead)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Returns whether the optimizers are AHEAD, until the next rewind."""
+        return bool(self.replays_ahead) and self.replays_ahead[-1]
+
+    @property
+    def enough(self) -> bool:
+        """Returns whether the state was rewound, in each way."""
+        return False in self.replays_ahead
 
     def keeps(self, training_step: int) -> bool:
         return self._checkpoint is None and training_step == self.from_step
 
-    def keep(self, train_state: TrainState, number: int) -> None:
+    def keep(self, train_state: TrainState, cell: Cell, number: int) -> None:
         self._checkpoint, self._kept_at = Checkpoint(train_state), number
+        self._ahead = self._ahead and numbers_steps(train_state, cell)
 
     def due(self, number: int, steps_left: int) -> bool:
         """Returns whether to rewind before this step. `steps_left`: steps still to be timed."""
         if self._at is None:
             most = max(0, min(FIRST_WITHIN, steps_left - REPLAYED_STEPS))
             between = (LEAST_BETWEEN, MOST_BETWEEN) if self.count else (0, most)
-            self._at = number + self.random.randint(*between)
+            # What follows a replay AHEAD is another training than the reference.
+            self._at = number if self.is_ahead else number + self.random.randint(*between)
         return number >= self._at and (number - self._kept_at) % self.cycle == 0
 
     def rewind(self, train_state: TrainState) -> None:
         assert self._checkpoint is not None
-        self._checkpoint.restore(train_state)
-        self.count += 1
+        ahead = self._ahead and not self.is_ahead
+        self._checkpoint.restore(train_state, AHEAD if ahead else 0)
+        self.replays_ahead.append(ahead)
         self._at = None

@@ -393,6 +393,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         gpu_use=loop.gpus.use(),
         deviations=loop.deviations[0] if loop.deviations else None,
         replayed_deviations=tuple(loop.deviations[1:]),
+        replays_ahead=tuple(loop.rewinds.replays_ahead) if loop.rewinds else (),
         busy_fraction=busy,
         offload=loop.offload(),
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),

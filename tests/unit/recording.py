@@ -57,6 +57,7 @@ def answer(
         gpu_use=None,
         deviations=None,
         replayed_deviations=(),
+        replays_ahead=(),
         busy_fraction=None,
         offload=None,
         sent_bytes_per_step=20.0,

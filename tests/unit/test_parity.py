@@ -167,6 +167,28 @@ def test_each_kind_of_deviation_has_its_limit(
     assert word(math.inf, bf16, "bf16") == word(math.nan) == "diverged"
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor", "limit"), [("directions", "a", 7.0), ("coarse", "a exp_avg", 0.5)]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_some_limits_do_not_depend_on_the_update(
+    kind: str, tensor: str, limit: float, precision: str
+) -> None:
+    allowed = PRECISION.get(precision, EXACT)
+    found = [
+        parity_verdict(
+            [2.0, 1.0],
+            REFERENCE,
+            [Deviations({"a": 0.0}, **{kind: {tensor: share * limit}})],
+            ("a",),
+            allowed,
+            precision=precision,
+        ).verdict
+        for share in (0.9, 1.1)
+    ]
+    assert found == ["exact", "diverged"]
+
+
 def test_states_that_cannot_be_gathered_are_named() -> None:
     ranks = [Deviations({"a": 0.0, "b": 0.0}, moments={"a exp_avg": 0.0})]
     found = parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a", "b"), EXACT)

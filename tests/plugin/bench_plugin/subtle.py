@@ -40,6 +40,8 @@ class Subtle(Strategy):
     """What is wrong with it."""
     from_step: int = 0
     """First wrong step, by a registered counter."""
+    from_optimizer_step: int = 0
+    """First wrong step, by the optimizer's own count, which a rewind takes back."""
     wide: bool = False
     """Declare a tolerance that would allow anything."""
 
@@ -62,6 +64,8 @@ class Subtle(Strategy):
         def step(batch: Batch) -> object:
             once = self.mistake == "momentum_reset" and counted.steps > self.from_step
             wrong = self.mistake if counted.steps >= self.from_step and not once else "none"
+            if made.optimizer_step < self.from_optimizer_step:
+                wrong = "none"
             counted.steps += 1
             return made.step(batch, wrong)
 
@@ -98,6 +102,10 @@ class _Made:
         self.after(wrong, before)
         self.optimizer.zero_grad()
         return total
+
+    @property
+    def optimizer_step(self) -> int:
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
 
     def average(self, parameter: Any, wrong: str) -> None:
         import torch
@@ -140,7 +148,8 @@ class _Made:
                 if wrong == "half_moment":
                     state = self.optimizer.state[parameter]["exp_avg"]
                     state.copy_(state.to(torch.float16))
-                if wrong == "undecayed_embedding" and "embed" in name:
+                embeds = "embed" in name or "wte" in name
+                if wrong == "undecayed_embedding" and embeds:
                     parameter += decay * before[parameter]
                 if wrong == "half_undecayed" and parameter.ndim >= 2:
                     half = len(parameter) // 2
