@@ -31,7 +31,9 @@ class DeepspeedPipeline(Strategy):
     """
 
     requires = ("deepspeed",)
-    capabilities = Capabilities(precisions=("fp32",), checkpoints=("sharded",), reshards=False)
+    capabilities = Capabilities(
+        precisions=("fp32",), checkpoints=("sharded",), reshards=False, stages=True
+    )
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)

@@ -19,7 +19,7 @@ from harness.workloads.family import Split
 class Pipeline(Strategy):
     """Pipeline parallelism (torch.distributed.pipelining): one or more stages per rank."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES, stages=True)
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients

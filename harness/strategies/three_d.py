@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class ThreeD(Strategy):
     """3D parallelism: data x pipeline x tensor on one mesh, tensor innermost."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES, stages=True)
 
     tensor: int = Field(default=2, ge=1)
     """Ranks over which each weight is split."""

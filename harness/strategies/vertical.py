@@ -13,7 +13,7 @@ from harness.workloads import Workload
 class Vertical(Strategy):
     """Naive vertical model parallelism: layers split over ranks, which compute one at a time."""
 
-    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES)
+    capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES, stages=True)
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)

@@ -50,7 +50,9 @@ class Capabilities:
     checkpoints: tuple[str, ...] = ("full", "sharded", "async")
     """Supported values of the checkpoint axis."""
     reshards: bool = True
-    """Whether checkpoints are torch's, which other ranks and strategies can load."""
+    """Whether checkpoints are torch's, which other ranks and other strategies can load."""
+    stages: bool = False
+    """Whether it runs blocks as stages, even with a single one."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""

@@ -236,7 +236,8 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
-    _admit_recipe(cell, workload, layout)
+    stages = layout.pipeline > 1 or strategy.capabilities.stages
+    _admit_recipe(cell, workload, layout, stages)
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.costs.shards_parameters)
@@ -250,7 +251,8 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     return strategy, layout
 
 
-def _admit_recipe(cell: Cell, workload: Workload, layout: Layout) -> None:
+def _admit_recipe(cell: Cell, workload: Workload, layout: Layout, stages: bool) -> None:
+    """Raises Refused if the workload, or how it is divided, does not allow the recipe."""
     if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
         raise Refused(
             f"{workload.name} has one label per sample, so none can be left out; use a causal"
@@ -259,8 +261,8 @@ def _admit_recipe(cell: Cell, workload: Workload, layout: Layout) -> None:
     if cell.dropout:
         _admit_dropout(cell, workload, layout)
     if cell.balance_weight:
-        _admit_balance(cell, workload, layout)
-    if cell.documents == "packed" and (layout.pipeline > 1 or layout.sequence > 1):
+        _admit_balance(cell, workload, layout, stages)
+    if cell.documents == "packed" and (stages or layout.sequence > 1):
         raise Refused(
             "stages pass on hidden states without the documents' mask, and ranks that share a"
             " sample attend to all of it; use a strategy that keeps samples whole, or documents one"
@@ -283,13 +285,13 @@ def _admit_dropout(cell: Cell, workload: Workload, layout: Layout) -> None:
         )
 
 
-def _admit_balance(cell: Cell, workload: Workload, layout: Layout) -> None:
+def _admit_balance(cell: Cell, workload: Workload, layout: Layout, stages: bool) -> None:
     if not workload.experts or workload.suffixes:
         raise Refused(
             f"{workload.name} has no routers to balance; use a mixtral or qwen3-moe workload"
             " without a suffix, or balance_weight 0"
         )
-    if layout.pipeline > 1 or layout.sequence > 1 or layout.devices_per_process > 1:
+    if stages or layout.sequence > 1 or layout.devices_per_process > 1:
         raise Refused(
             "the balancing loss needs the scores of all blocks for whole samples, which no stage"
             f" and no part of {cell.strategy} has; use ddp, or balance_weight 0"

@@ -206,6 +206,13 @@ def test_the_balancing_loss_is_of_each_ranks_micro_batch() -> None:
     assert rounded_differently(reference, data)[0].micro_batches == 4
 
 
+SINGLE_STAGES: dict[str, dict[str, Any]] = {
+    "pipeline": {},
+    "vertical": {},
+    "three_d": {"options": {"tensor": 1, "pipeline": 1}},
+}
+
+
 @pytest.mark.parametrize(
     ("strategy", "axes"),
     [
@@ -218,6 +225,14 @@ def test_the_balancing_loss_is_of_each_ranks_micro_batch() -> None:
         ("deepspeed_moe", {"balance_weight": 0.1, "workload": "mixtral-nano"}),
         ("ddp", {"documents": "packed", "workload": "bert-micro"}),
         ("pipeline", {"documents": "packed"}),
+        *(
+            (name, {"devices": 1, "micro_batches": 1, **one, **recipe})
+            for name, one in SINGLE_STAGES.items()
+            for recipe in (
+                {"documents": "packed"},
+                {"balance_weight": 0.1, "workload": "mixtral-nano"},
+            )
+        ),
         ("ulysses", {"documents": "packed"}),
         ("data_parallel", {"documents": "packed"}),
         ("tensor", {"documents": "packed", "options": {"sequence_parallel": True}}),
