@@ -18,7 +18,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Export, Strategy
 from harness.strategy.job import LOSS_SCALE, Job
-from harness.strategy.optimizers import PACKAGES, muon_arguments, packages_of
+from harness.strategy.optimizers import EXTRA_OPTIMIZERS, PACKAGES, muon_arguments, packages_of
 from harness.strategy.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.workload import has_weights
@@ -87,6 +87,7 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
             f" workload without a +suffix, or with +{FLOAT8}"
         )
     values = _values(cell, workload, strategy) | plan.values
+    values["saves"] = values["saves"] and not unsaved(cell)
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
     values["command"] = _COMMANDS[to].format(devices=cell.devices, tokens=values["tokens_argument"])
     templates = _templates(Path(inspect.getfile(type(strategy))).parent / "templates")
@@ -198,9 +199,20 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "loss_scale": LOSS_SCALE,
         "backend": "nccl" if cell.device == "cuda" else "gloo",
         "no_sync": None,
+        "saves": False,
+        "trained": "model",
         "loss_said": "The loss is the mean over the ranks.",
         "loss_of_all": "total.item() / world",
     }
+
+
+def unsaved(cell: Cell) -> str:
+    """Returns why a script of this cell cannot save its training; empty if it can."""
+    if cell.precision == "fp16":
+        return "the loss scale of fp16 is not saved"
+    if cell.optimizer in EXTRA_OPTIMIZERS:
+        return f"the states of {cell.optimizer} are not torch's"
+    return ""
 
 
 def _arguments(given: Mapping[str, Any]) -> str:

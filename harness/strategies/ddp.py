@@ -75,7 +75,8 @@ class Ddp(Strategy):
         bucket = {"bucket_cap_mb": self.bucket_cap_mb or least or None}
         if to == "accelerate":
             return accelerate_export(cell, ddp=self.model_dump() | bucket)
-        return Export("ddp.py.j2", bucket) if to in ("torchrun", "slurm") else None
+        saves = {"saves": self.comm_hook != "powersgd"}
+        return Export("ddp.py.j2", bucket | saves) if to in ("torchrun", "slurm") else None
 
     @property
     def costs(self) -> DdpCosts:

@@ -63,7 +63,9 @@ class Deepspeed(ZeroOptions):
         files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
         variables = deepspeed_variables(cell)
         plain = {"autocast": False, "mpu": "", "called": "engine", "trained_loss": "loss"}
-        return Export("deepspeed.py.j2", {**plain, **asked}, files, variables)
+        on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        saved = {"saves": not on_disk, "trained": "engine"}
+        return Export("deepspeed.py.j2", {**plain, **asked, **saved}, files, variables)
 
     @property
     def costs(self) -> DeepspeedCosts:

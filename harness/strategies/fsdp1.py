@@ -55,7 +55,7 @@ class Fsdp1(Strategy):
             raise Unavailable(f"{reason} without one, use fsdp2")
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return Export("fsdp1.py.j2") if to in ("torchrun", "slurm") else None
+        return Export("fsdp1.py.j2", {"saves": True}) if to in ("torchrun", "slurm") else None
 
     @property
     def costs(self) -> Fsdp1Costs:

@@ -76,7 +76,7 @@ class Fsdp2(Strategy):
         if to == "accelerate":
             own = self.hybrid or self.prefetch or not self.no_sync
             return None if own else fsdp2_export(cell, self.reshard_after_forward, self.cpu_offload)
-        values: dict[str, object] = {"autocast": False} if self.mixed_precision else {}
+        values = {"saves": True} | ({"autocast": False} if self.mixed_precision else {})
         return Export("fsdp2.py.j2", values) if to in ("torchrun", "slurm") else None
 
     @property

@@ -19,7 +19,7 @@ class Single(Strategy):
     )
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        return Export("single.py.j2") if to in ("torchrun", "slurm") else None
+        return Export("single.py.j2", {"saves": True}) if to in ("torchrun", "slurm") else None
 
     @property
     def costs(self) -> SingleCosts:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import itertools
 import json
 import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -105,16 +108,18 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """Says how it was called."""
 
 
-def by_warm_ranks(folder: Path, to: str) -> str:
+def by_warm_ranks(folder: Path, to: str, *arguments: str, killed_after: int | None = None) -> str:
     """As `run.sh` has it, but the ranks are forked from a process that has imported their
     libraries, which those of torchrun and the other launchers have to do first; other sets are run
-    by these launchers themselves."""
+    by these launchers themselves. `killed_after`: steps after which rank 0 gets SIGKILL."""
     programs = folder.parent / "bin"
     programs.mkdir()
     (programs / to).write_text(RECORDER)
     (programs / to).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    words, variables = json.loads(run(["bash", str(folder / "run.sh")], folder, PATH=path))
+    words, variables = json.loads(
+        run(["bash", str(folder / "run.sh"), *arguments], folder, PATH=path)
+    )
     if to == "accelerate":
         words, variables = up_to_torchrun(words, variables, folder)
     script = words.index("train.py")
@@ -128,14 +133,21 @@ def by_warm_ranks(folder: Path, to: str) -> str:
     log = folder.parent / "log"
     context = multiprocessing.get_context("forkserver")
     ranks = [
-        context.Process(target=rank_of_script, args=(rank, folder, words[script:], variables, log))
+        context.Process(
+            target=rank_of_script, args=(rank, folder, words[script:], variables, log, killed_after)
+        )
         for rank in range(world)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0] * world, log.read_text()[-3000:]
+        if killed_after:
+            for other in ranks:
+                other.kill()
+    ended = [rank.exitcode for rank in ranks]
+    expected = [0] * world if killed_after is None else [-signal.SIGKILL, *ended[1:]]
+    assert ended == expected, log.read_text()[-3000:]
     return log.read_text()
 
 
@@ -164,17 +176,36 @@ def up_to_torchrun(
 
 
 def rank_of_script(
-    rank: int, folder: Path, words: list[str], variables: dict[str, str], log: Path
+    rank: int,
+    folder: Path,
+    words: list[str],
+    variables: dict[str, str],
+    log: Path,
+    killed_after: int | None,
 ) -> None:
     os.environ |= {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(folder)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
     sys.argv = words
+    if killed_after:
+        kill_itself_after(killed_after)
     show("torchao")  # as in an interpreter of its own
     runpy.run_path(words[0], run_name="__main__")
     sys.stdout.flush()
     os._exit(0)  # torch's threads may outlive the interpreter's end
+
+
+def kill_itself_after(steps: int) -> None:
+    """Ends this process by SIGKILL as soon as it has printed this many lines."""
+    to_screen, printed = builtins.print, itertools.count(1)
+
+    def printing(*values: object, **more: Any) -> None:
+        to_screen(*values, **more)
+        if str(values[0]).startswith('{"step"') and next(printed) == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    builtins.print = printing
 
 
 Sets: TypeAlias = list[tuple[str, str, dict[str, Any]]]
