@@ -19,7 +19,7 @@ class Deviations:
     """Part of the deviation in the direction of the weights, over the norm of the update: wrong
     weight decay goes there, rounding does not."""
     directions: Mapping[str, float] = field(default_factory=dict)
-    """The same in half precision, in standard deviations of a deviation without direction: rounding
+    """Such a part in half precision, in standard deviations of an error without direction: rounding
     hides little of it in a large tensor. Only if it is `LEAST_DECAY` of the weight decay."""
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""

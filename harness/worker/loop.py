@@ -34,6 +34,7 @@ from harness.worker.rewind import (
     REPLAYED_STEPS,
     Checkpoint,
     Rewinds,
+    first_replayed,
     numbers_steps,
 )
 from harness.worker.spec import TrialSpec, TurnClient
@@ -110,7 +111,6 @@ class Loop:
         self.statistics: RunningStatistics | None = None
         if spec.reference_output and job.train_state is not None:
             self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
-        self.ahead_from = max(cell.parity_steps - REPLAYED_STEPS, 1)
         self.before_ahead: Checkpoint | None = None
         """State before the last steps of a reference run's segment."""
         self.states: RankStates | None = None
@@ -257,7 +257,9 @@ class Loop:
     def run_step(self, index: int) -> None:
         if self.rewinds:
             self.save_or_rewind(self.rewinds)
-        if self.spec.reference_output and self.training_step == self.ahead_from:
+        if self.spec.reference_output and self.training_step == first_replayed(
+            self.job.cell.parity_steps
+        ):
             assert self.job.train_state is not None
             self.before_ahead = Checkpoint(self.job.train_state)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
@@ -380,7 +382,7 @@ class Loop:
             return
         after = Checkpoint(train_state)
         self.before_ahead.restore(train_state, AHEAD)
-        steps = range(self.ahead_from, self.job.cell.parity_steps)
+        steps = range(first_replayed(self.job.cell.parity_steps), self.job.cell.parity_steps)
         losses = [self.step(self.batches.fetch(step, step)) for step in steps]
         reference.save_ahead(train_state, [float(loss) for loss in losses if loss is not None])
         after.restore(train_state)

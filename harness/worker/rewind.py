@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 AHEAD = 1000
-"""Steps by which optimizers and schedules are moved ahead in some replays: a training that goes
-wrong from some step of theirs on would go right again when they are rewound."""
+"""Steps by which optimizers and schedules are moved ahead in some replays.
+
+A training that goes wrong from some step of theirs on goes right again when they are rewound."""
 STEP = "step"
 """Name of the step number in torch's optimizer states."""
 PIECE_BYTES = 2**24
@@ -189,6 +190,11 @@ LEAST_BETWEEN, MOST_BETWEEN = 8, 24
 (docs/explanation/parity.md)."""
 
 
+def first_replayed(parity_steps: int) -> int:
+    """Returns the training step before which the state is saved."""
+    return max(parity_steps - REPLAYED_STEPS, 1)
+
+
 class Rewinds:
     """Rewind schedule of one rank."""
 
@@ -197,7 +203,7 @@ class Rewinds:
         strategy's work repeats. `ahead`: whether the reference has a replay AHEAD."""
         self.cycle, self._ahead = cycle, ahead
         self.random = random.Random(seed)
-        self.from_step = max(parity_steps - REPLAYED_STEPS, 1)
+        self.from_step = first_replayed(parity_steps)
         """Training step before which the state is saved."""
         self.replays_ahead: list[bool] = []
         """Whether each replay's optimizers were AHEAD."""
