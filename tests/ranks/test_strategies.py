@@ -24,26 +24,39 @@ from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 
-SMALL = {"llama-mini": "llama-micro", "gpt2-mini": "gpt2-micro"}
+SMALL = {
+    "llama-mini": "llama-nano",
+    "llama-micro": "llama-nano",
+    "gpt2-mini": "gpt2-nano",
+    "mixtral-micro": "mixtral-nano",
+}
+# These have two stages on each rank, or buckets smaller than the model.
+MICRO = {
+    ("schedule", "interleaved_1f1b"),
+    ("schedule", "interleaved_zero_bubble"),
+    ("schedule", "zbv"),
+    ("schedule", "dualpipev"),
+    ("schedule", "looped_bfs"),
+    ("bucket_cap_mb", 1),
+}
 
 
 def elsewhere(one: Cell) -> bool:
     """Variants of a model in one process and by DDP are those of test_variants.py, mpirun's ranks
     those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py,
-    states on a disk those of test_deepspeed.py.
-    And eight ranks, which are slow, train with each data axis and each schedule, but not with all
-    pairs of them."""
+    states on a disk and wider layers those of test_deepspeed.py.
+    And eight ranks, which are slow, train with one data axis here, and with the others in
+    test_recipe.py."""
     variant = "+" in one.workload and one.strategy in ("single", "ddp")
     anew = one.launcher == "spawn" or one.options.get("config_file")
-    pair = (one.options.get("data_axis"), one.options.get("schedule"))
+    eight = one.devices == 8 and one.options.get("data_axis") != "zero1"
     mpi = one.options.get("controller") == "mpi"
-    on_disk = "nvme" in one.options.values()
-    return variant or mpi or on_disk or bool(anew) or pair == ("fsdp2", "1f1b")
+    wide = one.workload == "llama-512x2"
+    return variant or mpi or wide or bool(anew) or eight
 
 
 def cells_of_full() -> list[Cell]:
     expanded = expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells
-    cells = [one for one in expanded if not elsewhere(one)]
     # fp16's pure half with AdamW diverges over the 13 steps that the matrix gives it; the others
     # need no more than 6.
     short = {
@@ -53,17 +66,17 @@ def cells_of_full() -> list[Cell]:
         "warmup_steps": 3,
         "time_limit_seconds": 60.0,
     }
-    # Steps of more ranks than cores, and of those that offload to a disk, are slow.
+    # Steps of more ranks than cores are slow.
     shorter = {**short, "parity_steps": 3, "warmup_steps": 1}
     found: dict[str, Cell] = {}
-    for one in cells:
+    for one in expanded:
+        if elsewhere(one):
+            continue
         base, plus, suffixes = one.workload.partition("+")
-        slow = one.devices > 2 or base == "llama-512x2"
-        # fp16 arithmetic is slow on most CPUs.
-        nano = one.devices > 4 or (one.precision == "fp16" and one.expect == "ok")
-        small = "llama-nano" if nano else SMALL.get(base, base)
+        micro = base.replace("mini", "micro")
+        small = micro if MICRO & set(one.options.items()) else SMALL.get(base, base)
         changes = (
-            {**(shorter if slow else short), "workload": small + plus + suffixes}
+            {**(shorter if one.devices > 2 else short), "workload": small + plus + suffixes}
             if one.expect == "ok"
             else {}
         )
@@ -157,7 +170,8 @@ def test_states_between_steps_follow_the_formula(
 ) -> None:
     """On four ranks, of those that shard; on two every cell of matrix full is held to it, see
     above."""
-    trial = run_cells(cell(strategy, 4, "llama-micro", options=options)).trials.iloc[0]
+    steps = {"timed_steps": 1, "parity_steps": 4}
+    trial = run_cells(cell(strategy, 4, options=options, **steps)).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
     assert trial["formula_parameter_bytes"] > 0
     states_follow_the_formula(trial)
@@ -178,7 +192,7 @@ def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None
 
 
 def test_more_ranks_than_cores_are_labelled(run_cells: RunCells) -> None:
-    trials = run_cells(cell("ddp", devices=8)).trials.iloc[0]
+    trials = run_cells(cell("ddp", devices=4)).trials.iloc[0]
     assert trials["status"] == "ok"
     assert trials["oversubscribed"]
 
@@ -260,7 +274,7 @@ def test_further_optimizers_and_products_in_float8_train_the_same(run_cells: Run
     axes = {"timed_steps": 1, "parity_steps": 4}
     cells = [
         cell("ddp", **axes, workload="llama-micro", optimizer="adamw_8bit"),
-        *(cell(name, **axes, optimizer="muon") for name in ("ddp", "fsdp2")),
+        cell("fsdp2", **axes, optimizer="muon"),
         *(cell(name, **axes, workload="llama-nano+float8") for name in ("ddp", "fsdp2")),
     ]
     trials = run_cells(*cells).trials
