@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need need-tests run smoke test test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
+.PHONY: help setup setup-cuda-check need need-tests run smoke test test-thorough test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -29,9 +29,12 @@ run: need
 ## make smoke   a first look in a minute
 smoke: need
 	$(PY) -m bench run --matrix smoke $(ARGS)
-## make test    all tests, three at a time; those that measure time alone, at the end
+## make test    all tests but the thorough ones, three at a time; those that measure time alone, at the end
 test: need-tests
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not thorough" $(ARGS)
+## make test-thorough   the slow tests that find little else: worked examples, peaks of real ranks, pages of 5,000 cells
+test-thorough: need-tests
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m thorough $(ARGS)
 ## make test-quick   between edits: unit tests, and one cell of each strategy
 test-quick: need
 	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m quick tests/unit tests/ranks/test_strategies.py $(ARGS)

@@ -50,6 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("no deadline")
     config.addinivalue_line("markers", "alone: measures time, so nothing may run beside it")
     config.addinivalue_line(
+        "markers", "thorough: takes long and finds little that no other test does: not in make test"
+    )
+    config.addinivalue_line(
         "markers", "quick: a unit test, or one cell of each strategy: make test-quick"
     )
 

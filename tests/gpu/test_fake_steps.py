@@ -29,6 +29,7 @@ from tests.gpu.fake_world import DEVICE, fake_batch, one_rank
 STEPS = 2
 ELSEWHERE = "cpu" if DEVICE == "cuda" else "meta"
 TWO_PARTS = {"micro_batches": 2}
+TWO_RANKS: dict[str, Any] = {"worlds": (1, 2), "blocks_per_rank": 2, "cell": TWO_PARTS}
 
 NCCL = "the copies of the model go by NCCL, which reads the devices' memory"
 ADDRESSES = "DDP's C++ compares addresses of pinned memory, which fake tensors do not have"
@@ -98,9 +99,9 @@ CASES = [
     Case("vertical", blocks_per_rank=1),
     Case("pipeline", {"schedule": "gpipe"}, blocks_per_rank=1, cell=TWO_PARTS),
     Case("pipeline", {"schedule": "1f1b"}, blocks_per_rank=1, cell={"micro_batches": 8}),
-    Case("pipeline", {"schedule": "interleaved_1f1b"}, blocks_per_rank=2, cell=TWO_PARTS),
-    Case("pipeline", {"schedule": "interleaved_zero_bubble"}, blocks_per_rank=2, cell=TWO_PARTS),
-    Case("pipeline", {"schedule": "zbv"}, blocks_per_rank=2, cell=TWO_PARTS),
+    Case("pipeline", {"schedule": "interleaved_1f1b"}, **TWO_RANKS),
+    Case("pipeline", {"schedule": "interleaved_zero_bubble"}, **TWO_RANKS),
+    Case("pipeline", {"schedule": "zbv"}, **TWO_RANKS),
     Case("pipeline", {"schedule": "gpipe"}, worlds=(8,), workload="gpt2-small", cell=TWO_PARTS),
     Case("three_d", worlds=(8,), cell=TWO_PARTS),
     Case("three_d", {"data_axis": "all_reduce"}, worlds=(8,), cell=TWO_PARTS),
@@ -126,10 +127,12 @@ if DEVICE == "cuda":  # refused on CPUs, which have no device to leave and no NC
 
 
 def cells() -> Iterator[Any]:
+    """Of a case at several sizes of the world, the smallest is a thorough test."""
     for case in CASES:
         for devices in case.worlds:
             why = case.not_on_cuda.get(devices) if DEVICE == "cuda" else None
             marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
+            marks += [pytest.mark.thorough] * (devices < max(case.worlds))
             cell = case.at(devices)
             yield pytest.param(cell, case.offloads, marks=marks, id=cell.name)
 

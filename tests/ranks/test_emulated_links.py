@@ -133,8 +133,8 @@ MODEL = {
     "workload": "gpt2-micro",
     "sequence_length": 16,
     "global_batch": 2,
-    "timed_steps": 7,
-    "parity_steps": 10,
+    "timed_steps": 4,
+    "parity_steps": 5,
 }
 
 
@@ -248,7 +248,9 @@ def spaces(processes: list[psutil.Process]) -> set[str]:
 
 
 @pytest.mark.xdist_group("namespaces")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
 def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     tmp_path: Path, how: signal.Signals
 ) -> None:

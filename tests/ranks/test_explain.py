@@ -49,9 +49,9 @@ CELLS = {
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.thorough),
         ("ddp", 4),  # an all-reduce; Horovod's and ZeRO stage 1's are rings too
-        ("zero1", 2),
+        pytest.param("zero1", 2, marks=pytest.mark.thorough),
         ("zero2", 4),  # reduces
         ("zero3", 2),
         ("fsdp2", 4),  # gathers and scatters, as ZeRO stage 3 does

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from tests import pages
 
@@ -54,6 +55,7 @@ def test_every_example_is_in_the_table_and_is_tested() -> None:
     assert {"A strategy", *OUTPUT} == set(headings)
 
 
+@pytest.mark.thorough
 def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -> None:
     """All in one copy: they share a run, and their tests share a process."""
     copy = pages.checkout(tmp_path)

@@ -55,6 +55,7 @@ def cells(said: str) -> dict[str, tuple[str, str]]:
     }
 
 
+@pytest.mark.thorough
 def test_exactly_their_cells_become_unavailable_and_the_rest_still_trains(
     other_environment: Path, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_the_readme_leads_to_the_page() -> None:
     assert "](docs/extending.md)" in README.read_text()
 
 
+@pytest.mark.thorough
 def test_a_strategy_of_ones_own(checkout: Path, variables: dict[str, str]) -> None:
     said = {}
     for block in pages.blocks(pages.section(PAGE, "A strategy")):

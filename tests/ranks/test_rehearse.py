@@ -19,6 +19,7 @@ WITHIN = [
 """Cells, and the largest deviation from what is measured."""
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_rehearsed_peaks_are_those_of_real_ranks() -> None:
     launched = measure([one for one, _ in WITHIN])

@@ -179,11 +179,18 @@ PARTS: dict[str, dict[str, Any]] = {
     "sequence": {"strategy": "tensor", "options": {"sequence_parallel": True}},
     "three_d": {"strategy": "three_d", "devices": 4, "micro_batches": 4},
 }
+SLOW = ("interleaved_1f1b", "three_d")
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries use what torch will no longer have
-@pytest.mark.parametrize("recompute", KINDS)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.thorough] * (name in SLOW and kind != "none"))
+        for name in PARTS
+        for kind in KINDS
+    ],
+)
 def test_the_peak_of_ranks_with_parts_of_a_model_follows_the_formula(
     name: str, recompute: str
 ) -> None:
