@@ -31,7 +31,7 @@ cells:
   - {{strategy: pipeline, devices: 2, nodes: 2, micro_batches: 2}}
   - {{strategy: ddp, devices: 3, nodes: 3, batch: 9}}
 """
-# Trials of about 10 s, most of it asleep, on one node or on two: long enough to be hit.
+# Trials of about 7 s, most of it asleep, on one node or on two: long enough to be hit.
 LONG = """
 trials: 3
 timed_seconds: 0
@@ -40,7 +40,7 @@ defaults:
   sequence_length: 32
   batch: 8
   warmup_steps: 1
-  timed_steps: 30
+  timed_steps: 20
   strategy: faulty
   options: {fault: slow}
 cells:

@@ -28,7 +28,8 @@ def launcher() -> Launcher:
         if find_spec(package)
     ]
     preloaded = (name for cls in strategies().values() for name in cls.capabilities.preload)
-    return Launcher([*packages, *preloaded])
+    parts = ("torch.distributed.optim", "torch.distributed.pipelining")
+    return Launcher([*packages, *preloaded, *parts])
 
 
 @pytest.fixture

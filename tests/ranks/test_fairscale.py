@@ -17,18 +17,18 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytest.importorskip("fairscale", reason="pip install fairscale")
 
 
-@pytest.mark.parametrize(("devices", "buffer"), [(1, 2**23), (4, 2**23), (4, 20_000), (2, 0)])
+@pytest.mark.parametrize(("devices", "buffer"), [(4, 2**23), (4, 20_000), (2, 0)])
 def test_states_are_dealt_out_by_whole_parameters(
     run_cells: RunCells, devices: int, buffer: int
 ) -> None:
-    """What does not fit into a bucket is not kept between steps, and how it is reduced changes no
-    digit that matters."""
+    """On one rank it is a cell of matrix full. What does not fit into a bucket is not kept between
+    steps, and how it is reduced changes no digit that matters."""
     row = run_cells(
         cell("fairscale_oss", devices, "llama-micro", options={"reduce_buffer_size": buffer})
     ).trials.iloc[0]
     assert row["parity_verdict"] == "exact", row["reason"]
     states_follow_the_formula(row)
-    assert ("ShardedDataParallel" in row["library_buffers"]) == (devices > 1 and buffer > 0)
+    assert ("ShardedDataParallel" in row["library_buffers"]) == (buffer > 0)
     assert sum(row["optimizer_bytes"]) == pytest.approx(8 * row["trained_parameters"], rel=1e-3)
 
 
@@ -102,7 +102,7 @@ SHARDED = [
     ),
     pytest.param({"precision": "fp16"}, id="fp16"),
     pytest.param({"workload": "gpt2-nano"}, id="tied embeddings"),
-    pytest.param({"devices": 4, "workload": "llama-micro"}, id="4 ranks"),
+    pytest.param({"devices": 4, "timed_steps": 1, "parity_steps": 4}, id="4 ranks"),
 ]
 
 

@@ -144,7 +144,6 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
     ("tensor", {}),
     ("horovod", {}),
     ("parameter_server", {}),
-    ("accelerate", {"options": {"engine": "zero2"}}),
 ]
 
 

@@ -34,7 +34,7 @@ def largest(results: Results) -> float:
     return float(trials["parity_max_norm_deviation"].max())
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano", "mixtral-nano"])
 def test_each_way_to_split_the_work_clips_to_the_same_norm(
     run_cells: RunCells, workload: str, seed: int
@@ -49,7 +49,8 @@ def test_each_way_to_split_the_work_clips_to_the_same_norm(
 
 
 def test_mixed_meshes_and_localised_tensors_are_counted_once(run_cells: RunCells) -> None:
-    axes: dict[str, Any] = {"micro_batches": 2, "workload": "gpt2-nano"}
+    axes: dict[str, Any] = {"micro_batches": 2, "workload": "gpt2-nano", "timed_steps": 1}
+    axes |= {"parity_steps": 4}
     cells = [
         trained("three_d", devices=8, options={"data_axis": axis}, **axes)
         for axis in ("fsdp2", "ddp")

@@ -63,13 +63,17 @@ def recorded(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("strategies", "more", "kills"),
-    [("[ddp, outside]", (), (0, 3)), ("ddp", ("--interleave",), (1,))],
-    ids=["one after the other", "by turns"],
+    [
+        ("[ddp, outside]", (), (3,)),
+        ("ddp", ("--interleave",), (1,)),
+        pytest.param("[ddp, outside]", (), (0, 1), marks=pytest.mark.thorough),
+    ],
+    ids=["one after the other", "by turns", "twice"],
 )
 def test_kill_and_resume(
     tmp_path: Path, strategies: str, more: tuple[str, ...], kills: tuple[int, ...]
 ) -> None:
-    """Killed at its start, and up to half a second after so many trials were recorded. What is
+    """Killed up to half a second after so many trials were recorded, or at its start. What is
     finished is resumed by showing it.
 
     By turns the first of two is recorded just before the second.

@@ -44,7 +44,9 @@ MICRO = {
 def elsewhere(one: Cell) -> bool:
     """Variants of a model in one process and by DDP are those of test_variants.py, mpirun's ranks
     those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py,
-    states on a disk and wider layers those of test_deepspeed.py.
+    states on a disk and wider layers those of test_deepspeed.py, other engines of a library those
+    of test_accelerate.py and test_trainer.py, fp16 in fairscale's messages that of
+    test_fairscale.py.
     And eight ranks, which are slow, train with one data axis here, and with the others in
     test_recipe.py."""
     variant = "+" in one.workload and one.strategy in ("single", "ddp")
@@ -52,7 +54,8 @@ def elsewhere(one: Cell) -> bool:
     eight = one.devices == 8 and one.options.get("data_axis") != "zero1"
     mpi = one.options.get("controller") == "mpi"
     wide = one.workload == "llama-512x2"
-    return variant or mpi or wide or bool(anew) or eight
+    library = {"engine", "reduce_fp16", "broadcast_fp16"} & set(one.options)
+    return variant or mpi or wide or bool(anew) or eight or bool(library)
 
 
 def cells_of_full() -> list[Cell]:

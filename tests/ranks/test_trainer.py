@@ -3,6 +3,7 @@ is for."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 
-pytest.importorskip("accelerate", reason="pip install accelerate")
-pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
+pytestmark = pytest.mark.skipif(
+    not (find_spec("accelerate") and find_spec("deepspeed")),
+    reason="pip install accelerate; make setup builds DeepSpeed",
+)
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 
 
@@ -30,8 +33,8 @@ def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
 
 
 def test_states_and_bytes_sent(run_cells: RunCells) -> None:
-    """On four ranks, for thirteen steps; cells of matrix full are held to the formula on two."""
-    axes = {"devices": 4, "workload": "llama-micro", "timed_steps": 10, "parity_steps": 13}
+    """On four ranks; cells of matrix full are held to the formula on two."""
+    axes = {"devices": 4, "workload": "llama-micro", "timed_steps": 1, "parity_steps": 4}
     wraps = []
     for _, row in run_cells(*engines(*ENGINES, **axes)).trials.iterrows():
         assert row["parity_verdict"] == "exact", row["reason"]
@@ -55,7 +58,7 @@ def test_other_axes(run_cells: RunCells) -> None:
         cell("trainer", workload="llama-nano+lora"),
         cell("trainer", workload="resnet-micro", micro_batches=2),
     ]
-    near = engines("zero2", "fsdp2", precision="bf16", workload="llama-micro")
+    near = engines("zero2", "fsdp2", precision="bf16")
     trials = run_cells(*exact, *near).trials.set_index("cell_id")
     assert [trials.loc[c.id, "parity_verdict"] for c in exact] == ["exact"] * 5, list(
         trials["reason"]

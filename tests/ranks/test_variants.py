@@ -48,7 +48,7 @@ def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
 
     Optimizer state, gradient buckets and what is sent shrink with the trained parameters.
     """
-    name = f"llama-micro+{adapter}"
+    name = f"llama-nano+{adapter}"
     alone = [cell("single", 1, name)] if adapter == "lora" else []
     trials = run_cells(*alone, cell("ddp", 2, name)).trials.set_index("strategy")
     trained = trials.loc["ddp", "trained_parameters"]
@@ -107,7 +107,7 @@ def test_mistakes_about_the_adapter_are_seen(
     assert trials.loc[json.dumps(wrong.options), "status"] == "diverged"
 
 
-@pytest.mark.parametrize("workload", ["llama-micro+bf16", "llama-micro+nf4+lora"])
+@pytest.mark.parametrize("workload", ["llama-nano+bf16", "llama-nano+nf4+lora"])
 def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workload: str) -> None:
     axes: dict[str, Any] = {"workload": workload, "timed_steps": 10, "parity_steps": 13}
     trials = run_cells(
@@ -151,7 +151,7 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
 @pytest.mark.parametrize(
     ("workload", "axes"),
     [
-        ("llama-micro+bf16", {}),
+        ("llama-nano+bf16", {}),
         ("bert-micro+bf16", {}),
         ("llama-nano+fp16", {"optimizer": "sgd", "learning_rate": 0.05}),
         ("llama-nano+fp16+lora", {}),
@@ -206,7 +206,7 @@ def test_pure_fp16_with_adamw_is_not_even_repeatable(run_cells: RunCells) -> Non
 def test_sharding_strategies_train_frozen_and_trained_parameters_together(
     run_cells: RunCells, strategy: str
 ) -> None:
-    trial = run_cells(cell(strategy, workload="llama-micro+lora")).trials.iloc[0]
+    trial = run_cells(cell(strategy, workload="llama-nano+lora")).trials.iloc[0]
     assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
     share = 1 if strategy == "zero_redundancy" else 2
     assert trial["parameter_bytes"][0] == pytest.approx(4 * trial["parameters"] / share, rel=0.01)

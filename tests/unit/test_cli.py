@@ -193,7 +193,7 @@ def test_list(what: str) -> None:
 
 
 def test_doctor_says_what_each_strategy_lacks() -> None:
-    found = json.loads(bench("doctor", "--json").stdout)
+    found = json.loads(here("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
     assert found["strategies"]["ddp"] == "ready"
     for package, part in (

@@ -47,7 +47,7 @@ def test_the_ratio_is_b_over_a() -> None:
 speeds = some.lists(some.floats(1, 1e4), min_size=2, max_size=5)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(one=speeds, two=speeds)
 def test_there_and_back_are_each_others_inverse(one: list[float], two: list[float]) -> None:
     there, back = (

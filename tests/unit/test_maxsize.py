@@ -40,7 +40,7 @@ from harness.workloads.operators import activation_bytes
 from harness.workloads.workload_variants import ADAPTERS
 from reports.memory_sections import largest as largest_of
 from tests.unit.recording import left_out_fields
-from tests.unit.test_cli import bench
+from tests.unit.test_cli import here
 
 BUDGET = 2**27
 
@@ -478,7 +478,7 @@ def ended(scratch: Path) -> Outcome:
 def test_a_mistake_is_one_sentence_and_exit_code_2(
     tmp_path: Path, words: list[str], said: list[str]
 ) -> None:
-    done = bench("maxsize", *words, folder=tmp_path)
+    done = here("maxsize", *words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     for word in said:
         assert word in done.stderr
