@@ -102,12 +102,11 @@ def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
     FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate 1.15 silently keeps them
     whole (huggingface/accelerate#3983). Casting parameters to any other dtype destroys the weights.
     """
-    module: Any  # bitsandbytes' attributes are not typed
     for module in model.modules():
-        weight: Any = getattr(module, "weight", None)
-        if getattr(weight, "quant_state", None) is not None:
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
+            weight = module.get_parameter("weight")
             weight.data = weight.data.flatten().view(dtype).unsqueeze(1)
-            weight.quant_storage = module.quant_storage = dtype
+            weight.__dict__["quant_storage"] = module.__dict__["quant_storage"] = dtype
 
 
 def scales(model: nn.Module) -> Iterator[Retained]:
