@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from harness.analysis.answer import Answer
     from harness.analysis.baseline import Choice
     from harness.planner.cluster.cluster_plan import ClusterPlan
-    from harness.planner.finetune.answer import Answer as FitAnswer
-    from harness.planner.finetune.answer import FitQuestion
+    from harness.planner.finetune.answer import FitAnswer, FitQuestion
     from harness.run.runner import ProgressListener
     from harness.spec.cell import Cell
 

@@ -13,7 +13,7 @@ from harness.record.trial_status import NO_RESULT, NOT_LAUNCHED
 from reports import blocks as ui
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.columns import (
-    Column,
+    ReportColumn,
     baseline_columns,
     device_columns,
     figure,
@@ -66,7 +66,7 @@ def _by_size(text: str) -> tuple[int, str]:
     return int(text) if text.isdigit() else 0, text
 
 
-def _row(cell: CellResult, columns: Sequence[Column[CellResult]]) -> ui.Row:
+def _row(cell: CellResult, columns: Sequence[ReportColumn[CellResult]]) -> ui.Row:
     attributes = {f"data-{name}": str(cell.column(name)) for name in _FILTERS}
     attributes["id"] = f"cell-{cell.cell_id}"
     attributes["class"] = "" if cell.ranked else "unranked"
@@ -80,17 +80,17 @@ def _flags(cell: CellResult) -> ui.Td:
     return ui.Td(joined(chips, BREAK), kind="flags")
 
 
-def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     place = (
         "within workload, devices, precision, batch and optimizer; ≈ tied with the one above, no"
         " significant difference"
     )
-    columns: list[Column[CellResult]] = [
+    columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(cells),
         word("Precision", "precision"),
         batch_column(),
-        Column("Place", _place, "", place),
+        ReportColumn("Place", _place, "", place),
         throughput_column(cells),
         *raw_throughput_columns(cells),
         *baseline_columns(cells),
@@ -103,13 +103,15 @@ def _columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
             unit="max / mean",
             tip="largest over mean peak of the ranks",
         ),
-        Column(
+        ReportColumn(
             "Efficiency",
             _efficiency,
             "own / plain",
             "against itself, and against the plain process, on one device",
         ),
-        Column("Parity", _parity, "or status", "whether it trained the same as the reference"),
+        ReportColumn(
+            "Parity", _parity, "or status", "whether it trained the same as the reference"
+        ),
         figure(
             "Loss deviation",
             "parity_max_loss_deviation",
@@ -135,7 +137,7 @@ def _any(cells: Sequence[CellResult], path: str) -> bool:
     return any(cell.column(path) is not None for cell in cells)
 
 
-def _gpu_columns() -> list[tuple[str, Column[CellResult]]]:
+def _gpu_columns() -> list[tuple[str, ReportColumn[CellResult]]]:
     peak = "as MFU, over what this card reached in a matrix product instead of its data sheet"
     compiling = "by torch.compile, before the timed steps; slowest rank"
     return [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import prose
-from reports.columns import Column, cell_table, figure, mebibytes, milliseconds, words
+from reports.columns import ReportColumn, cell_table, figure, mebibytes, milliseconds, words
 from reports.run_report import RunReport
 from reports.text import plain
 
@@ -40,5 +40,5 @@ def _answer(restored: bool | None) -> str:
     return {True: "restored", False: "not restored", None: ""}[restored]
 
 
-def _word(title: str, text: Callable[[CellResult], str]) -> Column[CellResult]:
-    return Column(title, lambda cell: words(text(cell)))
+def _word(title: str, text: Callable[[CellResult], str]) -> ReportColumn[CellResult]:
+    return ReportColumn(title, lambda cell: words(text(cell)))

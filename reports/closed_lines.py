@@ -16,7 +16,7 @@ from reports.run_report import RunReport
 from reports.settings_section import compared
 from reports.text import MIB, listed, number, percent, plural
 from reports.time_sections import WORDS, routed, sent, with_traffic
-from reports.verdict_sections import Parity
+from reports.verdict_sections import ParityCounts
 
 
 def settings(report: RunReport) -> str:
@@ -65,7 +65,7 @@ def traffic(report: RunReport) -> str:
 
 
 def parity(report: RunReport) -> str:
-    found = Parity.of(report.cells)
+    found = ParityCounts.of(report.cells)
     if found is None:
         return "no cell was verified"
     return f"{found.passed} of {plural(found.judged, 'cell')} agree with their reference"

@@ -18,7 +18,7 @@ AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
-class Column(Generic[AnyRow_contra]):
+class ReportColumn(Generic[AnyRow_contra]):
     """A heading, and a function from a row to its table cell."""
 
     title: str
@@ -27,7 +27,7 @@ class Column(Generic[AnyRow_contra]):
     tip: str = ""
 
 
-AnyColumn: TypeAlias = Column[Any]
+AnyColumn: TypeAlias = ReportColumn[Any]
 
 
 def words(text: str) -> ui.Td:
@@ -54,7 +54,7 @@ def figure(
         value = read(row, path)
         return numeral(text(value), field, value)
 
-    return Column(title, make, unit, tip)
+    return ReportColumn(title, make, unit, tip)
 
 
 def read(row: object, path: str) -> Any:
@@ -78,7 +78,7 @@ def in_mebibytes(size: float | None) -> str:
 
 
 def word(title: str, path: str) -> AnyColumn:
-    return Column(title, lambda row: words(read(row, path) or ""))
+    return ReportColumn(title, lambda row: words(read(row, path) or ""))
 
 
 def computed(
@@ -88,9 +88,9 @@ def computed(
     text: Callable[[float | None], str] = number,
     unit: str = "",
     tip: str = "",
-) -> Column[AnyRow]:
+) -> ReportColumn[AnyRow]:
     """Returns a column of a number that no attribute holds."""
-    return Column(title, lambda row: numeral(text(value(row)), field, value(row)), unit, tip)
+    return ReportColumn(title, lambda row: numeral(text(value(row)), field, value(row)), unit, tip)
 
 
 def interval(cell: CellResult, column: str, with_unit: bool = False) -> ui.Td:
@@ -120,14 +120,14 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
     return make
 
 
-def baseline_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns throughput relative to the baseline; empty if no cell has it."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
     tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval of"
     tip += " this pair alone; the verdict's holds for all pairs together"
-    return [Column("Over baseline", over_baseline, "95 %", tip)]
+    return [ReportColumn("Over baseline", over_baseline, "95 %", tip)]
 
 
 def over_baseline(cell: CellResult) -> ui.Td:
@@ -149,19 +149,19 @@ def gained(ratio: float | None, lowest: float | None, highest: float | None) -> 
     )
 
 
-def device_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns the devices column, and a nodes column if a cell has several nodes."""
-    columns: list[Column[CellResult]] = [figure("Devices", "devices", plain)]
+    columns: list[ReportColumn[CellResult]] = [figure("Devices", "devices", plain)]
     if any(cell.cell.nodes > 1 for cell in cells):
         columns.append(figure("Nodes", "nodes", plain, tip="that the devices are on"))
     return columns
 
 
-def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
+def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
     """Returns the throughput column, with the unit in the heading if all cells share it."""
     kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
-    return Column(
+    return ReportColumn(
         "Throughput",
         lambda cell: interval(cell, same or _throughput(cell), with_unit=not same),
         unit(same) if same else "",
@@ -169,7 +169,7 @@ def throughput_column(cells: Sequence[CellResult]) -> Column[CellResult]:
     )
 
 
-def raw_throughput_columns(cells: Sequence[CellResult]) -> list[Column[CellResult]]:
+def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns throughput before the control's adjustment; empty without a control."""
     if not any(
         cell.speed.log_throughput and cell.speed.log_throughput.control is not None
@@ -192,7 +192,7 @@ def cell_table(
     name: str,
     label: str,
     cells: Sequence[CellResult],
-    columns: Sequence[Column[CellResult]],
+    columns: Sequence[ReportColumn[CellResult]],
     first: str = "Strategy",
     head: Callable[[CellResult], ui.Words] = cell_name,
 ) -> ui.Table:
@@ -205,7 +205,11 @@ def cell_table(
 
 
 def table_of(
-    name: str, label: str, first: str, columns: Sequence[Column[AnyRow]], rows: Sequence[ui.Row]
+    name: str,
+    label: str,
+    first: str,
+    columns: Sequence[ReportColumn[AnyRow]],
+    rows: Sequence[ui.Row],
 ) -> ui.Table:
     """Returns a table without columns of unknown values only."""
     known = [

@@ -17,7 +17,7 @@ from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import data, phrase, prose
 from reports.columns import (
-    Column,
+    ReportColumn,
     cell_table,
     figure,
     mebibytes,
@@ -197,7 +197,7 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
     return Launchers(title, group.rows, bars, table)
 
 
-def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
+def _launcher_columns(group: RankedGroup) -> list[ReportColumn[CellResult]]:
     best = step_seconds(group.rows[0])
 
     def ratio(cell: CellResult) -> ui.Td:
@@ -214,11 +214,11 @@ def _launcher_columns(group: RankedGroup) -> list[Column[CellResult]]:
 
     mean = "geometric mean of its trials, relative to the fastest here"
     return [
-        Column("Wrapper", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
+        ReportColumn("Wrapper", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
         throughput_column(group.rows),
         milliseconds("Step p50", "step_seconds_p50", "median over the steps"),
-        Column("Step time", ratio, "x fastest", mean),
-        Column("Extra", extra, "ms per step", "beyond the fastest here"),
+        ReportColumn("Step time", ratio, "x fastest", mean),
+        ReportColumn("Extra", extra, "ms per step", "beyond the fastest here"),
         figure(
             "Start-up", "startup_seconds", unit="s", tip="until the last rank's first instruction"
         ),
@@ -281,11 +281,11 @@ def _variants(cells: Sequence[CellResult], name: str) -> Variants:
     distance = "largest loss deviation from the same training in fp32"
     columns = [
         figure("Trained", "trained_parameters", plain, "parameters"),
-        Column("Of all", _share),
+        ReportColumn("Of all", _share),
         mebibytes("Parameters", "parameter_bytes", kept),
         mebibytes("Optimizer", "optimizer_bytes", kept),
         mebibytes("Library", "library_bytes", kept),
-        Column("Sent", _sent, "MiB per step", "by the rank that sends most"),
+        ReportColumn("Sent", _sent, "MiB per step", "by the rank that sends most"),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device"),
         throughput_column(rows),
         figure("Distance to fp32", "fp32_loss_deviation", deviation, "relative", distance),

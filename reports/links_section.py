@@ -17,7 +17,7 @@ from harness.record.trial import TrialRecord
 from harness.spec.link import UNSHAPED, Link
 from reports import blocks as ui
 from reports.blocks import data, prose
-from reports.columns import Column, computed, in_mebibytes, interval, table_of, words
+from reports.columns import ReportColumn, computed, in_mebibytes, interval, table_of, words
 from reports.groups import Group
 from reports.line_chart import Bandwidths, Line
 from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
@@ -353,7 +353,7 @@ def _link_table(
         return make
 
     columns = [
-        Column(
+        ReportColumn(
             link.words,
             over(link),
             f"{group.unit}; {link.rate}, {link.latency} measured",

@@ -19,7 +19,7 @@ from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, omitted
 from reports.blocks import data, joined, prose, small
 from reports.columns import (
-    Column,
+    ReportColumn,
     cell_table,
     computed,
     device_columns,
@@ -258,7 +258,9 @@ def _ranks_part(cells: Sequence[CellResult]) -> ui.Part:
         word("Workload", "workload"),
         *device_columns(rows),
         computed("Uneven", "imbalance", imbalance, unit="largest / mean"),
-        Column("Peaks", _peaks, "MiB, in the order of ranks", "in the trial with the largest"),
+        ReportColumn(
+            "Peaks", _peaks, "MiB, in the order of ranks", "in the trial with the largest"
+        ),
     ]
     table = cell_table("ranks-table", "Peak memory of each rank", rows, columns)
     charts = ui.Charts([ui.Chart(bars)] if bars else [])
@@ -429,7 +431,7 @@ def _largest_table(lines: Sequence[LargestModel], tokens: bool) -> ui.Table:
     unit, what = ("tokens", "sequence") if tokens else ("parameters", "model")
     most, least = ("longest", "shortest") if tokens else ("largest", "smallest")
     allowed = "largest size by states and a step's temporary memory"
-    columns: list[Column[LargestModel]] = [
+    columns: list[ReportColumn[LargestModel]] = [
         figure("Ranks", "devices", lambda ranks: plain(ranks or None)),
         figure("Reached", "result.parameters", plain, unit, f"the {most} {what} that trains"),
         figure(

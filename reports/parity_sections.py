@@ -19,7 +19,7 @@ from reports.line_chart import Losses
 from reports.names import chart_name, main_workload, marks
 from reports.run_report import RunReport
 from reports.text import deviation, finite, number, plural
-from reports.verdict_sections import Parity
+from reports.verdict_sections import ParityCounts
 
 MOST_LOSSES = 6
 MOST_NAMED = 12
@@ -129,14 +129,14 @@ def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class DeclaredTolerance:
     loss: str
     update: str
     reason: str
     labels: tuple[str, ...]
 
 
-def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
+def tolerances(cells: Sequence[CellResult]) -> list[DeclaredTolerance]:
     """Returns tolerances, tightest first, with the reasons of cells that needed theirs."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
@@ -146,7 +146,7 @@ def tolerances(cells: Sequence[CellResult]) -> list[Tolerance]:
     return [_tolerance(*allowed, rows) for allowed, rows in sorted(grouped.items())]
 
 
-def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Tolerance:
+def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> DeclaredTolerance:
     reasons = [
         cell.parity.reason
         for cell in cells
@@ -154,7 +154,7 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Toler
     ]
     labels = tuple(dict.fromkeys(f"{cell.cell.label} {cell.cell.precision}" for cell in cells))
     reason = "; ".join(dict.fromkeys(reasons))
-    return Tolerance(deviation(loss), deviation(update), reason, labels)
+    return DeclaredTolerance(deviation(loss), deviation(update), reason, labels)
 
 
 def control_in_words(adjustment: Adjustment) -> str:
@@ -178,7 +178,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     comparison = within_a_run(any(cell.speed.turns for cell in cells))
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
-    parity = Parity.of(cells)
+    parity = ParityCounts.of(cells)
     ties = (
         "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
         f" the best, Hsu 1981, 95 % together). Pairs: {comparison}"

@@ -11,7 +11,7 @@ from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import data, prose
 from reports.columns import (
-    Column,
+    ReportColumn,
     cell_table,
     device_columns,
     figure,
@@ -199,10 +199,10 @@ def _ranked_table(group: RankedGroup) -> ui.Table:
         ends = f"{number(rate.low)} to {number(rate.high)}"
         return ui.Td("1 trial: no interval" if rate.low is None else ends)
 
-    columns: list[Column[CellResult]] = [
-        Column("strategy", lambda cell: words(named(cell))),
+    columns: list[ReportColumn[CellResult]] = [
+        ReportColumn("strategy", lambda cell: words(named(cell))),
         figure("throughput", group.throughput, unit=group.unit),
-        Column("95 % interval", interval),
+        ReportColumn("95 % interval", interval),
         milliseconds("step p50", "step_seconds_p50"),
         mebibytes("peak memory", "peak_memory_bytes"),
         word("parity", "parity_verdict"),
@@ -345,22 +345,22 @@ def efficiency(cells: Sequence[CellResult]) -> ui.Table:
 
     shown = sorted(scaled_cells(cells), key=order)
     on_one = "on one device, 95 %"
-    columns: list[Column[CellResult]] = [
+    columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(shown),
         word("Scaling", "regime"),
         word("Precision", "precision"),
         batch_column(),
-        Column("Against itself", with_interval("efficiency_own"), on_one),
-        Column("Against the plain process", with_interval("efficiency_single"), on_one),
+        ReportColumn("Against itself", with_interval("efficiency_own"), on_one),
+        ReportColumn("Against the plain process", with_interval("efficiency_single"), on_one),
     ]
     return cell_table("efficiency", "Scaling efficiency", shown, columns)
 
 
-def batch_column() -> Column[CellResult]:
+def batch_column() -> ReportColumn[CellResult]:
     def make(cell: CellResult) -> ui.Td:
         value = cell.cell.global_batch
         size = ui.Span(plain(value), field="global_batch", value=exact(value))
         return ui.Td([size, " weak"] if cell.cell.regime == "weak" else size)
 
-    return Column("Batch", make, "samples", "global batch")
+    return ReportColumn("Batch", make, "samples", "global batch")

@@ -14,7 +14,7 @@ from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import phrase, prose
 from reports.columns import (
-    Column,
+    ReportColumn,
     cell_table,
     computed,
     device_columns,
@@ -160,13 +160,16 @@ def profile_blocks(profiles: Sequence[StepProfile]) -> ui.Blocks:
 
 
 def _profile_table(
-    name: str, label: str, profiles: Sequence[StepProfile], columns: Sequence[Column[StepProfile]]
+    name: str,
+    label: str,
+    profiles: Sequence[StepProfile],
+    columns: Sequence[ReportColumn[StepProfile]],
 ) -> ui.Table:
     by_id = {profile.result.cell_id: profile for profile in profiles}
     cells = [profile.result for profile in profiles]
 
-    def of_cell(column: Column[StepProfile]) -> Column[CellResult]:
-        return Column(
+    def of_cell(column: ReportColumn[StepProfile]) -> ReportColumn[CellResult]:
+        return ReportColumn(
             column.title, lambda cell: column.make(by_id[cell.cell_id]), column.unit, column.tip
         )
 
@@ -178,7 +181,7 @@ def _parts_table(profiles: Sequence[StepProfile]) -> ui.Table:
     rows = [profile for group in _by_setting(profiles) for profile in group]
     straggling = "slower than the others by more than 15 %"
     sockets = "bytes on the sockets over those of the backend's algorithm"
-    columns: list[Column[StepProfile]] = [
+    columns: list[ReportColumn[StepProfile]] = [
         *map(_part_column, (*COMPONENTS, "overlapped", "operators")),
         _seconds("Step", "profiled_ms", "profiled_step", "profiled, slowest rank"),
         _seconds("Plain step", "plain_ms", "plain_step", "without the profiler"),
@@ -196,14 +199,14 @@ def _rank(rank: float | None) -> str:
     return DASH if rank is None else plain(rank)
 
 
-def _seconds(title: str, field: str, attribute: str, tip: str) -> Column[StepProfile]:
+def _seconds(title: str, field: str, attribute: str, tip: str) -> ReportColumn[StepProfile]:
     def value(profile: StepProfile) -> float:
         return float(getattr(profile, attribute)) * 1e3
 
     return computed(title, field, value, number, "ms", tip)
 
 
-def _part_column(name: str) -> Column[StepProfile]:
+def _part_column(name: str) -> ReportColumn[StepProfile]:
     tips = {
         "overlapped": "communication in flight during the others; not part of the sum",
         "operators": "part of the step during which an operator ran",
@@ -221,7 +224,7 @@ def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
     measured = [profile for profile in profiles if profile.peak["tracked"] is not None]
     rows = [profile for group in _by_setting(measured) for profile in group]
 
-    def of_kind(kind: str, title: str = "", tip: str = "") -> Column[StepProfile]:
+    def of_kind(kind: str, title: str = "", tip: str = "") -> ReportColumn[StepProfile]:
         return computed(
             title or kind.capitalize(),
             f"peak_{kind}",
@@ -231,7 +234,7 @@ def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
             tip,
         )
 
-    columns: list[Column[StepProfile]] = [
+    columns: list[ReportColumn[StepProfile]] = [
         *map(of_kind, SPLIT),
         of_kind("tracked", "Tensors", "at their peak"),
         mebibytes("Private memory", "private", "peak of the same step as trials measure it"),
@@ -247,7 +250,7 @@ def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
     def step(profile: StepProfile) -> float | None:
         return profile.gpu.step_seconds * 1e3 if profile.gpu else None
 
-    def share(name: str) -> Column[StepProfile]:
+    def share(name: str) -> ReportColumn[StepProfile]:
         def value(profile: StepProfile) -> float | None:
             part = profile.gpu.shares.get(name) if profile.gpu else None
             return part and part * 100

@@ -10,7 +10,7 @@ from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import data, phrase, plain_text, prose, strong
 from reports.columns import (
-    Column,
+    ReportColumn,
     cell_table,
     mebibytes,
     throughput_column,
@@ -81,7 +81,7 @@ def _frugal(genuine: Sequence[RankedCell]) -> Pick | None:
 
 
 @dataclass(frozen=True)
-class Parity:
+class ParityCounts:
     """How many cells trained the same as the reference."""
 
     passed: int
@@ -92,7 +92,7 @@ class Parity:
     """Cells rewound between timed steps and verified again."""
 
     @classmethod
-    def of(cls, cells: Iterable[CellResult]) -> Parity | None:
+    def of(cls, cells: Iterable[CellResult]) -> ParityCounts | None:
         """Returns None if no cell was verified."""
         verdicts = ("exact", "within tolerance", "diverged")
         judged = [cell for cell in cells if cell.parity.verdict in verdicts]
@@ -127,7 +127,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     blocks.append(_figures(group, roles))
     if coarse := why_no_more_trials(group.rows):
         blocks.append(ui.Paragraph(data(f"{coarse}."), "small"))
-    return [*blocks, *_same_training(Parity.of(report.cells))]
+    return [*blocks, *_same_training(ParityCounts.of(report.cells))]
 
 
 Roles = list[tuple[CellResult, str]]
@@ -152,7 +152,7 @@ def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
     text = {cell.cell_id: role for cell, role in roles}
     cells = [cell for cell, _ in roles]
     columns = [
-        Column("Role", lambda cell: words(text[cell.cell_id])),
+        ReportColumn("Role", lambda cell: words(text[cell.cell_id])),
         throughput_column(cells),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
         word("Parity", "parity_verdict"),
@@ -240,7 +240,7 @@ def _disturbed(rows: Iterable[CellResult]) -> ui.Blocks:
     ]
 
 
-def _same_training(parity: Parity | None) -> ui.Blocks:
+def _same_training(parity: ParityCounts | None) -> ui.Blocks:
     if parity is None:
         return []
     away = parity.judged - parity.passed

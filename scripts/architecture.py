@@ -82,7 +82,7 @@ def description(package: str) -> str:
 
 
 @dataclass(eq=False)
-class Box:
+class NodeBox:
     name: str
     row: int
     x: float = 0.0
@@ -94,17 +94,17 @@ class Box:
         return TOP + self.row * ROW
 
 
-def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
+def placed(edges: dict[str, set[str]]) -> dict[str, NodeBox]:
     """Returns a box per package; reports stand outside, to the right.
 
     A row's boxes are ordered by the mean position of what they import and what imports them
     (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
     """
     rows = [
-        [Box(name, number) for name in row] for number, row in enumerate([["bench"], *layers()])
+        [NodeBox(name, number) for name in row] for number, row in enumerate([["bench"], *layers()])
     ]
     boxes = {box.name: box for row in rows for box in row}
-    near: dict[str, list[Box]] = {name: [] for name in boxes}
+    near: dict[str, list[NodeBox]] = {name: [] for name in boxes}
     for source, targets in sorted(edges.items()):
         for target in sorted(targets & boxes.keys() if source in boxes else set()):
             near[source].append(boxes[target])
@@ -120,7 +120,7 @@ def placed(edges: dict[str, set[str]]) -> dict[str, Box]:
             _part(row)
     right = max(box.x for box in boxes.values())
     row_above = min(boxes[target].row for target in edges["reports"]) - 1
-    boxes["reports"] = Box("reports", row_above, right + COLUMN + GAP)
+    boxes["reports"] = NodeBox("reports", row_above, right + COLUMN + GAP)
     shift = MARGIN + 2 * GAP + WIDTH / 2 - min(box.x for box in boxes.values())
     for box in boxes.values():
         box.x = round(box.x + shift)
@@ -131,7 +131,7 @@ def _mean(values: list[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def _part(row: list[Box]) -> None:
+def _part(row: list[NodeBox]) -> None:
     mean = _mean([box.x for box in row], 0.0)
     for left, right in itertools.pairwise(row):
         right.x = max(right.x, left.x + COLUMN)
@@ -140,7 +140,9 @@ def _part(row: list[Box]) -> None:
         box.x += shift
 
 
-def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> float:
+def passage(
+    source: NodeBox, target: NodeBox, boxes: dict[str, NodeBox], taken: list[float]
+) -> float:
     """Returns the position nearest to the target at which an arrow passes straight down between the
     boxes of the rows in between."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
@@ -156,7 +158,7 @@ def passage(source: Box, target: Box, boxes: dict[str, Box], taken: list[float])
     )
 
 
-def _arrow(source: Box, target: Box, boxes: dict[str, Box], taken: list[float]) -> str:
+def _arrow(source: NodeBox, target: NodeBox, boxes: dict[str, NodeBox], taken: list[float]) -> str:
     x, y, end = source.x, source.y + HEIGHT, target.y - TIP
     path = f"M{x:.0f},{y}"
     if target.row > source.row + 1:
@@ -173,7 +175,7 @@ def _bend(x: float, y: float, to_x: float, to_y: float) -> str:
     return f" C{x:.0f},{middle:.0f} {to_x:.0f},{middle:.0f} {to_x:.0f},{to_y:.0f}"
 
 
-def _drawn(box: Box) -> str:
+def _drawn(box: NodeBox) -> str:
     kind = "outside" if box.name in ("bench", "reports") else "inside"
     lines = textwrap.wrap(description(box.name), 34, break_on_hyphens=False)
     assert len(lines) <= 3, f"the first sentence of {box.name} is too long for its box"

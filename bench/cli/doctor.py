@@ -382,7 +382,7 @@ def check_gpu(options: CheckOptions) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
-    from bench.gpu_check.driver import Driver, Timing
+    from bench.gpu_check.driver import CheckDriver, Timing
     from bench.gpu_check.out_folder import Folders
     from bench.gpu_check.outcomes import NO_TIME
     from bench.gpu_check.steps import HOME, read_plan
@@ -407,7 +407,7 @@ def check_gpu(options: CheckOptions) -> None:
         report = start(options.device)
         if report.stand_in:
             out.print(f"rehearsal: {report.stand_in}, so this proves nothing about GPUs")
-        driver = Driver(
+        driver = CheckDriver(
             plan,
             report,
             folders,

@@ -15,7 +15,7 @@ from bench.cli.options import Json, Seq, StatesPrecision
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from harness.planner.finetune.answer import Answer, FitQuestion
+    from harness.planner.finetune.answer import FitAnswer, FitQuestion
 
 USUAL = Path(__file__).parents[1] / "fits.yaml"
 """Default strategy for each way of sharding states."""
@@ -86,7 +86,7 @@ def fits(
     raise typer.Exit(EXIT_CODES[result.verdict])
 
 
-def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
+def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     recipe = result.recipe
     on = f" with {', '.join(result.turn_on)}" if result.turn_on else ""
     first = (
@@ -119,7 +119,7 @@ def _lines(question: FitQuestion, result: Answer, command: str) -> list[str]:
     return lines
 
 
-def _command(model: str, question: FitQuestion, result: Answer) -> str:
+def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     from harness.planner.cluster.recipe import SUITE_CELLS
     from harness.workloads import make_workload
 

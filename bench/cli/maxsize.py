@@ -112,7 +112,7 @@ def maxsize(
         runner = Runner(store, _plan(request, only or [], _changes(settings or [], what)))
         runner.begin()
     with terminal.stop_signals():
-        finished = Search(runner, Progress(console, runner.plan)).run()
+        finished = Search(runner, SearchProgress(console, runner.plan)).run()
     rows = _conclude(console, runner, report, json_output)
     if not finished:
         where = "" if results == Path("results") else f" --results {results}"
@@ -256,7 +256,7 @@ def _with_ranks(matrix: Matrix, many: int) -> Matrix:
     )
 
 
-class Progress:
+class SearchProgress:
     """Prints each probe and the time left."""
 
     def __init__(self, out: Console, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from bench.cluster.target import Target
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from bench.cluster.jobs import Job, JobState
+    from bench.cluster.jobs import ClusterJob, JobState
     from bench.cluster.site import Site
     from harness.record.store import Store
 
@@ -91,7 +91,7 @@ def submit(
 
     Example: [bold]python -m bench submit --matrix full --nodes 2 --dry-run[/bold]
     """
-    from bench.cluster.jobs import Job, batch_script
+    from bench.cluster.jobs import ClusterJob, batch_script
     from bench.cluster.site import read_site
     from harness.record.plan import new_run_id
 
@@ -109,7 +109,7 @@ def submit(
     options += [] if report else ["--no-report"]
     matrix = _readable(matrix or (here.nightly.matrix if nightly else ""))
     name = "" if nightly else run_id or new_run_id()
-    job = Job(matrix, name, results.resolve(), tuple(options), array, nightly, to.value)
+    job = ClusterJob(matrix, name, results.resolve(), tuple(options), array, nightly, to.value)
     if to is not Target.SLURM:
         _write_manifests(to, here, job, dry_run, json_output)
         return
@@ -124,7 +124,7 @@ def submit(
 
 
 def _write_manifests(
-    target: Target, site: Site, job: Job, dry_run: bool, json_output: bool
+    target: Target, site: Site, job: ClusterJob, dry_run: bool, json_output: bool
 ) -> None:
     from bench.cluster.manifests import as_yaml, manifests, start_command
 
@@ -146,7 +146,7 @@ def _write_manifests(
         print(f"run {job.run_id}: start it with: {start}")
 
 
-def _submit(site: Site, job: Job, json_output: bool) -> None:
+def _submit(site: Site, job: ClusterJob, json_output: bool) -> None:
     from bench.cluster.jobs import Submission, batch_script, keep_submission, sbatch
 
     script = batch_script(site, job)

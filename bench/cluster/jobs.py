@@ -16,7 +16,7 @@ from harness.spec.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     matrix: str
     run_id: str
     """Name of the run; empty: the job chooses it when it begins."""
@@ -37,7 +37,7 @@ class Job:
         return self.results / self.target / (self.run_id or "nightly")
 
 
-def batch_script(site: Site, job: Job) -> str:
+def batch_script(site: Site, job: ClusterJob) -> str:
     """Returns the site's directives and setup, then a script of slurm/, with all options of
     sbatch."""
     import jinja2
@@ -62,7 +62,7 @@ def batch_script(site: Site, job: Job) -> str:
     )
 
 
-def _lines(site: Site, job: Job) -> list[str]:
+def _lines(site: Site, job: ClusterJob) -> list[str]:
     """Lets a job continue after a warning, a lost node or a requeue."""
     log = "%A_%a" if job.tasks else "%j"
     return [
@@ -82,7 +82,7 @@ def _python(site: Site) -> str:
     return site.python if "/" not in site.python else str(ROOT / site.python)
 
 
-def _variables(site: Site, job: Job) -> Mapping[str, str]:
+def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
     nightly, notify = site.nightly, site.nightly.notify
     variables: dict[str, str | int | Path] = {
         "BENCH_MATRIX": job.matrix,

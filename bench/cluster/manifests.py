@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from bench.cluster.jobs import Job
+from bench.cluster.jobs import ClusterJob
 from bench.cluster.site import Site
 from bench.cluster.target import Target
 from harness.nodes.rendezvous import KEY, KEY_FILE
@@ -199,7 +199,7 @@ class SkyTask(BaseModel):
 Manifest: TypeAlias = Service | KubernetesJob | TrainJob | SkyTask
 
 
-def manifests(target: Target, site: Site, job: Job) -> list[Manifest]:
+def manifests(target: Target, site: Site, job: ClusterJob) -> list[Manifest]:
     """Returns the manifests that start the run; raises UsageError if the site lacks a setting."""
     if not site.pods.image:
         raise UsageError(
@@ -226,11 +226,11 @@ def start_command(target: Target, file: str) -> str:
     return f"kubectl apply -f {shlex.quote(file)}"
 
 
-def _name(job: Job) -> str:
+def _name(job: ClusterJob) -> str:
     return re.sub("[^a-z0-9-]", "-", f"bench-{job.run_id}".lower())[:50].strip("-")
 
 
-def _command(site: Site, job: Job, host: str, number: str, listen: str = "") -> str:
+def _command(site: Site, job: ClusterJob, host: str, number: str, listen: str = "") -> str:
     """Returns the shell command of a node. `listen`: where node 0 listens; empty: at its name."""
     python, port = site.python, site.pods.port
     wait = ["--timeout", str(site.pods.wait_seconds)]
@@ -262,7 +262,7 @@ def _resources(site: Site) -> Resources:
     return Resources(limits=limits)
 
 
-def _kubernetes(site: Site, job: Job) -> list[Manifest]:
+def _kubernetes(site: Site, job: ClusterJob) -> list[Manifest]:
     if not site.pods.claim:
         raise UsageError(
             "--to kubernetes needs a volume for results: set pods.claim in the site file to the"
@@ -322,7 +322,7 @@ def _job(
     return KubernetesJob(metadata=Metadata(name=f"{name}-{role}", labels=labels), spec=spec)
 
 
-def _train_job(site: Site, job: Job) -> TrainJob:
+def _train_job(site: Site, job: ClusterJob) -> TrainJob:
     """Kubeflow's runtime sets PET_* as for torchrun; agents use its address and number."""
     name = _name(job)
     key = SecretKey(name=site.pods.secret, key=SECRET_KEY)
@@ -338,7 +338,7 @@ def _train_job(site: Site, job: Job) -> TrainJob:
     return TrainJob(metadata=Metadata(name=name, labels=labels), spec=spec)
 
 
-def _sky_task(site: Site, job: Job) -> SkyTask:
+def _sky_task(site: Site, job: ClusterJob) -> SkyTask:
     resources = {"image_id": f"docker:{site.pods.image}"}
     if site.gpus_per_node:
         if not site.pods.accelerator:

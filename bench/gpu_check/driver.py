@@ -13,10 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.gpu_check.limited_process import STOP_SECONDS, Ended, Limits, run_limited
+from bench.gpu_check.limited_process import STOP_SECONDS, Limits, ProcessEnd, run_limited
 from bench.gpu_check.out_folder import Folders
-from bench.gpu_check.outcomes import NO_TIME, Outcome, Report, Verdict, last_object, step_verdict
-from bench.gpu_check.steps import Plan, Step
+from bench.gpu_check.outcomes import (
+    NO_TIME,
+    Report,
+    StepOutcome,
+    Verdict,
+    last_object,
+    step_verdict,
+)
+from bench.gpu_check.steps import CheckPlan, Step
 from harness.host.cores import allowed_cores
 
 LEAST_SECONDS = 15.0
@@ -37,12 +44,12 @@ class Timing:
     least_seconds: float = LEAST_SECONDS
 
 
-class Driver:
+class CheckDriver:
     """Runs unsettled steps; writes the report around each."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CheckPlan,
         report: Report,
         folders: Folders,
         timing: Timing,
@@ -206,7 +213,7 @@ class Driver:
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.report.device == "cpu" else {}
         return {"PYTHONUNBUFFERED": "1", **hidden}
 
-    def _judged(self, step: Step, ended: Ended, limit: float, log: Path) -> Outcome:
+    def _judged(self, step: Step, ended: ProcessEnd, limit: float, log: Path) -> StepOutcome:
         shown = last_object(Path(f"{log}.out").read_text(errors="replace"))
         said = Path(f"{log}.err").read_text(errors="replace").strip().splitlines()[-TAIL:]
         verdict: Verdict
@@ -227,10 +234,10 @@ class Driver:
             shown=shown,
         )
 
-    def _outcome(self, step: Step, verdict: Verdict, reason: str) -> Outcome:
-        return Outcome(step.name, self._section[step.name], step.claim, verdict, reason)
+    def _outcome(self, step: Step, verdict: Verdict, reason: str) -> StepOutcome:
+        return StepOutcome(step.name, self._section[step.name], step.claim, verdict, reason)
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: StepOutcome) -> None:
         with self._lock:
             others = [other for other in self.report.outcomes if other.name != outcome.name]
             self.report = replace(self.report, outcomes=(*others, outcome))

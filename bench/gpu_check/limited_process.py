@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnd:
     exit_code: int | None
     """Negative: ended by a signal from elsewhere; None: it had to be stopped."""
     seconds: float
@@ -47,7 +47,7 @@ def run_limited(
     limits: Limits,
     stop: Event,
     variables: Mapping[str, str] | None = None,
-) -> Ended:
+) -> ProcessEnd:
     """Runs `python -m WORDS` until it ends, exceeds its limit, or `stop` is set.
 
     Logs to LOG.out and LOG.err. Sends its group SIGTERM, then SIGKILL.
@@ -67,10 +67,10 @@ def run_limited(
         )
     try:
         if _wait(process, began + limits.seconds, stop):
-            return Ended(process.returncode, time.monotonic() - began)
+            return ProcessEnd(process.returncode, time.monotonic() - began)
         process.send_signal(signal.SIGTERM)
         _wait(process, time.monotonic() + limits.stop_seconds)
-        return Ended(None, time.monotonic() - began)
+        return ProcessEnd(None, time.monotonic() - began)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

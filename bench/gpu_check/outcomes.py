@@ -21,7 +21,7 @@ Verdict = Literal["confirmed", "refuted", "not checked"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     name: str
     section: str
     claim: str
@@ -55,7 +55,7 @@ class Report:
     device: str
     """`cuda`, or `cpu` for a rehearsal."""
     stand_in: str | None
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[StepOutcome, ...] = ()
 
     @classmethod
     def new(cls, device: str) -> Report:
@@ -68,7 +68,7 @@ class Report:
         try:
             values = json.loads(file.read_text())
             outcomes = tuple(
-                Outcome(**{**outcome, "log": tuple(outcome["log"])})
+                StepOutcome(**{**outcome, "log": tuple(outcome["log"])})
                 for outcome in values.pop("outcomes")
             )
             return cls(**values, outcomes=outcomes)
@@ -78,7 +78,7 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, default=str)
 
-    def outcome(self, name: str) -> Outcome | None:
+    def outcome(self, name: str) -> StepOutcome | None:
         return next((outcome for outcome in self.outcomes if outcome.name == name), None)
 
 

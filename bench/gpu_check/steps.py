@@ -38,7 +38,7 @@ class Step(BaseModel):
         return tuple(shlex.split(self.words))
 
 
-class Plan(BaseModel):
+class CheckPlan(BaseModel):
     """All steps, most valuable first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,7 +54,7 @@ class Plan(BaseModel):
     later: tuple[tuple[Step, ...], ...] = ()
 
     @model_validator(mode="after")
-    def _has_distinct_names(self) -> Plan:
+    def _has_distinct_names(self) -> CheckPlan:
         names = [step.name for _, step in self.steps()]
         if len(set(names)) < len(names):
             raise ValueError("two steps have the same name")
@@ -70,9 +70,9 @@ class Plan(BaseModel):
         yield from (("later", step) for lane in self.later for step in lane)
 
 
-def read_plan(file: Path = HOME) -> Plan:
+def read_plan(file: Path = HOME) -> CheckPlan:
     """Raises UsageError if the file is missing or not a plan."""
     try:
-        return Plan.model_validate(yaml.safe_load(file.read_text()))
+        return CheckPlan.model_validate(yaml.safe_load(file.read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{str(file)!r} is not a plan of a GPU check: {error}") from None

@@ -48,7 +48,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Prior:
+class VariancePrior:
     """Common variance of a run's cells."""
 
     variance: float
@@ -85,18 +85,18 @@ def moderated(spreads: Sequence[Spread]) -> list[Spread]:
     ]
 
 
-def prior(spreads: Sequence[Spread]) -> Prior | None:
+def prior(spreads: Sequence[Spread]) -> VariancePrior | None:
     known = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
     if not known:
         return None
     if len(known) < FEWEST_FOR_PRIOR:
         degrees = sum(spread.degrees for spread in known)
         total = sum(spread.variance * spread.degrees for spread in known)
-        return Prior(total / degrees, math.inf)
+        return VariancePrior(total / degrees, math.inf)
     return _most_likely(known)
 
 
-def _most_likely(known: Sequence[Spread]) -> Prior:
+def _most_likely(known: Sequence[Spread]) -> VariancePrior:
     import numpy as np
     from scipy.optimize import minimize
     from scipy.special import betaln
@@ -131,7 +131,7 @@ def _most_likely(known: Sequence[Spread]) -> Prior:
     )
     level, log_degrees, power = (*map(float, optimum.x), 0.0)[:3]
     degrees = math.exp(log_degrees)
-    return Prior(
+    return VariancePrior(
         math.exp(level - power * middle),
         math.inf if degrees > MOST_DEGREES / 2 else degrees,
         power,

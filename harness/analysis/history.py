@@ -156,7 +156,7 @@ MOST_RUNS = 250
 
 
 @dataclass(frozen=True)
-class Point:
+class HistoryPoint:
     run_id: str
     started_at: datetime
     value: Estimate
@@ -171,17 +171,17 @@ class Series:
     cell_id: str
     cell_name: str
     figure: Figure
-    points: tuple[Point, ...]
+    points: tuple[HistoryPoint, ...]
     elsewhere: int = 0
     """Number of runs with other hardware or another memory method, which are left out."""
     failed: int = 0
 
     @property
-    def newest(self) -> Point:
+    def newest(self) -> HistoryPoint:
         return self.points[-1]
 
     @property
-    def last_change(self) -> Point | None:
+    def last_change(self) -> HistoryPoint | None:
         return next((point for point in reversed(self.points) if point.change is not None), None)
 
     def as_json(self) -> dict[str, object]:
@@ -232,7 +232,7 @@ def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
     logs = [math.log(value.value) for value in values]
     changes = dict(zip(edges, relative_changes(logs, edges), strict=True))
     points = tuple(
-        Point(cell.run_id, cell.started_at, value, changes.get(place))
+        HistoryPoint(cell.run_id, cell.started_at, value, changes.get(place))
         for place, (cell, value) in enumerate(zip(shown, values, strict=True))
     )
     elsewhere, failed = len(good) - len(same), len(every) - len(good)

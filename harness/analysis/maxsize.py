@@ -186,7 +186,7 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
         plan = Plan.from_row(run)
         if plan.search is None:
             continue
-        search = Search.of(results, plan)
+        search = FinishedSearch.of(results, plan)
         rows += [search.result(cell) for cell in plan.cells]
         rows += [
             MaxsizeResult(
@@ -198,7 +198,7 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 
 
 @dataclass(frozen=True)
-class Search:
+class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
     """Predicted step, size, and activations of the first and each further step, by cell id."""
@@ -210,7 +210,7 @@ class Search:
     """Tokens added per step; 0 if a step adds a block."""
 
     @classmethod
-    def of(cls, results: Results, plan: Plan) -> Search:
+    def of(cls, results: Results, plan: Plan) -> FinishedSearch:
         assert plan.search is not None
         run = results.trials[results.trials["run_id"] == plan.run_id]
         trials = sorted(TrialRecord.from_frame(run), key=lambda trial: trial.attempt)

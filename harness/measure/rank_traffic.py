@@ -234,7 +234,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 @dataclass
-class Traffic:
+class RankTraffic:
     """Bytes over stretches of steps, read between steps; None if unknown."""
 
     over_tcp: bool

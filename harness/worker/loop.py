@@ -12,7 +12,7 @@ from dataclasses import replace
 from harness.measure.clock import busy_fraction, timed_step
 from harness.measure.memory_kinds import retained, state_bytes
 from harness.measure.peak_memory import MemoryMeter
-from harness.measure.rank_traffic import Traffic, folder_bytes
+from harness.measure.rank_traffic import RankTraffic, folder_bytes
 from harness.measure.resource_use import Energy, Load, RankGpus
 from harness.measure.routing import ExpertTokens, counted, routers_of
 from harness.parity.comparison import deviations_from
@@ -32,7 +32,7 @@ from harness.worker.rewind import (
     AHEAD,
     FIRST_WITHIN,
     REPLAYED_STEPS,
-    Checkpoint,
+    MemoryCheckpoint,
     Rewinds,
     first_replayed,
     numbers_steps,
@@ -111,7 +111,7 @@ class Loop:
         self.statistics: RunningStatistics | None = None
         if spec.reference_output and job.train_state is not None:
             self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
-        self.before_ahead: Checkpoint | None = None
+        self.before_ahead: MemoryCheckpoint | None = None
         """State before the last steps of a reference run's segment."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
@@ -119,7 +119,7 @@ class Loop:
         self.compile_seconds = 0.0
         self.timed = 0
         self.planned = job.cell.timed_steps
-        self.traffic = Traffic(
+        self.traffic = RankTraffic(
             over_tcp=job.device.type == "cpu"
             and job.train_state is not None
             and job.train_state.over_tcp
@@ -261,7 +261,7 @@ class Loop:
             self.job.cell.parity_steps
         ):
             assert self.job.train_state is not None
-            self.before_ahead = Checkpoint(self.job.train_state)
+            self.before_ahead = MemoryCheckpoint(self.job.train_state)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
@@ -380,7 +380,7 @@ class Loop:
         """Replays the end of a reference's segment AHEAD, saves what it gives, and undoes it."""
         if not (self.before_ahead and numbers_steps(train_state, self.job.cell)):
             return
-        after = Checkpoint(train_state)
+        after = MemoryCheckpoint(train_state)
         self.before_ahead.restore(train_state, AHEAD)
         steps = range(first_replayed(self.job.cell.parity_steps), self.job.cell.parity_steps)
         losses = [self.step(self.batches.fetch(step, step)) for step in steps]

@@ -30,7 +30,7 @@ STEP = "step"
 PIECE_BYTES = 2**24
 
 
-class Checkpoint:
+class MemoryCheckpoint:
     """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
     file.
 
@@ -207,7 +207,7 @@ class Rewinds:
         """Training step before which the state is saved."""
         self.replays_ahead: list[bool] = []
         """Whether each replay's optimizers were AHEAD."""
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: MemoryCheckpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
         """Number of the step before the next rewind, if chosen."""
@@ -238,7 +238,7 @@ class Rewinds:
         return self._checkpoint is None and training_step == self.from_step
 
     def keep(self, train_state: TrainState, cell: Cell, number: int) -> None:
-        self._checkpoint, self._kept_at = Checkpoint(train_state), number
+        self._checkpoint, self._kept_at = MemoryCheckpoint(train_state), number
         self._ahead = self._ahead and numbers_steps(train_state, cell)
 
     def due(self, number: int, steps_left: int) -> bool:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.gpu_check.probes.finding import Finding
+from bench.gpu_check.probes.finding import ProbeFinding
 
 FOLDER = "CHECK_STEPS"
 
@@ -28,23 +28,23 @@ def note(name: str) -> Path:
     return folder
 
 
-def holds(device: str) -> Finding:
+def holds(device: str) -> ProbeFinding:
     note("holds")
-    return Finding.of(True, "it holds", {"device": device})
+    return ProbeFinding.of(True, "it holds", {"device": device})
 
 
-def dies(device: str) -> Finding:
+def dies(device: str) -> ProbeFinding:
     note("dies")
     print("the last thing it said", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def hangs(device: str) -> Finding:
+def hangs(device: str) -> ProbeFinding:
     """Ignores SIGTERM and has a child in its group, unless the file `free` is there."""
     folder = note("hangs")
     if (folder / "free").exists():
-        return Finding.of(True, "it was let go", None)
+        return ProbeFinding.of(True, "it was let go", None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(folder / "children", "a") as file:
@@ -53,13 +53,13 @@ def hangs(device: str) -> Finding:
     raise AssertionError
 
 
-def waits(device: str) -> Finding:
+def waits(device: str) -> ProbeFinding:
     note("waits")
     time.sleep(600)
     raise AssertionError
 
 
-def trains_nothing(device: str) -> Finding:
+def trains_nothing(device: str) -> ProbeFinding:
     """Fails, unless the file `fixed` is there."""
     folder = note("gate")
-    return Finding.of((folder / "fixed").exists(), "it trains", None)
+    return ProbeFinding.of((folder / "fixed").exists(), "it trains", None)

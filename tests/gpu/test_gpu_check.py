@@ -21,11 +21,11 @@ import typer
 
 from bench.cli.doctor import CheckOptions, check_gpu
 from bench.gpu_check import driver as driver_module
-from bench.gpu_check.driver import Driver, Timing, interleaved
-from bench.gpu_check.limited_process import Ended, Limits
+from bench.gpu_check.driver import CheckDriver, Timing, interleaved
+from bench.gpu_check.limited_process import Limits, ProcessEnd
 from bench.gpu_check.out_folder import Folders, packed
-from bench.gpu_check.outcomes import Outcome, Report
-from bench.gpu_check.steps import Plan, Step
+from bench.gpu_check.outcomes import Report, StepOutcome
+from bench.gpu_check.steps import CheckPlan, Step
 from harness.spec.errors import UsageError
 from tests.conftest import runs
 from tests.gpu.check_steps import FOLDER, begun
@@ -67,7 +67,9 @@ def check(folder: Path, plan: Path, resume: bool = False, **more: object) -> tup
 def drive(folder: Path, plan: dict[str, object], timing: Timing) -> Report:
     """What a driver reports of a plan, with limits that are short enough for a test."""
     folders = Folders.prepare(folder / "out")
-    driver = Driver(Plan.model_validate(plan), folders.start("cpu"), folders, timing, print)
+    driver = CheckDriver(
+        CheckPlan.model_validate(plan), folders.start("cpu"), folders, timing, print
+    )
     driver.run()
     return driver.report
 
@@ -138,12 +140,12 @@ def test_a_probe_that_hung_goes_last_in_the_next_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []
-    monkeypatch.setattr(Driver, "_step", lambda self, step, *rest: began.append(step.name))
+    monkeypatch.setattr(CheckDriver, "_step", lambda self, step, *rest: began.append(step.name))
     folders = Folders.prepare(folder / "out")
-    hung = Outcome("stuck", "probes", "it runs", "not checked", "", seconds=1e9)
+    hung = StepOutcome("stuck", "probes", "it runs", "not checked", "", seconds=1e9)
     report = replace(folders.start("cpu"), outcomes=(hung,))
     steps = {"probes": [step("stuck"), step("one")], "lanes": [[step("two")]]}
-    Driver(Plan.model_validate(steps), report, folders, Timing(120), print).run()
+    CheckDriver(CheckPlan.model_validate(steps), report, folders, Timing(120), print).run()
     assert list(dict.fromkeys(began)) == ["one", "two", "stuck"]
 
 
@@ -156,8 +158,8 @@ def test_a_step_that_hangs_is_ended_with_all_its_processes(folder: Path) -> None
     assert not [pid for pid in left if psutil.pid_exists(pid) and runs(psutil.Process(pid))]
     (folder / "free").touch()
     folders = Folders.prepare(folder / "out")
-    again = Driver(
-        Plan(lanes=[[Step(**step("stuck", "hangs"))]]),
+    again = CheckDriver(
+        CheckPlan(lanes=[[Step(**step("stuck", "hangs"))]]),
         folders.resume("cpu"),
         folders,
         Timing(60),
@@ -172,7 +174,7 @@ def test_a_step_for_which_no_time_is_left_waits_for_the_next_call(folder: Path) 
     report = drive(folder, {"lanes": [[step("last")]]}, Timing(budget_seconds=5))
     assert verdicts(report) == {"last": ("not checked", None)}
     assert not begun("holds", folder)
-    assert [s.name for _, s in Plan.model_validate(plan).steps()] == ["first", "last"]
+    assert [s.name for _, s in CheckPlan.model_validate(plan).steps()] == ["first", "last"]
 
 
 def test_a_call_that_is_killed_leaves_a_report_that_the_next_call_goes_on_with(
@@ -314,11 +316,11 @@ def test_lanes_share_the_cores_and_several_gpus_make_one_lane(
     """With several GPUs a step uses all of them."""
     taken: list[tuple[str, tuple[int, ...]]] = []
 
-    def run_limited(words: list[str], log: Path, limits: Limits, *_: object) -> Ended:
+    def run_limited(words: list[str], log: Path, limits: Limits, *_: object) -> ProcessEnd:
         taken.append((words[1], limits.cores))
         Path(f"{log}.out").write_text('{"verdict": "confirmed"}')
         Path(f"{log}.err").touch()
-        return Ended(0, 1.0)
+        return ProcessEnd(0, 1.0)
 
     monkeypatch.setattr(driver_module, "run_limited", run_limited)
     monkeypatch.setattr(driver_module, "allowed_cores", lambda: list(range(8)))
@@ -328,7 +330,7 @@ def test_lanes_share_the_cores_and_several_gpus_make_one_lane(
     shares = {cores for _, cores in taken}
     assert shares == {(0, 1), (2, 3), (4, 5), (6, 7)}
     taken.clear()
-    monkeypatch.setattr(Driver, "_gpus", lambda self: 8)
+    monkeypatch.setattr(CheckDriver, "_gpus", lambda self: 8)
     (folder / "out" / "report.json").unlink()
     drive(folder, plan, Timing(120))
     assert [cores for _, cores in taken] == [tuple(range(8))] * 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster.jobs import Job, batch_script
+from bench.cluster.jobs import ClusterJob, batch_script
 from bench.cluster.site import Site, read_site
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ def run_of(site: Site, folder: Path, **variables: str) -> str:
     """What the shell library says of GPUs in a job of this site, on a node whose driver has two."""
     for name in ("gpus/0000:01:00.0", "gpus/0000:02:00.0"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    script = batch_script(site, Job("smoke", "run-1", folder / "results"))
+    script = batch_script(site, ClusterJob("smoke", "run-1", folder / "results"))
     exports = [line for line in script.splitlines() if line.startswith("export BENCH_")]
     lines = [*exports, ". slurm/lib.sh", "say_without_gpus"]
     environment = {

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
-from bench.cluster.jobs import Job, batch_script, parse
+from bench.cluster.jobs import ClusterJob, batch_script, parse
 from bench.cluster.site import Nightly, Notify, Site, read_site
 from harness.spec.errors import UsageError
 
@@ -28,10 +29,12 @@ SCRIPTS = [*sorted((ROOT / "slurm").glob("*.s*")), *sorted((ROOT / "scripts").gl
 
 
 def script(site: Site, **more: object) -> str:
-    return batch_script(
-        site,
-        Job(**{"matrix": "smoke", "run_id": "run-1", "results": Path("/shared/results"), **more}),
-    )  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "matrix": "smoke",
+        "run_id": "run-1",
+        "results": Path("/shared/results"),
+    }
+    return batch_script(site, ClusterJob(**{**fields, **more}))
 
 
 def directives(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from harness.run.references import _without_ahead
 from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
-from harness.worker.rewind import AHEAD, Checkpoint, Rewinds, numbers_steps
+from harness.worker.rewind import AHEAD, MemoryCheckpoint, Rewinds, numbers_steps
 
 CELL = Cell(strategy="ddp", workload="llama-nano", devices=2)
 
@@ -35,7 +35,7 @@ def steps_of(state: TrainState) -> set[int]:
 def test_a_restored_optimizer_may_count_from_further_on() -> None:
     state = trained(5)
     before = [p.detach().clone() for p in state.model.parameters()]
-    saved = Checkpoint(state)
+    saved = MemoryCheckpoint(state)
     for ahead in (0, AHEAD, 0):
         further(state, 3)
         saved.restore(state, ahead)

@@ -15,7 +15,7 @@ import torch
 from harness.measure.memory_kinds import retained_by, state_bytes
 from harness.measure.rank_traffic import (
     MOST_LOOKS,
-    Traffic,
+    RankTraffic,
     disk_bytes,
     folder_bytes,
     tcp_bytes_sent,
@@ -99,7 +99,7 @@ def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
             socket.create_connection(listener.getsockname()) as client,
             listener.accept()[0] as server,
         ):
-            traffic = Traffic(over_tcp=True)
+            traffic = RankTraffic(over_tcp=True)
             traffic.start()
             for _ in range(2):
                 client.sendall(b"x" * 30_000)
@@ -123,7 +123,7 @@ def test_what_the_other_process_has_not_read_belongs_to_the_step_that_sent_it() 
         server, _ = listener.accept()
         with client, server:
             client.setblocking(False)
-            traffic, given = Traffic(over_tcp=True), 0
+            traffic, given = RankTraffic(over_tcp=True), 0
             traffic.start()
             with contextlib.suppress(BlockingIOError):
                 while given < 50_000_000:
@@ -140,7 +140,7 @@ def test_what_the_other_process_has_not_read_belongs_to_the_step_that_sent_it() 
 
 
 def test_what_nccl_sends_is_unknown_not_zero() -> None:
-    traffic = Traffic(over_tcp=False)
+    traffic = RankTraffic(over_tcp=False)
     traffic.start()
     traffic.stop(steps=1)
     assert traffic.sent is None
@@ -190,7 +190,7 @@ def test_what_a_thread_still_sends_after_the_last_step_counts(
 ) -> None:
     readings = iter([100, 110, 125, 125, 125])
     monkeypatch.setattr("harness.measure.rank_traffic.tcp_bytes_sent", lambda: next(readings))
-    traffic = Traffic(over_tcp=True)
+    traffic = RankTraffic(over_tcp=True)
     traffic.start()
     traffic.stop(1)
     assert traffic.sent == 25
@@ -199,7 +199,7 @@ def test_what_a_thread_still_sends_after_the_last_step_counts(
 def test_who_never_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(100))
     monkeypatch.setattr("harness.measure.rank_traffic.tcp_bytes_sent", lambda: next(readings))
-    traffic = Traffic(over_tcp=True)
+    traffic = RankTraffic(over_tcp=True)
     traffic.start()
     traffic.stop(1)
     assert traffic.sent == MOST_LOOKS + 2

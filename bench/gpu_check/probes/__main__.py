@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from dataclasses import asdict, is_dataclass
 
-from bench.gpu_check.probes.finding import Finding
+from bench.gpu_check.probes.finding import ProbeFinding
 
 MODULES = {
     "processes": ("host", "nvml", "fork"),
@@ -23,7 +23,7 @@ MODULES = {
 def main(name: str, device: str) -> None:
     module = next((module for module, names in MODULES.items() if name in names), "")
     place = f"bench.gpu_check.probes.{module}:{name}" if module else name
-    finding: Finding = pkgutil.resolve_name(place)(device)
+    finding: ProbeFinding = pkgutil.resolve_name(place)(device)
     facts = finding.facts
     values = {
         "verdict": finding.verdict,

@@ -12,7 +12,7 @@ MOST_OF_AN_ERROR = 300
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """A probe's verdict on its claim."""
 
     verdict: Verdict
@@ -20,13 +20,13 @@ class Finding:
     facts: object = None
 
     @classmethod
-    def of(cls, holds: bool, reason: str, facts: object) -> Finding:
+    def of(cls, holds: bool, reason: str, facts: object) -> ProbeFinding:
         return cls("confirmed" if holds else "refuted", reason, facts)
 
 
-def only_on_gpus(why: str) -> Finding:
+def only_on_gpus(why: str) -> ProbeFinding:
     """Returns the finding of a probe that has no CPU stand-in."""
-    return Finding("not checked", f"it needs a GPU: {why}")
+    return ProbeFinding("not checked", f"it needs a GPU: {why}")
 
 
 @dataclass(frozen=True)

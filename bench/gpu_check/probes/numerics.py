@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.gpu_check.probes.finding import Attempt, Finding, attempt, failed
+from bench.gpu_check.probes.finding import Attempt, ProbeFinding, attempt, failed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProbeSizes:
     workload: str
     steps: int
     batch: int
@@ -27,7 +27,10 @@ class Sizes:
     """Matrix rows; an image's side is 1/32 of this."""
 
 
-SIZES = {"cuda": Sizes("llama-512x16", 8, 64, 1536), "cpu": Sizes("llama-micro", 2, 8, 128)}
+SIZES = {
+    "cuda": ProbeSizes("llama-512x16", 8, 64, 1536),
+    "cpu": ProbeSizes("llama-micro", 2, 8, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Numerics:
     split_loss: float
 
 
-def numerics(device: str) -> Finding:
+def numerics(device: str) -> ProbeFinding:
     """How large are differences from rounding alone on this device?"""
     import torch
 
@@ -83,7 +86,7 @@ def numerics(device: str) -> Finding:
         f"a split batch changes losses by {facts.split_loss:.1e} (limit {EXACT.loss:.0e}) and"
         f" updates by {facts.split_update:.1e} (limit {EXACT.update:.0e})"
     )
-    return Finding.of(holds, reason, facts)
+    return ProbeFinding.of(holds, reason, facts)
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
@@ -111,7 +114,7 @@ def _attention(device: str) -> tuple[Attempt, ...]:
     )
 
 
-def _model(sizes: Sizes, device: str) -> Module:
+def _model(sizes: ProbeSizes, device: str) -> Module:
     import torch
 
     from harness.workloads import make_workload
@@ -119,7 +122,7 @@ def _model(sizes: Sizes, device: str) -> Module:
     return make_workload(sizes.workload).build(0, torch.device(device))
 
 
-def _train(sizes: Sizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
+def _train(sizes: ProbeSizes, device: str, parts: int) -> tuple[dict[str, Tensor], list[float]]:
     import torch
 
     from harness.workloads import make_workload
@@ -162,7 +165,7 @@ class Weights:
     variants: tuple[Attempt, ...]
 
 
-def weights(device: str) -> Finding:
+def weights(device: str) -> ProbeFinding:
     """Are initial weights identical on every device, and does each model variant train?"""
     import torch
 
@@ -187,7 +190,9 @@ def weights(device: str) -> Finding:
     facts = Weights(drawn(target), drawn(torch.device("cpu")) == drawn(target), variants)
     holds = facts.same_on_cpu and not failed(variants)
     same = "the same" if facts.same_on_cpu else "other weights"
-    return Finding.of(holds, failed(variants) or f"{same} when they are kept on the CPU", facts)
+    return ProbeFinding.of(
+        holds, failed(variants) or f"{same} when they are kept on the CPU", facts
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ class CollectiveFacts:
     attempts: tuple[Attempt, ...]
 
 
-def collectives(device: str) -> Finding:
+def collectives(device: str) -> ProbeFinding:
     """Do collectives and what is built on them run with one rank?"""
     import torch
     import torch.distributed as dist
@@ -234,7 +239,7 @@ def collectives(device: str) -> Finding:
                 attempts.append(attempt("fairscale FSDP", _fairscale))
         dist.destroy_process_group()
     facts = CollectiveFacts(backend, tuple(attempts))
-    return Finding.of(
+    return ProbeFinding.of(
         not failed(facts.attempts), failed(facts.attempts) or f"{len(attempts)} calls ran", facts
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.gpu_check.probes.finding import Attempt, Finding, attempt, only_on_gpus
+from bench.gpu_check.probes.finding import Attempt, ProbeFinding, attempt, only_on_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class MemoryFacts:
     afterwards: Attempt
 
 
-def memory(device: str) -> Finding:
+def memory(device: str) -> ProbeFinding:
     """Is a GPU memory budget enforced, and does NVML list this process?"""
     if device != "cuda":
         return only_on_gpus("torch limits no memory of the host")
@@ -56,7 +56,7 @@ def memory(device: str) -> Finding:
     context = None if mine is None else mine - torch.cuda.memory_reserved(gpu)
     facts = MemoryFacts(mine is not None, context, over, product, after)
     holds = over.error.startswith("OutOfMemoryError") and not after.error
-    return Finding.of(holds, over.error or "an allocation above the budget succeeded", facts)
+    return ProbeFinding.of(holds, over.error or "an allocation above the budget succeeded", facts)
 
 
 MOST_NAMES = 30
@@ -71,7 +71,7 @@ class ProfilerFacts:
     methods: tuple[str, ...]
 
 
-def profiler(device: str) -> Finding:
+def profiler(device: str) -> ProbeFinding:
     """Does torch's profiler see what runs on the device?"""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -96,10 +96,12 @@ def profiler(device: str) -> Finding:
         tuple(method for method in METHODS if hasattr(events[0], method)),
     )
     counted = facts.device_events if on_gpu else facts.host_events
-    return Finding.of(counted > 0, f"{counted} events of the {'GPU' if on_gpu else 'CPU'}", facts)
+    return ProbeFinding.of(
+        counted > 0, f"{counted} events of the {'GPU' if on_gpu else 'CPU'}", facts
+    )
 
 
-def speed(device: str) -> Finding:
+def speed(device: str) -> ProbeFinding:
     """What are this device's peak rates for matrix products, copies and kernel launches?"""
     import torch
 
@@ -110,7 +112,7 @@ def speed(device: str) -> Finding:
     )
     rates = speed.matmul_flops_per_second
     best = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items() if rate)
-    return Finding.of(any(rates.values()), best or "no matrix product ran", speed)
+    return ProbeFinding.of(any(rates.values()), best or "no matrix product ran", speed)
 
 
 LARGEST = 448.0
@@ -124,7 +126,7 @@ class Float8Facts:
     errors: tuple[Attempt, ...]
 
 
-def float8(device: str) -> Finding:
+def float8(device: str) -> ProbeFinding:
     """Which output types do float8 products with a scale per row support?"""
     import torch
 
@@ -150,11 +152,11 @@ def float8(device: str) -> Finding:
     bf16 = errors[0]
     holds = not bf16.error and float(bf16.answer) < LARGEST_ERROR
     if bf16.error and device == "cpu":
-        return Finding("not checked", f"this CPU has no such product: {bf16.error}")
+        return ProbeFinding("not checked", f"this CPU has no such product: {bf16.error}")
     reason = "; ".join(
         f"{one.name} {one.error or f'error {float(one.answer):.3f}'}" for one in errors
     )
-    return Finding.of(holds, reason, Float8Facts(errors))
+    return ProbeFinding.of(holds, reason, Float8Facts(errors))
 
 
 def _quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.gpu_check.probes.finding import Finding, begin_in_fork, end_of_fork, only_on_gpus
+from bench.gpu_check.probes.finding import ProbeFinding, begin_in_fork, end_of_fork, only_on_gpus
 from harness.host.cuda import cuda_is_initialized, to_preload
 
 PROGRAMS = ("gcc", "g++", "nvcc", "git", "nvidia-smi", "ninja", "mpirun", "py-spy")
@@ -43,7 +43,7 @@ class HostFacts:
     troubles: list[dict[str, object]]
 
 
-def host(device: str) -> Finding:
+def host(device: str) -> ProbeFinding:
     """Which versions, memory, cores and GPUs are here?"""
     from bench.checks import troubles
     from harness.host.environment import environment, unused_gpus
@@ -68,7 +68,7 @@ def host(device: str) -> Finding:
     )
     what = "; ".join(f"{trouble['subject']}: {trouble['what']}" for trouble in found)
     usable = facts.unused_gpus is None
-    return Finding.of(usable, facts.unused_gpus or what or "nothing would skew results", facts)
+    return ProbeFinding.of(usable, facts.unused_gpus or what or "nothing would skew results", facts)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class NvmlAnswers:
     parent: dict[str, object]
 
 
-def nvml(device: str) -> Finding:
+def nvml(device: str) -> ProbeFinding:
     """Does NVML give a forked rank the same answers as its parent?"""
     import os
 
@@ -112,7 +112,9 @@ def nvml(device: str) -> Finding:
         if lost
         else "NVML gives both the same answers"
     )
-    return Finding.of(not lost and "error" not in child, str(child.get("error") or reason), answers)
+    return ProbeFinding.of(
+        not lost and "error" not in child, str(child.get("error") or reason), answers
+    )
 
 
 def _view() -> dict[str, object]:
@@ -156,7 +158,7 @@ class ForkFacts:
     child_seconds: float
 
 
-def fork(device: str) -> Finding:
+def fork(device: str) -> ProbeFinding:
     """Can a child that is forked after all imports use the device?
 
     A process that has initialised CUDA cannot fork ranks; some libraries initialise it on import.
@@ -180,8 +182,8 @@ def fork(device: str) -> Finding:
     child = end_of_fork(begin_in_fork(lambda: _use(device)))
     facts = ForkFacts(initialised_by, alone, child, round(time.perf_counter() - began, 2))
     if initialised_by:
-        return Finding.of(False, f"importing {initialised_by} initialises CUDA", facts)
-    return Finding.of("error" not in child, str(child.get("error") or "a child can"), facts)
+        return ProbeFinding.of(False, f"importing {initialised_by} initialises CUDA", facts)
+    return ProbeFinding.of("error" not in child, str(child.get("error") or "a child can"), facts)
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:

@@ -20,7 +20,7 @@ Config: TypeAlias = Mapping[str, int | str | None]
 
 
 @dataclass(frozen=True)
-class Family:
+class ConfigFamily:
     """Differences between a model type and Llama."""
 
     tied: bool = False
@@ -42,11 +42,11 @@ class Family:
     """Config key that switches all attention biases."""
 
 
-PLAIN = Family(positions=-1)
-GPT = Family(
+PLAIN = ConfigFamily(positions=-1)
+GPT = ConfigFamily(
     tied=True, gated=False, norm=2, qkv_bias=True, out_bias=True, feed_bias=True, positions=0
 )
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ConfigFamily] = {
     "llama": replace(PLAIN, bias_key="attention_bias"),
     "mistral": PLAIN,
     "mixtral": PLAIN,
@@ -169,7 +169,7 @@ def _kv_heads(config: Config, kind: str, heads: int, size: Callable[..., int]) -
     return 1 if config.get("multi_query", True) else heads
 
 
-def _others(config: Config, kind: str, family: Family, shape: ModelShape) -> int:
+def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) -> int:
     """Returns the parameters beyond Llama's matrices and norms, which ModelShape counts."""
     hidden, feed = shape.hidden, shape.feed_forward
     bias = bool(config.get(family.bias_key)) if family.bias_key else False

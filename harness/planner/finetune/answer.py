@@ -35,7 +35,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitAnswer:
     """Answer for the best recipe."""
 
     verdict: Verdict
@@ -108,7 +108,7 @@ def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
                 )
 
 
-def answer(question: FitQuestion) -> Answer:
+def answer(question: FitQuestion) -> FitAnswer:
     """Returns the fastest recipe that surely fits, else the one that needs the least memory."""
     tried = list(_ladder(question))
     odds = [probability(question, recipe) for _, recipe in tried]
@@ -132,7 +132,7 @@ def answer(question: FitQuestion) -> Answer:
         rates = [_rate(single, r) for _, r in _ladder(single) if probability(single, r) >= SURE]
         alone = max(rates, default=None)
     ladder = [r for _, r in tried]
-    return Answer(
+    return FitAnswer(
         verdict,
         fits,
         recipe,
