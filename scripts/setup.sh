@@ -139,7 +139,8 @@ if [ "$major" = 12 ]; then # torch itself names the versions of the CUDA librari
   { grep -vE '^(torch|triton)==' constraints.txt; echo torch==2.10.0; } >$constraints
   say "torch 2.10, which is built for CUDA 12${driver:+, as driver $driver runs no CUDA 13} (PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# A machine's pip may be configured with folders that lack some packages, and warns about each of them.
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither a file nor a directory" >&2); }
 say "1/4 installing torch (the largest part)"
 pip install --quiet --no-compile --constraint $constraints setuptools torch
 scripts/machine.sh .venv/bin/python
