@@ -327,7 +327,7 @@ class MeshStrategy(Strategy):
         """Returns the mesh; raises Refused if the devices do not divide evenly."""
         if devices % (self.tensor * self.replicas):
             by = f"tensor {self.tensor} x replicas {self.replicas}"
-            raise Refused(f"{devices} devices do not divide by {by}")
+            raise Refused(f"{devices} devices are not divisible by {by}")
         shards = devices // (self.tensor * self.replicas)
         return MeshSizes(self.replicas, shards, self.tensor)
 

@@ -55,7 +55,7 @@ class DeepspeedMoe(Strategy):
         for what, count in (("devices", cell.devices), ("experts", workload.experts)):
             if count % self.expert:
                 raise Refused(
-                    f"{count} {what} do not divide by expert {self.expert}; use a divisor of"
+                    f"{count} {what} are not divisible by expert {self.expert}; use a divisor of"
                     f" {count}"
                 )
 

@@ -50,7 +50,7 @@ class TensorParallel(Strategy):
         if self.sequence_parallel and workload.vocabulary % cell.devices:
             raise Refused(
                 f"sequence_parallel splits the {workload.vocabulary} tokens of {workload.name}'s"
-                f" vocabulary, which do not divide by {cell.devices} devices; use"
+                f" vocabulary, which are not divisible by {cell.devices} devices; use"
                 " sequence_parallel=false"
             )
 

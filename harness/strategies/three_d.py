@@ -50,7 +50,7 @@ class ThreeD(Strategy):
     def layout(self, devices: int) -> Layout:
         if devices % (self.tensor * self.pipeline):
             by = f"tensor {self.tensor} x pipeline {self.pipeline}"
-            raise Refused(f"{devices} devices do not divide by {by}")
+            raise Refused(f"{devices} devices are not divisible by {by}")
         data = devices // (self.tensor * self.pipeline)
         return Layout(data=data, pipeline=self.pipeline, tensor=self.tensor)
 

@@ -135,7 +135,11 @@ def _stages(
     plan: Mapping[str, object] = getattr(model.config, "base_model_pp_plan", None) or {}
     prefix, head_module = model.base_model_prefix, model.get_output_embeddings()
     if not plan:
-        return (), (), "transformers has no pipeline plan for it"
+        return (
+            (),
+            (),
+            "transformers has no pipeline plan for it, which would name its embedding and head",
+        )
     layers = paths[0].removeprefix(f"{prefix}.") if len(paths) == 1 else ""
     if layers not in plan or head_module is None:
         return (

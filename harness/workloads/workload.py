@@ -367,7 +367,7 @@ class Workload:
                 if size % layout.tensor:
                     raise Refused(
                         f"{self.name}: {path} has {size} rows or columns to split, which are not"
-                        f"  divisible by {layout.tensor}"
+                        f" divisible by {layout.tensor}"
                     )
 
     @functools.cached_property

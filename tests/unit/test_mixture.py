@@ -119,7 +119,7 @@ def test_the_report_draws_them(tmp_path: Path) -> None:
         ("distributed_config", "resnet-micro", 2, {}, "without a suffix"),
         ("distributed_config", "gpt2-nano", 2, {"options": {"tensor": 2}}, "no tensor-parallel"),
         ("deepspeed_moe", "llama-nano", 2, {}, "has no experts that DeepSpeed could divide"),
-        ("deepspeed_moe", "mixtral-nano", 3, {}, "3 devices do not divide by expert 2"),
+        ("deepspeed_moe", "mixtral-nano", 3, {}, "3 devices are not divisible by expert 2"),
         ("parallelism_config", "llama-nano", 2, {"options": {"replicas": 2}}, "1 device each"),
     ],
 )

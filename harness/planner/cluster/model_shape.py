@@ -63,7 +63,7 @@ class ModelShape:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.heads % self.kv_heads:
             raise UsageError(
-                f"model {self.name!r}: {self.heads} heads do not divide by {self.kv_heads}"
+                f"model {self.name!r}: {self.heads} heads are not divisible by {self.kv_heads}"
                 f" kv_heads; give a divisor of {self.heads}"
             )
         if self.experts_per_token > self.experts:
