@@ -34,6 +34,7 @@ NO_LABEL = -100
 Number = TypeVar("Number", bound=np.generic)
 DOCUMENTS = 4
 """Mean number of documents that begin in a packed sample, in addition to the two that always do."""
+Column = list[Any]
 Rows = tuple[list[str], list[int] | None]
 """Texts, and labels if needed."""
 
@@ -389,7 +390,7 @@ def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
             f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}"
         ) from None
 
-    def read(column: str) -> list[Any]:
+    def read(column: str) -> Column:
         try:
             return list(table.column(column).to_pylist())
         except Exception as error:  # a column given twice, or values that Python does not have
@@ -417,7 +418,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
 
 
 def _columns(
-    name: str, present: Iterable[str], read: Callable[[str], list[Any]], labelled: bool
+    name: str, present: Iterable[str], read: Callable[[str], Column], labelled: bool
 ) -> Rows:
     for column in ("text", *(["label"] if labelled else [])):
         if column not in present:

@@ -242,7 +242,8 @@ class Workload:
 
     def require_trainable(self, sequence_length: int) -> None:
         """Raises UsageError if a user's own model cannot be trained; costs a few steps."""
-        if self.pretrained:
+        fits = not self.max_tokens or sequence_length <= self.max_tokens
+        if self.pretrained and fits:
             require_steady(self, sequence_length)
 
     def output(

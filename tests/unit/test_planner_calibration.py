@@ -194,7 +194,7 @@ def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lacks the column 'MBS'"):
         read_runs(file)
     file.write_text(",".join(COLUMNS) + "\n9B,1,1,1,8,8,1,1,0,1000,10\n")
-    with pytest.raises(UsageError, match="model '9B' has no shape"):
+    with pytest.raises(UsageError, match="unknown model '9B'"):
         read_runs(file)
     file.write_text(",".join(COLUMNS) + "\n3B,1,1,1,8,8,1,1,0,1000,10\n")
     runs = read_runs(file)
