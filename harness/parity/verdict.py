@@ -305,15 +305,6 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
     )
 
 
-def no_nearer_than(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
-    """Returns `allowed`, where training without any exchange deviates more, as wide as that."""
-    return replace(
-        allowed,
-        loss=max(allowed.loss, no_exchange.loss),
-        tensors=no_exchange.deviations.updates,
-    )
-
-
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
     """Turns a verdict into `unknown`: the deviation is too close to that without any exchange."""
     without = (

@@ -32,12 +32,12 @@ from harness.parity.verdict import (
     CAPPED_ABOVE,
     ParityVerdict,
     allowed_deviation,
+    beyond,
     capped,
     distance_to_fp32,
     in_fp32,
     loss_deviations,
     no_more_than_noise,
-    no_nearer_than,
     noise_of,
     unverifiable,
     verdict_of,
@@ -324,14 +324,10 @@ class _Judging:
         """Returns the verdict on the parity segment, or on a retrained part of it."""
         verdict = self._with(self.allowed, losses, updates)
         wide = self.allowed.update > CAPPED_ABOVE and self.prepared.cell.devices > 1
-        if verdict.verdict == "diverged" and self.noise:
+        if verdict.verdict == "diverged" and self.noise and beyond(self.allowed, self.noise):
             noisy = widened(self.allowed, {}, self.noise, self.prepared.cell.precision, False)
             if self._with(noisy, losses, updates).verdict in VERIFIED:
                 return no_more_than_noise(verdict, self.noise)
-        if verdict.verdict == "diverged" and wide and self.no_exchange:
-            apart = no_nearer_than(self.allowed, self.no_exchange)
-            if self._with(apart, losses, updates).verdict in VERIFIED:
-                return unverifiable(verdict, self.no_exchange)
         if verdict.verdict not in VERIFIED or not wide:
             return verdict
         if self.no_exchange is None:

@@ -205,8 +205,8 @@ class Job:
         ):
             if value != "none" and not made:
                 raise RuntimeError(
-                    f"strategy {cell.strategy!r} did not build its model by job.model(), so nothing"
-                    f" is {done}, but the cell asks for {axis} {value}"
+                    f"strategy {cell.strategy!r} did not build its model with job.model(), so"
+                    f" nothing is {done}, but the cell asks for {axis} {value}"
                 )
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:

@@ -110,7 +110,7 @@ def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
     [
         ("clipping", "zero2", "diverged", "loss is off"),
         ("batch_sizes", "zero2", "failed", "batch"),
-        ("unnamed_backend", "zero2", "failed", "sees 1 of 2 processes"),
+        ("unnamed_backend", "zero2", "failed", "sees only 1 of 2 processes"),
         ("inner_optimizer", "ddp", "diverged", "loss is off"),
         ("none", "zero2", "ok", ""),
     ],

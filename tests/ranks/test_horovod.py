@@ -149,7 +149,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
             "rank 1: ValueError: the planted mistake",
             marks=pytest.mark.thorough,
         ),
-        ("killed", "failed", "mpirun left with exit code 137"),
+        ("killed", "failed", "mpirun exited with code 137"),
         ("hangs", "timeout", "still running after its time limit"),
     ],
 )

@@ -87,7 +87,7 @@ def test_other_axes(run_cells: RunCells) -> None:
         ("shifted_twice", "ddp", "diverged", "loss is off"),
         ("none", "zero2", "ok", ""),
         ("deepspeed_clipping", "zero2", "diverged", "loss is off"),
-        ("no_cpu", "zero2", "failed", "Accelerate sees 1"),
+        ("no_cpu", "zero2", "failed", "Accelerate sees only 1"),
         ("fsdp_on_cpu", "fsdp2", "failed", "would train with DistributedType.MULTI_CPU"),
     ],
 )

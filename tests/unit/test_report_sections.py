@@ -215,7 +215,7 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
         "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less"
         in page.text
     )
-    assert "Measured: more 0.0M < less 0.0M; theory has less < more" in page.text
+    assert "Measured order: more 0.0M < less 0.0M; theory predicts less < more" in page.text
     assert "unlike in theory" in page.text
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:

@@ -78,7 +78,7 @@ GRAPHS = {"compile": "block_cudagraphs", "device": "cuda"}
     ("axes", "kind", "reason"),
     [
         ({"sequence_length": 33}, Refused, "33 tokens do not divide into 2 equal parts"),
-        ({"workload": "bert-micro"}, Refused, "causal language models"),
+        ({"workload": "bert-micro"}, Refused, "causal language model"),
         ({"workload": "llama-nano+prompt"}, Refused, "come before the first token"),
         ({"devices": 4}, Refused, "2 attention heads.*do not divide among 4 ranks"),
         ({"devices": 4, "options": {"sequence_ranks": 3}}, Refused, "groups of sequence_ranks=3"),
@@ -123,5 +123,5 @@ def test_without_a_compiler_compiled_cells_are_unavailable(monkeypatch: pytest.M
     assert cell.label == "ddp(compile=block)"
     assert cell.reference().compile == "none"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Unavailable, match=r"no no-such-compiler: install.*g\+\+"):
+    with pytest.raises(Unavailable, match=r"no-such-compiler is not installed: install.*g\+\+"):
         validate(cell, make_workload(cell.workload))
