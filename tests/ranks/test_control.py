@@ -139,7 +139,7 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_rewound(
     assert right.rewind_update_deviation < 1e-4
     (found,) = (trial for options, trial in trials.items() if options != "{}")
     assert found.status == "diverged"
-    assert "when its state was rewound to step 7: parameters of" in found.reason
+    assert "when its state was rewound to step 7, its optimizer ahead: parameters" in found.reason
     assert found.later_loss_deviation is not None
     assert found.later_loss_deviation < 2e-6, "the envelope alone does not show it"
     steps = results.steps[

@@ -65,7 +65,6 @@ def test_the_example_of_the_documents_runs(run_cells: RunCells, tmp_path: Path) 
     assert verdicts == dict.fromkeys(("single", "ddp"), "exact")
     written = [file.read_text() for file in (tmp_path / "reports" / "html").glob("*.html")]
     assert any("my.py:Tiny" in page for page in written)
-    assert all(f"{tmp_path}/my.py:Tiny" not in page for page in written)
     assert launched["samples_per_second"].notna().all()
     assert launched["tokens_per_second"].isna().all(), "its samples have no tokens"
     assert list((tmp_path / "reports" / "html").glob("*.html"))
