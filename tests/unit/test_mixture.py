@@ -114,7 +114,7 @@ def test_the_report_draws_them(tmp_path: Path) -> None:
         ("distributed_config", "llama-nano", 2, {"options": {"expert": 2}}, "has no experts"),
         ("distributed_config", "mixtral-nano", 3, {"options": {"expert": 3}}, "do not divide"),
         ("distributed_config", "mixtral-nano", 4, {"options": {"tensor": 4, "expert": 2}}, "4"),
-        ("distributed_config", "mixtral-nano", 3, {"options": {"tensor": 2}}, "3 devices do not"),
+        ("distributed_config", "mixtral-nano", 3, {"options": {"tensor": 2}}, "3 devices are not"),
         ("distributed_config", "mixtral-nano", 1, {}, "at least 2 devices"),
         ("distributed_config", "resnet-micro", 2, {}, "without a suffix"),
         ("distributed_config", "gpt2-nano", 2, {"options": {"tensor": 2}}, "no tensor-parallel"),
