@@ -98,9 +98,12 @@ class _Comparison:
 
         known = self.known(name)
         if known in self.frozen:
-            # Packed weights are the same if their bytes are, stored as any dtype.
-            digests = (digest(tensor), digest(tensor.contiguous().view(torch.uint8)))
-            return 0.0 if self.frozen[known] in digests else math.inf, 0.0, 0.0, 0.0
+            expected_digest = self.frozen[known]
+            # Packed weights may be stored as another dtype, with the same bytes.
+            same = digest(tensor) == expected_digest or (
+                digest(tensor.contiguous().view(torch.uint8)) == expected_digest
+            )
+            return 0.0 if same else math.inf, 0.0, 0.0, 0.0
         expected = self.expected(f"parameters/{known}", tensor)
         if expected is None or known not in self.norms:
             return math.inf, math.inf, math.inf, 0.0

@@ -127,7 +127,7 @@ if DEVICE == "cuda":  # refused on CPUs, which have no device to leave and no NC
 
 
 def cells() -> Iterator[Any]:
-    """Of a case at several sizes of the world, the smallest is a thorough test."""
+    """Marks the smallest of a case's world sizes as thorough."""
     for case in CASES:
         for devices in case.worlds:
             why = case.not_on_cuda.get(devices) if DEVICE == "cuda" else None

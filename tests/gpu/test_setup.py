@@ -94,13 +94,13 @@ def test_what_could_not_be_built_is_unavailable_with_the_first_error(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     log = tmp_path / "build.log"
     log.write_text(COMPILER)
-    packages.keep("horovod_of_another_name", "0.28.1", log, "/tmp/tmp.n", "mend that")
+    packages.keep("horovod_of_another_name", "0.28.1", log, "/tmp/tmp.n", "fix that")
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano")
     monkeypatch.setattr(type(make_strategy(cell)), "requires", ("horovod_of_another_name",))
     with pytest.raises(
         Unavailable,
         match=(
-            r"not installed: setup could not build .*common.h:343.*mend that, then run `make"
+            r"not installed: setup could not build .*common.h:343.*fix that, then run `make"
             r" setup`.*build\.log"
         ),
     ):
@@ -115,7 +115,7 @@ def test_deepspeed_without_compiled_parts_lacks_what_needs_them(
     (tmp_path / "build.log").write_text(
         "csrc/adam/cpu_adam.cpp:7:10: fatal error: omp.h: No such file or directory\n"
     )
-    packages.keep("deepspeed", "0.19.8", tmp_path / "build.log", "", "mend that")
+    packages.keep("deepspeed", "0.19.8", tmp_path / "build.log", "", "fix that")
     axes = {"strategy": "deepspeed", "devices": 2, "workload": "llama-micro", "optimizer": "adamw"}
     validate(Cell(**axes, options={"stage": 2}), make_workload("llama-micro"))
     with pytest.raises(Unavailable, match=r"cpu_adam is not compiled: .*omp\.h: No such file"):

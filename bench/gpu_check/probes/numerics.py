@@ -46,7 +46,7 @@ class Numerics:
     same_twice_update: float
     """Largest difference of a tensor, relative to its update."""
     split_update: float
-    """The same difference between whole and halved batches."""
+    """Whole and halved batches differ equally."""
     split_loss: float
 
 
