@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
+from harness.analysis.control_levels import ControlLevels, control_levels
 from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
 from reports import blocks as ui
@@ -169,6 +170,26 @@ def control_in_words(adjustment: Adjustment) -> str:
     return plain_text(prose("method control", before=before, after=after))
 
 
+def control_levels_in_words(levels: ControlLevels | None) -> str:
+    if levels is None:
+        return ""
+    each = ", ".join(
+        f"{level.launcher} {level.ratio:.3f} ({level.low:.3f} to {level.high:.3f},"
+        f" {plural(level.trials, 'trial')})"
+        for level in levels.launchers
+    )
+    verdict = "no more than" if levels.by_chance else "more than"
+    return plain_text(
+        prose(
+            "method control levels",
+            levels=each,
+            labels=levels.labels,
+            verdict=verdict,
+            probability=f"{levels.probability:.3f}",
+        )
+    )
+
+
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     """Omits figures that no cell has."""
     cells = report.cells
@@ -187,6 +208,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
         ("Throughput", prose("method throughput")),
         ("Interval", ESTIMATE_METHOD),
         ("Control", control_in_words(report.adjustment)),
+        ("Control by launcher", control_levels_in_words(control_levels(report.trials))),
         ("Ties", ties),
         ("Memory", memory and f"{memory}. Each device has its own peak; the largest is shown"),
         ("States between steps", prose("method states") if states else ""),

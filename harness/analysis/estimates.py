@@ -164,7 +164,7 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         if own:
             value = math.log(trial.global_batch) - own.step
             if adjustments[_kind(trial)].helps:
-                controls[trial.cell_id] = usual[_computing(trial)]
+                controls[trial.cell_id] = usual[computing(trial)]
                 value += own.control - controls[trial.cell_id]
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
@@ -203,7 +203,7 @@ def _usual_controls(
     together: dict[Hashable, list[float]] = {}
     for trial, own in zip(trials, windows, strict=True):
         if own:
-            together.setdefault(_computing(trial), []).extend(window.control for window in own)
+            together.setdefault(computing(trial), []).extend(window.control for window in own)
     return {key: statistics.median(controls) for key, controls in together.items()}
 
 
@@ -265,6 +265,7 @@ def _kind(trial: TrialRecord) -> _Kind:
     return _Kind(trial.offload_kept_bytes is not None, bool(trial.oversubscribed))
 
 
-def _computing(trial: TrialRecord) -> Hashable:
+def computing(trial: TrialRecord) -> Hashable:
+    """Returns what the trial's control computes."""
     shape = (trial.workload, trial.data, trial.sequence_length, trial.processes)
     return *shape, trial.threads_per_device, trial.oversubscribed

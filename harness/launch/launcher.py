@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
@@ -31,6 +32,7 @@ from harness.launch.elastic import run_elastic
 from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
+from harness.worker.control_process import run_control
 from harness.worker.spec import Checkpointing, TimeSlices, TrialSpec, log_file
 from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
@@ -225,6 +227,7 @@ class Launcher:
                         0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server
                     ),
                 )
+                controls = _start_controls(spec)
                 try:
                     if own:
                         by = Path(own[0]).name
@@ -237,6 +240,8 @@ class Launcher:
                     left.interrupted = True
                 finally:
                     psutil.wait_procs(kill(), timeout=5)
+                    for control in controls:
+                        control.join(5)
             left.timed_out, left.hang = watch.passed, watch.hang
             left.read(scratch, spec.ranks)
             left.oom_kills = (oom_kills() or 0) - (killed_before or 0)
@@ -266,6 +271,16 @@ class Launcher:
 def _pid_of_fork_server() -> int:
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
+
+
+def _start_controls(spec: TrialSpec) -> list[BaseProcess]:
+    """Starts the ranks' control processes in the fork server, whatever starts the ranks."""
+    ranks = spec.ranks if spec.samples_per_control else ()
+    context = multiprocessing.get_context("forkserver")
+    controls = [context.Process(target=run_control, args=(spec, rank)) for rank in ranks]
+    for control in controls:
+        control.start()
+    return [*controls]
 
 
 def _spawn(spec: TrialSpec) -> dict[int, int]:

@@ -1,8 +1,9 @@
 """Control of a rank: a process on the rank's cores that repeats a small computation between steps.
 
 Its time shows how fast the machine is at that moment. The control must not depend on the strategy,
-or it would bias that strategy's result. It therefore has its own memory and allocator, and runs
-while all threads of the rank are stopped.
+or it would bias that strategy's result. The fork server therefore starts it for every launcher, and
+it runs while all threads of the rank are stopped. A child of the rank was 4 % faster in ranks that
+do not come from the fork server.
 
 Work that a step leaves to the rank's threads counts in the next step. If it runs around the stop,
 its CPU time is added to its own step.
@@ -13,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
 
 from harness.host.cores import threads_of
 from harness.host.process import die_with_parent
@@ -29,9 +29,12 @@ from harness.worker.batches import Batches
 from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload
 
+_HELLO = struct.Struct("ii")
+"""The rank's process id, and its number of restarts."""
 _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
+START_SECONDS = 60.0
 OWN_SECONDS = 0.0005
 """CPU time in a pause up to which it is attributed to waiting."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
@@ -58,26 +61,22 @@ class Control:
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
-        """Forks the process; call before the rank has threads."""
+        """Connects to the rank's control process; raises ConnectionError if it does not start."""
         cell = spec.cell
         self.every = max(1, round(spec.samples_per_control * cell.devices / cell.global_batch))
         self.serves = make_strategy(cell).layout(cell.devices).serves(rank)
         self.threads = threads_of(cell, cores)
-        self.line, other = socket.socketpair()
-        own = os.getpid()
-        self.process = os.fork()
-        if self.process == 0:
-            self.line.close()
-            die_with_parent()
-            if os.getppid() != own:  # the rank died before the kernel was told
-                os._exit(1)
-            _serve(spec, rank, own, other, computes=not self.serves)
-        other.close()
+        self.line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + START_SECONDS
+        while self.line.connect_ex(_address(spec, rank)):
+            if time.monotonic() > deadline:
+                raise ConnectionError("the control process of this rank has not started")
+            time.sleep(0.001)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.line.send(_HELLO.pack(os.getpid(), restarts))
 
     def close(self) -> None:
         self.line.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.process, 0)
 
     def pause(self, number: float = 0.0) -> Pause:
         """Waits while the control computes; returns the largest `number` of all ranks too.
@@ -96,40 +95,50 @@ class Control:
         return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
 
 
-def _serve(
-    spec: TrialSpec, rank: int, process: int, line: socket.socket, computes: bool
-) -> NoReturn:
-    """Runs the control process: computes once per request until its rank ends.
+def run_control(spec: TrialSpec, rank: int) -> None:
+    """Runs a rank's control process until the rank and its restarts have ended.
 
     It has its own session, so that Linux schedules it separately (autogroup, sched(7)). In the
-    rank's session, DDP's next step took 4 % less time. `process`: id of the rank's process.
+    rank's session, DDP's next step took 4 % less time.
     """
-    keep = line.detach()
-    os.closerange(3, keep)
-    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
-    line = socket.socket(fileno=keep)
+    die_with_parent()
     os.setsid()
-    status = 1
-    with contextlib.suppress(BaseException):
-        others = _Others(Path(spec.scratch), rank, spec.processes)
-        of_rank = _processor_clock(process)
-        compute: Callable[[], None] | None = None
-        while request := line.recv(_REQUEST.size):
-            compute = compute or (_computation(spec, rank) if computes else lambda: None)
-            (number,) = _REQUEST.unpack(request)
-            largest = others.wait(number)
-            before = time.clock_gettime(of_rank)
-            with _stopped(process):
-                began, cpu_began = time.perf_counter(), time.process_time()
-                compute()
-                seconds = time.perf_counter() - began
-                cpu_seconds = time.process_time() - cpu_began
-                others.wait(0.0)
-                # Answer before the rank resumes, as one of its threads may then keep the core for a
-                # long time.
-                line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
-        status = 0
-    os._exit(status)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, spec.cores[rank - spec.ranks.start])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(spec, rank))
+        listener.listen()
+        for _ in range(1 + spec.max_restarts):
+            line, _ = listener.accept()
+            with line, contextlib.suppress(OSError, EOFError):
+                _serve(spec, rank, line)
+
+
+def _address(spec: TrialSpec, rank: int) -> str:
+    return f"{spec.scratch}/control{rank}"
+
+
+def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> None:
+    """Computes once per request until the rank closes the connection."""
+    process, restarts = _HELLO.unpack(line.recv(_HELLO.size))
+    others = _Others(spec, rank, line, restarts)
+    of_rank = _processor_clock(process)
+    serves = make_strategy(spec.cell).layout(spec.cell.devices).serves(rank)
+    compute: Callable[[], None] | None = None
+    while request := line.recv(_REQUEST.size):
+        compute = compute or ((lambda: None) if serves else _computation(spec, rank))
+        (number,) = _REQUEST.unpack(request)
+        largest = others.wait(number)
+        before = time.clock_gettime(of_rank)
+        with _stopped(process):
+            began, cpu_began = time.perf_counter(), time.process_time()
+            compute()
+            seconds = time.perf_counter() - began
+            cpu_seconds = time.process_time() - cpu_began
+            others.wait(0.0)
+            # Answer before the rank resumes, as one of its threads may then keep the core for a
+            # long time.
+            line.send(_ANSWER.pack(seconds, cpu_seconds, largest, before))
 
 
 def _processor_clock(process: int) -> int:
@@ -166,7 +175,7 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
     import torch
 
     _keep_memory()
-    torch.set_num_threads(threads_of(spec.cell, spec.cores[rank]))
+    torch.set_num_threads(threads_of(spec.cell, spec.cores[rank - spec.ranks.start]))
     cell, device = spec.cell, torch.device("cpu")
     workload = make_workload(cell.workload)
     model = workload.build(cell.seed, device)
@@ -182,23 +191,31 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
 
 
 class _Others:
-    def __init__(self, scratch: Path, rank: int, processes: int) -> None:
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.addresses = [str(scratch / f"control{restarts}.{r}") for r in range(processes)]
+    """The other ranks' control processes."""
+
+    def __init__(self, spec: TrialSpec, rank: int, line: socket.socket, restarts: int) -> None:
+        self.addresses = [
+            f"{spec.scratch}/others{restarts}.{other}" for other in range(spec.processes)
+        ]
+        self.line = line
         self.rank = rank
-        self.came: list[int] = [0] * processes
+        self.came: list[int] = [0] * spec.processes
         self.numbers: dict[tuple[int, int], float] = {}
         """Numbers by arrival and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
 
     def wait(self, number: float) -> float:
+        """Waits for all; returns the largest number. Raises EOFError if this rank has ended."""
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):
             if rank != self.rank:
                 _send(self.socket, _MESSAGE.pack(self.rank, turn, number), address)
         while min(self.came) < turn:
+            ready, _, _ = select.select([self.socket, self.line], [], [])
+            if self.line in ready:  # it asks for nothing while it waits
+                raise EOFError("the rank has ended")
             rank, pauses, its_number = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
             self.came[rank] = pauses
             self.numbers[pauses, rank] = its_number

@@ -24,7 +24,7 @@ import harness.worker.worker  # noqa: E402
 from harness.host.cuda import cuda_is_initialized  # noqa: E402
 from harness.host.nvml import end_nvml  # noqa: E402
 
-# Orphaned control processes of killed ranks become children of this process.
+# Orphaned processes of killed ranks become children of this process.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.host.cores import core_ranges, threads_of
+from harness.host.own_pages import copy_shared_pages
 from harness.host.packages import show
 from harness.host.process import die_with_parent
 from harness.host.tcp_store import CLIENT, LOOPBACK
@@ -212,6 +213,8 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     import harness.worker.preload  # noqa: F401
 
     control = Control(spec, rank, cores) if spec.samples_per_control else None
+    if control and "harness.worker.forkserver" in sys.modules:
+        copy_shared_pages()
     torch.set_num_threads(threads_of(spec.cell, cores))
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

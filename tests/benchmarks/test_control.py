@@ -35,6 +35,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "pipeline", "micro_batches": 2, "options": {"schedule": "1f1b"}},
     "horovod": {"strategy": "horovod"},
     "accelerate": {"strategy": "accelerate"},
+    "ddp by spawn": {"strategy": "ddp", "launcher": "spawn"},
+    "horovod by mpirun": {"strategy": "horovod", "options": {"controller": "mpi"}},
+    "accelerate launch": {"strategy": "accelerate", "options": {"config_file": True}},
 }
 
 

@@ -1,0 +1,129 @@
+"""Asks whether the control's time depends on the strategy or the launcher next to it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.analysis.control import mean_window
+from harness.analysis.estimates import computing, windows_of
+from harness.record.trial import TrialRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+BLOCK = 12
+"""Most consecutive trials among which the machine's speed counts as constant."""
+SHUFFLES = 2000
+LEAST_PROBABILITY = 0.01
+FEWEST_LABELS = 2
+
+
+@dataclass(frozen=True)
+class ControlLevel:
+    """The control's time next to one launcher, relative to the others' nearby in time."""
+
+    launcher: str
+    ratio: float
+    low: float
+    high: float
+    """95 % interval of the ratio."""
+    trials: int
+
+
+@dataclass(frozen=True)
+class ControlLevels:
+    launchers: tuple[ControlLevel, ...]
+    labels: int
+    """Combinations of strategy and launcher."""
+    probability: float
+    """Probability that chance makes the labels' controls differ at least as much (randomisation
+    test: labels are shuffled within blocks of consecutive trials)."""
+
+    @property
+    def by_chance(self) -> bool:
+        return self.probability > LEAST_PROBABILITY
+
+
+def control_levels(trials: Sequence[TrialRecord]) -> ControlLevels | None:
+    """Returns levels over trials with a core per rank; None for fewer than two labels."""
+    blocks = _blocks(trials)
+    deviations = [
+        (trial, value)
+        for block in blocks
+        for trial, value in zip(block, _deviations(block), strict=True)
+    ]
+    names = sorted({_label(trial) for trial, _ in deviations})
+    if len(names) < FEWEST_LABELS:
+        return None
+    by_launcher: dict[str, list[float]] = defaultdict(list)
+    for trial, value in deviations:
+        by_launcher[str(trial.launcher)].append(value)
+    levels = [_level(name, values) for name, values in sorted(by_launcher.items())]
+    return ControlLevels(tuple(levels), len(names), _probability(blocks, names))
+
+
+def _label(trial: TrialRecord) -> str:
+    return f"{trial.strategy} {trial.launcher}"
+
+
+def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
+    """Returns blocks of consecutive trials whose controls compute the same."""
+    alike: Mapping[Hashable, list[TrialRecord]] = defaultdict(list)
+    for trial in sorted(trials, key=lambda trial: trial.started_at):
+        if windows_of(trial) and not trial.oversubscribed:
+            alike[computing(trial)].append(trial)
+    return [
+        own[start : start + BLOCK]
+        for own in alike.values()
+        for start in range(0, len(own), BLOCK)
+        if len(own[start : start + BLOCK]) > 1
+    ]
+
+
+def _deviations(block: Sequence[TrialRecord]) -> list[float]:
+    logs = [mean_window(windows_of(trial)).control for trial in block]
+    middle = statistics.median(logs)
+    return [log - middle for log in logs]
+
+
+def _level(name: str, values: Sequence[float]) -> ControlLevel:
+    from scipy.stats import t
+
+    mean, error = statistics.fmean(values), math.inf
+    if len(values) > 1:
+        own = statistics.stdev(values) / math.sqrt(len(values))
+        error = own * float(t.ppf(0.975, len(values) - 1))
+    return ControlLevel(
+        name, math.exp(mean), math.exp(mean - error), math.exp(mean + error), len(values)
+    )
+
+
+def _probability(blocks: Sequence[Sequence[TrialRecord]], names: Sequence[str]) -> float:
+    import numpy as np
+
+    chance = np.random.default_rng(0)
+    number = {name: i for i, name in enumerate(names)}
+    parts = [
+        (np.array([number[_label(trial)] for trial in block]), np.array(_deviations(block)))
+        for block in blocks
+    ]
+    values = np.concatenate([own for _, own in parts])
+
+    def differences(labels: NDArray[np.int64]) -> float:
+        """Returns the sum of squares between labels."""
+        sums = np.bincount(labels, values, len(names))
+        counts = np.bincount(labels, minlength=len(names))
+        return float((sums**2 / np.maximum(counts, 1)).sum())
+
+    observed = differences(np.concatenate([labels for labels, _ in parts]))
+    larger = sum(
+        differences(np.concatenate([chance.permutation(labels) for labels, _ in parts])) >= observed
+        for _ in range(SHUFFLES)
+    )
+    return (1 + larger) / (1 + SHUFFLES)
