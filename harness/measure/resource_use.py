@@ -275,7 +275,7 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules over stretches of steps, of a rank's GPUs or, on rank 0, of the host's CPU
+    """Joules over stretches of steps, of a rank's GPUs or, on each node's first rank, of its CPU
     packages."""
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
@@ -283,10 +283,10 @@ class Energy:
     _start: dict[str, tuple[float, float]] | None = None
 
     @classmethod
-    def of(cls, gpus: RankGpus, rank: int) -> Energy:
+    def of(cls, gpus: RankGpus, first_of_node: bool) -> Energy:
         if gpus.devices:
             return cls(gpus.joules)
-        return cls(package_joules if rank == 0 else dict)
+        return cls(package_joules if first_of_node else dict)
 
     def start(self) -> None:
         self._start = self.read()

@@ -253,7 +253,7 @@ class TrialRecord(Record):
     # Efficiency.
 
     energy_joules_per_sample: float | None = None
-    """energy of the trial's GPUs by NVML, or of the first node's CPU packages by RAPL; null without
+    """energy of the trial's GPUs by NVML, or of its nodes' CPU packages by RAPL; null without
     counters"""
     trend: float | None = None
     """relative change of step time over the timed steps if significant (Kendall, p < 0.01), because

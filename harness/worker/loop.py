@@ -125,7 +125,7 @@ class Loop:
             and job.train_state.over_tcp
         )
         self.gpus = RankGpus(meter.devices)
-        self.load, self.energy = Load(), Energy.of(self.gpus, job.rank)
+        self.load, self.energy = Load(), Energy.of(self.gpus, job.rank == spec.ranks.start)
         self._counted_from: int | None = None
         self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []

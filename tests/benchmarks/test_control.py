@@ -41,7 +41,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(launcher: Launcher, steps_per_pause: int = 2, **axes: Any) -> Sequence[TrainedAnswer]:
+def trained(
+    launcher: Launcher, steps_per_pause: int = 2, /, **axes: Any
+) -> Sequence[TrainedAnswer]:
     """A launch of a cell such as `full` has on CPUs, with a control."""
     defaults = {"devices": 2, "workload": "llama-mini", "global_batch": 8, "sequence_length": 64}
     cell = Cell(**{**defaults, "warmup_steps": 3, "parity_steps": 3, "timed_steps": 8, **axes})

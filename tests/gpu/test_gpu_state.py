@@ -202,7 +202,7 @@ def test_energy_is_that_of_all_devices_of_a_rank(
 ) -> None:
     """Finding 12: DataParallel drives eight GPUs from one process; energy was that of the first."""
     host = h100_node()
-    energy = Energy.of(RankGpus(cuda(host)), 0)
+    energy = Energy.of(RankGpus(cuda(host)), first_of_node=True)
     energy.start()
     for number, device in enumerate(host.gpus):
         device.millijoules += 1000 * (number + 1)

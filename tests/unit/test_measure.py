@@ -31,6 +31,7 @@ from harness.measure.resource_use import (
     Energy,
     Idle,
     Load,
+    RankGpus,
     cpu_seconds,
     foreign_load,
     idle_share,
@@ -309,6 +310,8 @@ def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Pa
     readings = iter(
         [{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None]
     )
+    assert Energy.of(RankGpus([]), first_of_node=True).read is package_joules
+    assert Energy.of(RankGpus([]), first_of_node=False).read() == {}
     energy = Energy(lambda: next(readings))
     energy.stop()
     energy.start()
