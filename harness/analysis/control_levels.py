@@ -109,21 +109,23 @@ def _probability(blocks: Sequence[Sequence[TrialRecord]], names: Sequence[str]) 
 
     chance = np.random.default_rng(0)
     number = {name: i for i, name in enumerate(names)}
-    parts = [
-        (np.array([number[_label(trial)] for trial in block]), np.array(_deviations(block)))
-        for block in blocks
-    ]
-    values = np.concatenate([own for _, own in parts])
+    labels = [np.array([number[_label(trial)] for trial in block]) for block in blocks]
+    values = np.concatenate([_deviations(block) for block in blocks])
+    observed = _differences(np.concatenate(labels)[None], values, len(names))
+    shuffled = [chance.permuted(np.tile(own, (SHUFFLES, 1)), axis=1) for own in labels]
+    differences = _differences(np.concatenate(shuffled, axis=1), values, len(names))
+    return (1 + int((differences >= observed).sum())) / (1 + SHUFFLES)
 
-    def differences(labels: NDArray[np.int64]) -> float:
-        """Returns the sum of squares between labels."""
-        sums = np.bincount(labels, values, len(names))
-        counts = np.bincount(labels, minlength=len(names))
-        return float((sums**2 / np.maximum(counts, 1)).sum())
 
-    observed = differences(np.concatenate([labels for labels, _ in parts]))
-    larger = sum(
-        differences(np.concatenate([chance.permutation(labels) for labels, _ in parts])) >= observed
-        for _ in range(SHUFFLES)
-    )
-    return (1 + larger) / (1 + SHUFFLES)
+def _differences(
+    labels: NDArray[np.int64], values: NDArray[np.float64], names: int
+) -> NDArray[np.float64]:
+    """Returns sums of squares between labels (shape [shuffles]).
+
+    `labels`: shape [shuffles, trials]; `values`: shape [trials].
+    """
+    total = 0.0 * labels[:, 0]
+    for name in range(names):
+        own = labels == name
+        total += (own @ values) ** 2 / own.sum(axis=1)
+    return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,32 +20,42 @@ STRATEGIES = [f"strategy{number}" for number in range(12)]
 LAUNCHERS = {"elastic": 0.0, "mpirun": math.log(0.96)}
 
 
-def levels(tmp_path: Path, biased: bool, seed: int) -> ControlLevels:
-    """Six rounds on a machine whose speed drifts by half; the last four strategies are started by
-    mpirun, next to which a biased control takes 0.96 times as long."""
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrialRecord]:
+    """A trial of each strategy; the last four are started by mpirun."""
+    rows = []
+    for name in STRATEGIES:
+        launcher = "mpirun" if name in STRATEGIES[-4:] else "elastic"
+        rows += [row | {"launcher": launcher} for row in trial_rows(Cell(strategy=name), [8.0])]
+    frame = stored(tmp_path_factory.mktemp("results"), rows).trials
+    return {trial.strategy: trial for trial in TrialRecord.from_frame(frame)}
+
+
+def levels(trials: Mapping[str, TrialRecord], biased: bool, seed: int) -> ControlLevels:
+    """Six rounds on a machine whose speed drifts by half; next to mpirun, a biased control takes
+    0.96 times as long."""
     chance = random.Random(seed)
-    began, rows = datetime(2026, 1, 1, tzinfo=timezone.utc), []
-    for trial in range(6):
+    began, run = datetime(2026, 1, 1, tzinfo=timezone.utc), []
+    for _ in range(6):
         for name in chance.sample(STRATEGIES, len(STRATEGIES)):
-            launcher = "mpirun" if name in STRATEGIES[-4:] else "elastic"
-            (row,) = trial_rows(Cell(strategy=name, devices=2), [8.0])
-            bias = LAUNCHERS[launcher] if biased else 0.0
-            drift = 0.25 * math.sin(len(rows) / 40)
+            bias = LAUNCHERS[str(trials[name].launcher)] if biased else 0.0
+            drift = 0.25 * math.sin(len(run) / 40)
             seconds = 0.1 * math.exp(drift + bias + chance.gauss(0, 0.015))
-            windows = {
-                "window_step_seconds": [1.0],
-                "window_control_seconds": [seconds],
-                "window_slowest_control_seconds": [seconds],
-            }
-            at = began + timedelta(seconds=5 * len(rows))
-            rows.append(row | {"trial": trial, "launcher": launcher, "started_at": at} | windows)
-    found = control_levels(TrialRecord.from_frame(stored(tmp_path / str(seed), rows).trials))
+            run.append(
+                dataclasses.replace(
+                    trials[name],
+                    started_at=began + timedelta(seconds=5 * len(run)),
+                    window_step_seconds=[1.0],
+                    window_control_seconds=[seconds],
+                )
+            )
+    found = control_levels(run)
     assert found
     return found
 
 
-def test_control_that_depends_on_the_launcher_is_seen(tmp_path: Path) -> None:
-    found = levels(tmp_path, biased=True, seed=1)
+def test_control_that_depends_on_the_launcher_is_seen(trials: Mapping[str, TrialRecord]) -> None:
+    found = levels(trials, biased=True, seed=1)
     assert not found.by_chance
     assert found.labels == len(STRATEGIES)
     elastic, mpirun = found.launchers
@@ -52,8 +64,8 @@ def test_control_that_depends_on_the_launcher_is_seen(tmp_path: Path) -> None:
     assert mpirun.ratio / elastic.ratio == pytest.approx(0.96, abs=0.012)
 
 
-def test_control_that_does_not_is_left_in_peace(tmp_path: Path) -> None:
-    assert sum(levels(tmp_path, biased=False, seed=seed).by_chance for seed in range(20)) >= 18
+def test_control_that_does_not_is_left_in_peace(trials: Mapping[str, TrialRecord]) -> None:
+    assert sum(levels(trials, biased=False, seed=seed).by_chance for seed in range(20)) >= 18
 
 
 def test_one_strategy_has_nothing_to_compare(tmp_path: Path) -> None:
