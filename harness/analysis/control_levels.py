@@ -124,7 +124,9 @@ def _differences(
 
     `labels`: shape [shuffles, trials]; `values`: shape [trials].
     """
-    total = 0.0 * labels[:, 0]
+    import numpy as np
+
+    total = np.zeros(len(labels))
     for name in range(names):
         own = labels == name
         total += (own @ values) ** 2 / own.sum(axis=1)
