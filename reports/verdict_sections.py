@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from harness.analysis.answer import Answer, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
-from reports.blocks import data, phrase, plain_text, prose, strong
+from reports.blocks import data, phrase, prose, strong
 from reports.columns import (
     ReportColumn,
     cell_table,
@@ -217,9 +217,8 @@ def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
     equals: list[ui.Block] = []
     for advice in advised.advice:
         if advice.as_good:
-            name = plain_text(cell_name(advice.cell, place=False))
-            words = [strong(f"May be as fast as {name}"), " ", data(advice.as_good), "."]
-            equals.append(ui.Paragraph(words, "small"))
+            words = advice.as_good[0].upper() + advice.as_good[1:]
+            equals.append(ui.Paragraph([data(words), "."], "small"))
     return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer"), *equals]
 
 

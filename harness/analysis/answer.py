@@ -372,7 +372,7 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     if equal:
         parts.append(f"equal to it within {EQUAL * 100:.0f} %: {named(equal)}")
     if rest:
-        parts.append(f"tied with it: {named(rest)}")
+        parts.append(f"may be as fast: {named(rest)}")
     return "; ".join(parts)
 
 
