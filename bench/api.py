@@ -1,4 +1,4 @@
-"""The Python interface: what the commands do, with values and exceptions instead of text."""
+"""The Python interface: the commands' functions, with values and exceptions instead of text."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class RecordedRuns(Results):
         return ran(only(self, [self.runs["run_id"].max()]), self.baseline).advised
 
     def report(self, path: str | Path) -> Path:
-        """Writes the report of a run, or a comparison of several; returns its path.
+        """Writes a report of these runs, in the format of the suffix: html, md, csv or json;
+        returns its path.
 
-        The suffix chooses the format: html, md, csv or json. Raises UsageError if the file cannot
-        be written.
+        Raises UsageError if the file cannot be written.
         """
         from reports import write_report
 
@@ -101,11 +101,11 @@ def run(
     """Trains, verifies and records cells, or a matrix; returns the recorded results.
 
     `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
-    set in all cells. `precision`: relative half width, such as 0.02, that every throughput's
-    interval must reach. `run_id`: name of the run, which is continued if it exists. `listener`:
-    receives progress. The other parameters are options of `bench run`.
+    set in all cells. `precision`: relative half width that every throughput's interval must reach,
+    such as 0.02. `run_id`: name of the run; an existing one is continued. Other parameters are
+    options of `bench run`.
 
-    Raises UsageError for a mistake. KeyboardInterrupt ends the run; `run_id` continues it.
+    Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """
     _check(bool(cells), bool(matrix), trials, precision)
     from bench.execution import RunOptions, conclude, execute, prepare
@@ -218,7 +218,6 @@ def fit_question(
     rank: int,
     link: str | None,
 ) -> FitQuestion:
-    """Raises UsageError for a mistaken value."""
     from harness.host.gpu_models import gpu_named
     from harness.planner.cluster.model_names import parse_shape
     from harness.planner.cluster.recipe import precision_named

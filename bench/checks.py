@@ -24,7 +24,7 @@ BUSY_SHARE = 0.1
 """Reported load of other processes, as a share of all cores."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""NCCL takes tens of MiB per pair of ranks; containers get 64 MiB by default."""
+"""NCCL takes tens of MiB per pair of ranks; containers get 64 MiB."""
 LOCKED_BYTES = GIB
 HOT_CELSIUS = 83
 """Reported temperature at rest; most GPUs throttle from 83 to 90 degrees Celsius."""
@@ -35,7 +35,6 @@ class Trouble:
     """A condition of this host that skews or misrepresents results."""
 
     subject: str
-    """Affected part: `GPU 0`, `CPU`, `disk`."""
     what: str
     why: str
     fix: str
@@ -43,7 +42,6 @@ class Trouble:
 
 
 def troubles() -> list[Trouble]:
-    """Returns all troubles, GPUs' first."""
     return [*gpu_troubles(), *host_troubles()]
 
 
@@ -231,7 +229,7 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Reports turbo: clocks fall as the processor warms up, so a run's first cells are faster."""
+    """Clocks fall as the processor warms up, so a run's first cells are faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),

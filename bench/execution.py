@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
-"""How long a requeued job waits for its earlier processes, which may be on a lost node."""
+"""Seconds a requeued job waits for earlier processes, perhaps on a lost node."""
 
 StartListener: TypeAlias = Callable[
     [Plan, int], contextlib.AbstractContextManager[ProgressListener]
@@ -48,7 +48,7 @@ class AgentOptions:
     """File in which the agents find the run, or where it listens; None: this host alone."""
     interface: str = ""
     timeout_seconds: float = 120.0
-    """Seconds to wait for the agents; the run then starts without the rest."""
+    """Seconds to wait for the agents; then the run starts without the rest."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ class Prepared:
     seconds: dict[str, float]
     """Expected seconds per trial, by cell id."""
     total_seconds: float
-    """Expected seconds of the trials to run."""
     references: References
 
 
@@ -88,7 +87,6 @@ class Ended:
     finished: bool
     wall_seconds: float
     all_recorded: bool
-    """Whether every share is complete."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,7 @@ def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
 def _launchers(
     options: AgentOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the factory of a run's launchers, over the agents if any, which connect as the run
-    begins."""
+    """Yields the run's launcher factory; agents, if any, connect as the run begins."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 
@@ -189,7 +186,7 @@ def _launchers(
 
 
 def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded | None:
-    """Summarises a run and records its conclusion; returns None if nothing was recorded."""
+    """Summarises a run and records its conclusion; None if nothing was recorded."""
     plan = ended.plan
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)

@@ -1,4 +1,4 @@
-"""Expands a matrix on a host to cells, with a reason for each one left out."""
+"""Expands a matrix on a host to cells, with a reason for each omitted one."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def expand(
 ) -> Expanded:
     """Returns a matrix's cells on a host.
 
-    `only`, `skip`: strategies or patterns (bench/select.py). `model`: workload of all cells, to
-    which their suffixes are added. Raises UsageError for an unknown axis, value or pattern, and if
-    no cell can run because of its data.
+    `only`, `skip`: strategies or patterns (bench/select.py). `model`: workload that replaces all
+    others, keeping their suffixes. Raises UsageError for an unknown axis, value or pattern, or if
+    data rules out every cell.
     """
     if model:
         make_workload(model)
@@ -90,7 +90,7 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """Returns a matrix's cells with `axis=value` settings, even those that cannot run here."""
+    """Returns a matrix's cells with these `axis=value` settings, even unrunnable ones."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
@@ -126,7 +126,7 @@ Cells = dict[str, Cell]
 def _timed_and_checked(
     matrix: Matrix, rule: Rule, host: Host, changes: Axes, name: str
 ) -> tuple[Cells, Cells]:
-    """Returns a matrix's cells, and fp32 twins of those that name no precision."""
+    """Returns a matrix's cells, and fp32 twins of cells without a precision."""
     sizes = rule.over(matrix)
     timed: Cells = {}
     checked: Cells = {}

@@ -26,7 +26,7 @@ class Host:
     nodes: int = 1
     name: str | None = None
     elsewhere: bool = False
-    """Whether this is another host, about which local installations tell you nothing."""
+    """Whether this is another host, so local installations do not count."""
     cores: int | None = None
     """Usable CPU cores per node; None: unknown."""
 
@@ -50,8 +50,8 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError with the nearest
-    GPUs for an unknown one."""
+    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError, naming the
+    nearest GPUs, for an unknown one."""
     from harness.host.gpu_models import gpu_named
 
     if not text:
@@ -74,7 +74,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 class UnsuitableData(Refused):
-    """The cell's data and model do not go together; a mistake if no cell is left."""
+    """The cell's data and model do not match; a mistake if no cell is left."""
 
 
 def admit_here(cell: Cell, host: Host) -> None:

@@ -52,9 +52,9 @@ from harness.spec.yaml_text import parse_yaml
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Trials that resolve a 3 % difference if they spread by 1.1 % (tests/unit/test_stats.py)."""
+"""Resolves differences of 3 % if trials spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Long enough for some slow spells of the machine; about as long as a trial's start."""
+"""Covers some slow spells of the machine; about as long as a trial's start."""
 FILLED_IN = ("global_batch", "defaults", "strategy_digest", "workload_digest")
 """Fields of a cell that no matrix gives."""
 AXES = (*(name for name in Cell.model_fields if name not in FILLED_IN), "batch")
@@ -69,7 +69,8 @@ _AXES_SCHEMA = {
     },
 }
 Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
-"""Values by axis, from YAML. Names and lists stand for values, so a schema checks only the axes."""
+"""Values by axis, from YAML. A schema checks only the axes, since names and lists stand for
+values."""
 
 
 class Sizes(BaseModel):
@@ -112,7 +113,7 @@ class Matrix(Sizes):
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Whether to leave out cells that need more memory than a device has, by their formulas."""
+    """Whether to leave out cells whose formulas exceed a device's memory."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
@@ -202,7 +203,6 @@ def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def known_axes(axes: Mapping[str, object]) -> Axes:
-    """Raises UsageError for an unknown axis."""
     _known_keys(axes, AXES, "settings")
     return dict(axes)
 
@@ -217,7 +217,7 @@ def axes_of(cell: Cell) -> Axes:
 
 
 def parse_changes(settings: Sequence[str]) -> Axes:
-    """Parses `axis=value` options; values are YAML: `devices=[1,2]` is a list."""
+    """Parses `axis=value` options with YAML values: `devices=[1,2]` is a list."""
     changes: Axes = {}
     for setting in settings:
         axis, sign, value = setting.partition("=")

@@ -64,7 +64,7 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
 def find_sides(
     words: Sequence[str], baseline: str | None, results: Path
 ) -> tuple[RunSelection, RunSelection]:
-    """Returns the two runs or folders to compare. `baseline` is the first, and may name one in
+    """Returns the two runs or folders to compare. `baseline` is the first, perhaps in
     results/reference. Raises UsageError if there are not two."""
     if baseline is not None:
         named = results / REFERENCES / baseline
@@ -91,8 +91,8 @@ def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns the results that the baseline's name means; None without one. Raises UsageError
-    without match."""
+    """Returns the results that the baseline's name means, if any. Raises UsageError without
+    match."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -119,11 +119,8 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
 
 
 def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """Returns a run's tables (without steps), by default the newest with the cell, and the cell's
-    id.
-
-    Raises UsageError unless one cell matches.
-    """
+    """Returns the tables (without steps) of a run, by default the newest with the cell, and the
+    cell's id; raises UsageError unless one cell matches."""
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
         tables = store.load([candidate], steps=False)
@@ -145,7 +142,7 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
 
 def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
     """Returns cells that match `only` (if any) and not `skip`. Raises UsageError for a pattern
-    without match, or if no cell is left."""
+    without match, or without a cell left."""
     for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
@@ -171,7 +168,7 @@ def planned_cell(store: Store, word: str) -> Cell | None:
 
 
 def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
-    """Returns the matrix's matching cells, else the recorded cell of this id or name; raises
+    """Returns matching cells of the matrix, else the recorded cell of this id or name; raises
     UsageError."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant

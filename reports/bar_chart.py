@@ -33,12 +33,10 @@ class Bar:
     high: float | None = None
     strong: bool = False
     marks: str = ""
-    """Appended marks; if any, the bar is hatched."""
     target: float | None = None
     """Theoretical value or tolerance."""
     failed: bool = False
     parts: tuple[float, ...] = ()
-    """Values of a stacked bar, in the order of `Bars.kinds`."""
     peak: float | None = None
     dots: tuple[float, ...] = ()
     """Values drawn instead of a bar."""
@@ -118,7 +116,7 @@ class Bars:
 
 
 class _Lines:
-    """Shapes of all lines in few collections; separate artists would take much longer."""
+    """All lines' shapes in few collections; separate artists take much longer."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
@@ -184,8 +182,7 @@ class _Lines:
 
 
 def _pixels(text: str) -> float:
-    """Returns the approximate width of a figure with its unit; digits are wider than
-    punctuation."""
+    """Returns a figure's approximate width with its unit; digits are wider than punctuation."""
     return sum(4.0 if character in " .,()" else 7.6 for character in text)
 
 

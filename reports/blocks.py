@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Span:
     """Text in one style, or a number with its full precision.
 
-    `style`: `strong`, `em`, `code`, `small` or `data` (recorded text), or CSS classes. `link`: an
+    `style`: `strong`, `em`, `code`, `small`, `data` (recorded text), or CSS classes. `link`: an
     address; `#name` is dropped if the page lacks it. `field` and `value`: of a recorded number.
     """
 
@@ -80,7 +80,7 @@ _MARKUP = re.compile(
 
 
 def prose(name: str, **values: Words | int) -> list[Inline]:
-    """Returns a text of prose.md. Inserted values, such as recorded names, are not markup."""
+    """Returns a text of prose.md. Inserted values are not markup."""
     template, result, end = _prose()[name], [], 0
     for match in _MARKUP.finditer(template):
         result += _filled(template[end : match.start()], "", values)
@@ -106,7 +106,7 @@ def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> lis
 
 
 def prose_under(name: str) -> list[tuple[str, Words]]:
-    """Returns the texts of prose.md whose names begin with `name`, by the rest of their names."""
+    """Returns the texts of prose.md whose names begin with `name`, by the rest."""
     names = [title for title in _prose() if title.startswith(f"{name} ")]
     return [(title.removeprefix(f"{name} "), prose(title)) for title in names]
 
@@ -160,8 +160,6 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names, each with its explanation."""
-
     rows: Sequence[tuple[str, Words]]
 
 
@@ -275,7 +273,7 @@ Blocks: TypeAlias = list[Block]
 
 
 def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
-    """Returns the blocks that a medium shows, with parts written out and empty blocks dropped."""
+    """Returns the blocks that a medium shows, parts written out, without empty ones."""
     shown: Blocks = []
     for block in blocks:
         match block:

@@ -1,5 +1,3 @@
-"""Everything recorded about one cell of a run."""
-
 from __future__ import annotations
 
 import dataclasses

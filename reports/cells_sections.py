@@ -204,12 +204,11 @@ class Missing:
 
 @dataclass(frozen=True)
 class Best:
-    """A system's fastest cell, in the verdict's setting if possible."""
+    """A system's fastest cell, preferably in the verdict's setting."""
 
     row: RankedCell
     value: str
     setting: str
-    """Empty if it is the verdict's."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ class SystemOverview:
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
-    """Returns systems with cells that were left out or not reached, `absent` ones first."""
+    """Returns systems with omitted or unreached cells, `absent` ones first."""
     kinds = ("absent", "none", "part")
     missing = [row for system in systems_ if (row := _missing(system))]
     return sorted(missing, key=lambda system: kinds.index(system.kind))
@@ -248,7 +247,6 @@ def _missing(system: System) -> Missing | None:
 def overview(
     systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
 ) -> list[SystemOverview]:
-    """Returns one summary per system."""
     if all(not cell.cell.system for system in systems_ for cell in system.cells):
         return []
     return [_system_line(system, groups, leading) for system in systems_]
@@ -300,7 +298,6 @@ def _best_of(
 
 
 def systems_blocks(report: RunReport) -> ui.Blocks:
-    """Returns nothing if no cell belongs to a system."""
     lines = overview(report.systems, report.groups, report.leading)
     if not lines:
         return []
@@ -352,7 +349,7 @@ class Failure:
 
 
 def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    """Returns launched cells that failed, diverged or were interrupted; expected ones come last."""
+    """Returns launched cells that failed, diverged or were interrupted; expected ones last."""
     found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
     return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
 
@@ -377,7 +374,7 @@ _KINDS = (
 
 
 def failures_blocks(report: RunReport) -> ui.Blocks:
-    """Returns failed cells with their first cause, then systems with cells that did not run."""
+    """Returns failed cells with their first cause, then systems with missing cells."""
     alike: dict[tuple[str, bool, str], list[Failure]] = {}
     for failure in failures(report.cells, report.trials):
         key = (failure.what, failure.row.expected, failure.row.reason)
@@ -391,7 +388,7 @@ def failures_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _failure_box(alike: Sequence[Failure]) -> ui.Block:
-    """Returns the first of these failures, which ended alike, and the names of the others."""
+    """Returns the first of failures that ended alike, and the others' names."""
     failure, *others = alike
     row = failure.row
     what = f"{failure.what}{', as expected' if row.expected else ''}"

@@ -1,6 +1,6 @@
 """Draws charts with matplotlib as inline SVG that follows the page's theme and content policy.
 
-Text stays text, which can be searched and read aloud; colours come from the page's style sheet.
+Text stays text, for search and screen readers; colours come from the style sheet.
 """
 
 from __future__ import annotations

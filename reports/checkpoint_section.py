@@ -1,5 +1,3 @@
-"""What checkpoints cost, and what loading them restored."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

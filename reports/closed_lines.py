@@ -120,7 +120,7 @@ def glossary(_: RunReport) -> str:
 
 
 def _unless_most(report: RunReport, cells: Sequence[CellResult], line: str) -> str:
-    """Leaves a section open if most of the run's cells are in it."""
+    """Leaves a section open if it has most of the run's cells."""
     return "" if 2 * len({cell.cell_id for cell in cells}) > len(report.cells) else line
 
 
@@ -131,7 +131,7 @@ def _from_to(
     scale: float = 1.0,
     before: str = "",
 ) -> str:
-    """Returns the least and the most with their strategies, of the verdict's setting if known."""
+    """Returns the least and the most with their strategies, in the verdict's setting if known."""
     for cells in (report.leading.rows if report.leading else (), report.cells):
         known = [(x * scale, cell) for cell in cells if (x := value(cell)) is not None]
         if known:

@@ -150,7 +150,7 @@ def gained(ratio: float | None, lowest: float | None, highest: float | None) -> 
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns the devices column, and a nodes column if a cell has several nodes."""
+    """Returns the devices column, and a nodes column if needed."""
     columns: list[ReportColumn[CellResult]] = [figure("Devices", "devices", plain)]
     if any(cell.cell.nodes > 1 for cell in cells):
         columns.append(figure("Nodes", "nodes", plain, tip="that the devices are on"))
@@ -158,7 +158,7 @@ def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]
 
 
 def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
-    """Returns the throughput column, with the unit in the heading if all cells share it."""
+    """Returns the throughput column, with the unit in its heading if shared."""
     kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return ReportColumn(
@@ -196,7 +196,7 @@ def cell_table(
     first: str = "Strategy",
     head: Callable[[CellResult], ui.Words] = cell_name,
 ) -> ui.Table:
-    """Returns a table with a row per cell, without columns of unknown values only."""
+    """Returns a table with a row per cell, without wholly unknown columns."""
     rows = [
         ui.Row(head(cell), [column.make(cell) for column in columns], {"data-cell": cell.cell_id})
         for cell in cells
@@ -211,7 +211,6 @@ def table_of(
     columns: Sequence[ReportColumn[AnyRow]],
     rows: Sequence[ui.Row],
 ) -> ui.Table:
-    """Returns a table without columns of unknown values only."""
     known = [
         place
         for place in range(len(columns))

@@ -61,7 +61,6 @@ def times(value: float | None) -> str:
 
 
 def rows_of(effects: Effects) -> list[tuple[str, ...]]:
-    """Describes each effect; see COLUMNS."""
     return [
         (
             ratio_text(effect.alone),
@@ -145,8 +144,8 @@ def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def _crossed(effects: Effects) -> bool:
-    """Returns whether most options were measured in several combinations. Varying one option at a
-    time from several starting points does not count."""
+    """Returns whether most options were measured in several combinations, not just one at a
+    time."""
     return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
 
 
@@ -247,7 +246,7 @@ class Variants:
 
 
 def variants(cells: Sequence[CellResult]) -> list[Variants]:
-    """Returns variants (`base+suffix`) by strategy and setting, most variants first."""
+    """Returns variants (`base+suffix`) by strategy and setting, most first."""
     by_model: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.status == "ok":

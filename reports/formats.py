@@ -1,5 +1,3 @@
-"""Reports of one run or several, in every format."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ def report_text(
 ) -> Written:
     """Returns the report of one run, or a comparison of several; raises ValueError without runs.
 
-    `sections`: the requested ones, by default all. `baseline`: see `reports.write_report`.
+    `sections`: by default all. `baseline`: see `reports.write_report`.
     """
     from reports import export_records, runs
     from reports.run_report import each, ran

@@ -1,5 +1,3 @@
-"""Groups of comparable cells, ordered by throughput."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -95,7 +93,7 @@ def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Groups cells that differ only in strategy and agree in the fields `more`.
+    """Groups cells that differ only in strategy and agree in `more`.
 
     Cells keep their order; the workload with most cells comes first.
     """
@@ -129,10 +127,7 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
 
 
 def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
-    """Returns the group that leads the verdict; see `heading`.
-
-    `once`: ids of cells that ran once, for parity only.
-    """
+    """Returns the verdict's leading group; see `heading`. `once`: ids of parity-only cells."""
     sizes = [
         GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
         for g in groups
@@ -142,15 +137,14 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
-    """Returns the other cells that may be the fastest; empty without a spread between trials."""
+    """Returns the other cells that may be the fastest; empty without a spread."""
     known = any(cell.trials > 1 for cell in cells)
     ties = {cell.cell_id for cell in may_be_fastest(cells)} if known else set()
     return [cell for cell in cells[1:] if cell.cell_id in ties]
 
 
 def possibly_fastest(group: RankedGroup) -> set[str]:
-    """Returns the ids of the advised cell and those that may be as fast; without advice, of the
-    fastest and its ties."""
+    """Returns the ids of the advised cell, or else the fastest, and those that may be as fast."""
     if advised := answer(group.rows):
         return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
     fair = fairly_timed(group)

@@ -45,7 +45,7 @@ class PageHead:
 def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
     """Returns a page whose content policy allows its style and script by hash.
 
-    `printed`: use the print layout on screen: light, details open, no controls, no script.
+    `printed`: print layout: light, details open, no controls, no script.
     """
     sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
     drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
@@ -83,7 +83,7 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
 
 
 def _navigation(sections: Iterable[PageSection]) -> str:
-    """Returns links to the open sections and to the first closed one, which the others follow."""
+    """Returns links to the open sections and the first closed one."""
     links, closed = "", False
     for section in sections:
         if not closed:
@@ -124,7 +124,7 @@ def _as_printed(style: str) -> str:
 
 
 def _digest(content: str) -> str:
-    """Returns a content security policy's source expression (W3C CSP 3, section 2.3.1)."""
+    """Returns a content security policy's source (W3C CSP 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 

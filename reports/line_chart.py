@@ -103,7 +103,7 @@ class Bandwidths:
     notes: tuple[str, ...]
 
     def draw(self) -> Figure:
-        """Draws throughput over measured bandwidth on log axes, with requested links on top."""
+        """Draws throughput over measured bandwidth on log axes, requested links on top."""
         from matplotlib.ticker import LogLocator
 
         legend = _LEGEND_LINE * len(self.lines)
@@ -278,7 +278,7 @@ class Trend:
     notes: tuple[str, ...] = ()
 
     def draw(self) -> Figure:
-        """Draws each run as a dot with its interval, each level, and changes as dashed lines."""
+        """Draws runs as dots with intervals, levels, and changes as dashed lines."""
         figure, axes = canvas(170, _LEFT, _RIGHT, 34, 34)
         count = len(self.values)
         for begin, end, level in self.levels:
@@ -321,7 +321,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Point:
-    """A cell's memory in MiB and throughput; `place` counts along the front from the fastest."""
+    """A cell's memory in MiB and throughput; `place` along the front, fastest first."""
 
     label: str
     memory: float

@@ -1,5 +1,3 @@
-"""Throughput over emulated links."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -117,8 +115,8 @@ class Crossover:
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
     """Returns the crossovers, clearest first.
 
-    One strategy must be faster within rounds at one link, and the other at the next differing link.
-    The crossing point is interpolated between measured links on logarithmic axes.
+    One strategy must be faster within rounds at one link, and the other at the next differing one.
+    The crossing point is interpolated on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -151,7 +149,6 @@ def _by_bandwidth(
 
 
 def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
-    """Yields strategies whose order is reversed by delay at an equal rate."""
     by_rate = {Link.of(link.request).bits_per_second: link for link in links if not link.delayed}
     for far in links:
         near = by_rate.get(Link.of(far.request).bits_per_second) if far.delayed else None
@@ -190,7 +187,7 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 
 
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    """Describes whether strategies on the slowest link rank by bytes sent; empty if unknown."""
+    """Describes whether strategies on the slowest link rank by bytes sent."""
     known = [
         strategy
         for strategy in series
@@ -240,7 +237,7 @@ class Chapter:
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    """Returns a chapter per setting with two or more emulated links, most strategies first."""
+    """Returns a chapter per setting with several emulated links, most strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked and cell.cell.links:

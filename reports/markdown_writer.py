@@ -1,4 +1,4 @@
-"""Writes blocks without charts as Markdown, such as for a pull request's comment."""
+"""Writes blocks without charts as Markdown, as for pull requests."""
 
 from __future__ import annotations
 

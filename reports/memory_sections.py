@@ -115,7 +115,7 @@ def state_charts(cells: Sequence[CellResult]) -> list[Bars]:
 def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
     """Returns states against the formula, and each rank's peak memory.
 
-    `one_model`: whether cells can be compared; models of a search differ in size.
+    `one_model`: whether cells are comparable; a search's models differ in size.
     """
     charts = [ui.Chart(bars) for bars in state_charts(cells)[:MOST_CHARTS]] if one_model else []
     states: ui.Blocks = [
@@ -300,7 +300,6 @@ class Largest:
     """(strategy, what filled its memory, or why it has no size)."""
     probes: int
     tokens: bool = False
-    """Whether sizes are tokens instead of parameters."""
 
     @property
     def unit(self) -> str:
@@ -327,17 +326,16 @@ def largest_blocks(found: Largest | None) -> ui.Blocks:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Whether trials are probes."""
     return run.matrix == MATRIX
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Whether a trial is more than a probe of fit; probes that failed otherwise count too."""
+    """Whether a trial is more than a probe of fit; other failures count too."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns None if the run was not a search, or another version wrote its plan."""
+    """Returns None if the run was no search, or another version's."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -376,8 +374,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two sized
-    strategies."""
+    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:

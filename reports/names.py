@@ -51,8 +51,7 @@ def marks(cell: CellResult) -> str:
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the chart label, with marks and unusual nodes, links and regime.
 
-    `place`: whether to include nodes and links, which group titles state. `label`: replaces the
-    cell's.
+    `place`: include nodes and links. `label`: replaces the cell's.
     """
     words = [label or cell.cell.label]
     if place and cell.cell.nodes > 1:
@@ -83,7 +82,7 @@ def unit(throughput: str) -> str:
 
 
 def chart_name(cell: CellResult, workload: str) -> str:
-    """Returns `label x2 bf16` for charts of mixed settings, plus the workload if not `workload`."""
+    """Returns `label x2 bf16` for mixed settings, plus the workload if not `workload`."""
     other = "" if cell.cell.workload_name == workload else f" {cell.cell.workload_name}"
     setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
@@ -155,14 +154,14 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
 
 
 def disturbance(cell: CellResult) -> str:
-    """Describes disturbances and how many trials they affected; empty without any."""
+    """Describes disturbances and how many trials they affected."""
     return "; ".join(
         f"{CAUSES[cause]} {count}" for cause, count in cell.disturbance.by_cause.items()
     )
 
 
 def gpu_findings(cell: CellResult) -> str:
-    """Describes the first findings on the cell's GPUs; empty without any."""
+    """Describes the first findings on the cell's GPUs."""
     words = cell.disturbance.gpu_findings
     more = f", and {len(words) - _MOST_FINDINGS} more" if len(words) > _MOST_FINDINGS else ""
     return f" ({'; '.join(words[:_MOST_FINDINGS])}{more})" if words else ""

@@ -33,7 +33,7 @@ CHARTS = {
 
 
 def losses(cells: Sequence[CellResult]) -> list[Losses]:
-    """Returns a figure per reference, most cells first; curves end at the first non-finite loss."""
+    """Returns a figure per reference, most cells first, up to the first non-finite loss."""
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.reference_losses:
@@ -70,7 +70,7 @@ def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """Yields verified cells' largest deviations and tolerances on a log axis, nearest first."""
+    """Yields verified cells' largest deviations and tolerances, nearest first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
@@ -138,7 +138,7 @@ class DeclaredTolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[DeclaredTolerance]:
-    """Returns tolerances, tightest first, with the reasons of cells that needed theirs."""
+    """Returns tolerances, tightest first, with their cells' reasons."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:

@@ -48,7 +48,7 @@ def plan_page(
     rows: Sequence[ui.Row],
     won: WonMap,
 ) -> str:
-    """Returns a plan's page. `unit`: of throughput; `rows`: candidates, best first."""
+    """Returns a plan's page. `unit`: throughput's; `rows`: best first."""
     columns = [
         ui.ColumnHead("step"),
         ui.ColumnHead(unit),
@@ -237,7 +237,7 @@ def local_page(
 ) -> str:
     """Returns the page of a plan for this machine.
 
-    `swept`: plan, or why nothing can run, by workload and number of ranks.
+    `swept`: plan, or why not, by workload and ranks.
     """
     return plan_page(
         plan.setting,

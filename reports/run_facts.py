@@ -1,5 +1,3 @@
-"""A run's environment as text."""
-
 from __future__ import annotations
 
 import json

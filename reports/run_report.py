@@ -62,12 +62,10 @@ class RunReport:
 
     @functools.cached_property
     def largest(self) -> Largest | None:
-        """A search's outcome; None for other runs."""
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property
     def leading(self) -> RankedGroup | None:
-        """Group of the verdict; None for a search."""
         once = plan_of(self.run).get("once", ())
         return None if self.largest else headline(self.groups, once)
 
@@ -97,7 +95,7 @@ class RunReport:
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
     """Builds a report from one run's tables; raises ValueError for another number of runs.
 
-    `baseline`: the cell that others of its setting are compared with; by default `baseline_of`.
+    `baseline`: by default `baseline_of`.
     """
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
@@ -139,7 +137,6 @@ def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
 def all_systems(
     cells: Iterable[CellResult], unreached: Iterable[Cell], run_id: str = ""
 ) -> list[System]:
-    """Groups recorded cells and unrecorded planned ones."""
     reason = "the run ended before it; resume the run to launch it"
     planned = [planned_cell(cell, run_id, NOT_REACHED, reason) for cell in unreached]
     return systems([*cells, *planned])

@@ -1,5 +1,3 @@
-"""A run's report as a page and as Markdown."""
-
 from __future__ import annotations
 
 import functools
@@ -142,8 +140,8 @@ SECTIONS: tuple[Section[RunReport], ...] = (
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection during a call: it took an eighth of the time, and a page's
-    objects live until it is done."""
+    """Disables garbage collection during a call, which took an eighth of its time: a page's objects
+    live until it ends."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -160,7 +158,6 @@ def without_collection(function: Callable[P, T]) -> Callable[P, T]:
 
 @without_collection
 def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """Returns a run's page; see `written_page`."""
     run = report.run
     head = PageHead(
         f"Parallelism strategies compared: matrix {run.matrix}, {run.run_id}",

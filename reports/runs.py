@@ -1,4 +1,4 @@
-"""The report of several runs: the newest against the others, and each cell's history."""
+"""The report of several runs: the newest against others, and cells' histories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_CHARTS = 60
 MOST_CHANGES = 5
 MOST_COLUMNS = 6
-"""Runs compared side by side with the newest; older ones are only in the history."""
+"""Runs side by side with the newest; older ones are only in the history."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,11 @@ class Run:
 
 
 ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
-"""A cell of the newest run, and its comparison with each run that has a column."""
+"""A cell of the newest run, compared with each run that has a column."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Several runs, oldest first."""
-
     runs: tuple[Run, ...]
     shown: tuple[Run, ...]
     """Runs with a column, newest first, without the newest run itself."""
@@ -167,7 +165,7 @@ def _run(
 def _against(
     results: Results, record: RunRecord, newest: RunRecord, side: RunSelection
 ) -> tuple[RunComparison | None, str]:
-    """Returns the newest run's comparison with another, and why it is incomplete."""
+    """Returns the newest run's comparison with another, and why it is partial."""
     try:
         other = select(record.run_id, only(results, [record.run_id]))
         comparison = compare_sides(other, side)
@@ -341,7 +339,7 @@ def verdict_td(line: ComparedCell) -> ui.Td:
 
 
 def history_blocks(runs: Runs) -> ui.Blocks:
-    """Charts every cell's throughput, changed ones first, and memory if it changed."""
+    """Charts every cell's throughput, changed ones first, and changed memory."""
     several = [
         series
         for series in (*runs.throughput, *runs.memory)
@@ -426,7 +424,6 @@ SECTIONS: tuple[Section[Runs], ...] = (
 
 
 def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    """Returns the page of several runs; see `written_page`."""
     newest = runs.newest
     head = PageHead(
         f"{len(runs.runs)} runs compared, the newest {newest.run_id}",

@@ -46,9 +46,9 @@ def written_page(
     requested: Sequence[str] = (),
     printed: bool = False,
 ) -> Written:
-    """Returns a page of the requested sections (by default all) that have data.
+    """Returns a page of the requested sections (default: all) that have data.
 
-    `printed`: use the print layout. Raises UsageError as `_with_data` does.
+    `printed`: print layout. Raises UsageError as `_with_data` does.
     """
     filled, absent = _with_data(report, list(sections), requested, "page")
     shown = [
@@ -83,9 +83,9 @@ def written_text(
 def _with_data(
     report: Report, sections: Sequence[Section[Report]], requested: Sequence[str], medium: ui.Medium
 ) -> tuple[list[Filled[Report]], list[str]]:
-    """Returns the requested sections with their blocks, and the names of those without data.
+    """Returns the requested sections with their blocks, and the names of empty ones.
 
-    Raises UsageError for an unknown section, or if no requested one has data.
+    Raises UsageError for an unknown section, or if all requested ones are empty.
     """
     _require_known(requested, [section.name for section in sections])
     chosen = [section for section in sections if not requested or section.name in requested]

@@ -1,5 +1,3 @@
-"""Throughput, peak memory, their Pareto front, and scaling."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +49,7 @@ def throughput_bars(
 ) -> Bars:
     """Returns throughputs with 95 % intervals; strong if advised, or possibly as fast.
 
-    `labels`: replacement labels by cell id. `cells`: the bars, by default all, fastest first.
+    `labels`: replacements by cell id. `cells`: by default all, fastest first.
     """
     best, bars, (baseline, level) = possibly_fastest(group), [], _baseline(group)
     shown = cells or group.rows[:MOST_ROWS]
@@ -85,10 +83,8 @@ def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
 
 
 def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
-    """Returns peak memory in MiB with its range over trials.
-
-    `cells`: the bars, by default all, smallest first.
-    """
+    """Returns peak memory in MiB with its range over trials. `cells`: by default all, smallest
+    first."""
     known = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if not known:
         return None
@@ -161,7 +157,7 @@ def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns throughput and memory of the verdict's setting as charts for pages, and ranked tables
+    """Returns throughput and memory as charts of the verdict's setting for pages, as ranked tables
     of all settings for Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
@@ -242,7 +238,7 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    """Returns a figure per workload, precision and batch with two or more numbers of devices."""
+    """Returns a figure per workload, precision and batch with several numbers of devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
@@ -337,7 +333,6 @@ def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def efficiency(cells: Sequence[CellResult]) -> ui.Table:
-    """Returns scaling efficiency, best first."""
 
     def order(cell: CellResult) -> tuple[str, int, float]:
         own = cell.relative.efficiency_own

@@ -1,5 +1,3 @@
-"""Profiled steps, GPU activity, communication, pipeline bubbles, and experts."""
-
 from __future__ import annotations
 
 import json
@@ -56,7 +54,7 @@ class StepProfile:
     off_algorithm: float | None
     """Socket bytes over those of the backend's algorithm, minus 1."""
     peak: Mapping[str, int | None]
-    """Bytes at the peak by kind and in total (`tracked`), each of the rank with most."""
+    """Bytes at the peak by kind and in total (`tracked`), of the fullest rank."""
     private: int | None
     """The step's peak bytes as trials measure it."""
     gpu: GpuTime | None
@@ -384,7 +382,7 @@ def offload_table(cells: Sequence[CellResult]) -> ui.Table:
 def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
     """Returns bytes sent per step against a ring all-reduce, and bytes to disk.
 
-    `one_model`: whether cells can be compared; a search's models differ in size.
+    `one_model`: whether cells are comparable.
     """
     charts = [ui.Chart(bars) for bars in traffic_bars(cells)[:MOST_CHARTS]] if one_model else []
     limits = bounds_in_words(cells)
@@ -470,7 +468,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns tokens by expert of each workload's first cell; equal training routes equally."""
+    """Returns tokens by expert of each workload's first cell; all route equally."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:

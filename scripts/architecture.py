@@ -1,10 +1,8 @@
-"""Draws the packages and their imports from the code into docs/explanation/architecture.svg.
+"""Draws the packages and their imports from the code into docs/explanation/architecture.svg:
+`.venv/bin/python scripts/architecture.py`.
 
 Rows are the layers of the import contract in pyproject.toml. A box shows the first sentence of a
-package's docstring; an arrow points to a package that it imports. Implied (transitive) arrows are
-left out.
-
-Run `.venv/bin/python scripts/architecture.py`.
+package's docstring. An arrow points to an imported package; transitive arrows are left out.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ def layers() -> list[list[str]]:
 
 
 def description(package: str) -> str:
-    """Returns the first sentence of the package's docstring."""
     below = ROOT / package if package in ("bench", "reports") else ROOT / "harness" / package
     file = below / "__init__.py" if below.is_dir() else below.with_suffix(".py")
     text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
@@ -90,15 +87,14 @@ class NodeBox:
 
     @property
     def y(self) -> int:
-        """Upper edge, in pixels."""
         return TOP + self.row * ROW
 
 
 def placed(edges: dict[str, set[str]]) -> dict[str, NodeBox]:
     """Returns a box per package; reports stand outside, to the right.
 
-    A row's boxes are ordered by the mean position of what they import and what imports them
-    (Sugiyama, Tagawa and Toda, IEEE SMC 11, 1981).
+    A row's boxes are ordered by the mean position of their neighbours (Sugiyama, Tagawa and Toda,
+    IEEE SMC 11, 1981).
     """
     rows = [
         [NodeBox(name, number) for name in row] for number, row in enumerate([["bench"], *layers()])
@@ -143,8 +139,8 @@ def _part(row: list[NodeBox]) -> None:
 def passage(
     source: NodeBox, target: NodeBox, boxes: dict[str, NodeBox], taken: list[float]
 ) -> float:
-    """Returns the position nearest to the target at which an arrow passes straight down between the
-    boxes of the rows in between."""
+    """Returns the position nearest to the target where an arrow passes straight between the boxes
+    of the rows in between."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
     return min(
         (
@@ -203,7 +199,6 @@ path.tip { fill: #556; stroke: none; marker-end: none }
 
 
 def picture() -> str:
-    """Returns the picture as SVG."""
     edges = without_shortcuts(imports())
     boxes = placed(edges)
     inside = [box for box in boxes.values() if box.name not in ("bench", "reports")]

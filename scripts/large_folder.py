@@ -1,8 +1,7 @@
 """Measures how long commands take in a large results folder, including process start.
 
-`python -m scripts.large_folder [FOLDER] [--runs 700]` fills a folder (by default a temporary one)
-up to this many runs of one trial per cell of the reference full run. Exit code 1 if a command is
-too slow.
+`python -m scripts.large_folder [FOLDER] [--runs 700]` fills a folder (default: a temporary one)
+with runs of one trial per cell of the reference full run. Exit code 1 if a command is too slow.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from harness.record.trial import TrialRecord
 KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
-"""Measurements per command; the best counts, since others use the machine too."""
+"""Measurements per command; the best counts, against disturbances."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ def write_first(store: Store, number: int) -> None:
 
 @functools.cache
 def trials_of(folder: Path, run_id: str) -> dict[str, pa.Table]:
-    """Returns a run's table `trials`."""
     files = sorted((folder / "trials" / run_id).glob("*.parquet"))
     return {file.name: read_file("trials", file) for file in files}
 
@@ -108,7 +106,6 @@ def make(store: Store, runs: int) -> None:
 
 
 def seconds_of(words: Sequence[str], store: Store) -> float:
-    """Returns a command's shortest time in this folder."""
     took = []
     with tempfile.TemporaryDirectory() as out:
         given = [word.format(out=out) for word in words]
@@ -130,7 +127,6 @@ def main() -> None:
 
 
 def slow(store: Store, runs: int) -> bool:
-    """Returns whether a command exceeds its limit."""
     if len(store.run_ids()) < runs:
         make(store, runs)
     late = False

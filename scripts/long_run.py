@@ -1,8 +1,8 @@
 """Watches the process of one run with many short trials for leaks.
 
-`python -m scripts.long_run [--trials 2000]` exits with 1 if memory grows by more than 20 MB, or if
-open files, threads, children, shared-memory files or temporary files increase. Growth is measured
-from the run's first tenth, after all imports, to its last.
+`python -m scripts.long_run [--trials 2000]` exits with 1 if, from the run's first tenth to its
+last, memory grows by more than 20 MB, or open files, threads, children, shared-memory files or
+temporary files increase.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ cells: [{{strategy: single}}]
 
 @dataclass(frozen=True)
 class Sample:
-    """Resources that a run's process holds."""
-
     memory_bytes: int
     fork_server_bytes: int
     """Resident memory of the process that ranks are forked from."""
@@ -63,7 +61,6 @@ def _is_fork_server(process: psutil.Process) -> bool:
 
 
 def watched(trials: int, folder: Path) -> list[Sample]:
-    """Returns samples of a run with this many trials, about four a second while trials end."""
     temporary, results = folder / "tmp", folder / "results"
     temporary.mkdir()
     matrix = folder / "long.yaml"

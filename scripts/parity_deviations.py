@@ -1,8 +1,8 @@
 """Largest deviations of right strategies and their limits: four models, two seeds, two ranks.
 
-`.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 cells of small models, which
-takes ten minutes on two idle cores, and prints the table of docs/studies/parity-deviations.md. A
-folder that has results is only read.
+`.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 small cells, which takes ten
+minutes on two idle cores, and prints the table of docs/studies/parity-deviations.md. A folder with
+results is only read.
 """
 
 from __future__ import annotations
@@ -106,10 +106,8 @@ def nearest(found: pd.Series, limits: pd.Series) -> str:
 
 
 def comparisons(trials: pd.DataFrame, precision: str) -> dict[str, str]:
-    """Returns the cells of each row.
-
-    Limits are those before rounding widens them, except for the update's, which is its tensor's.
-    """
+    """Returns the cells of each row, with limits before rounding widens them, except the update's,
+    which is its tensor's."""
     declared_updates = {cell.id: declared(cell).update for cell in cells()}
     base = trials.cell_id.map(declared_updates)
     loss, update = trials.parity_loss_tolerance, trials.parity_update_tolerance

@@ -1,14 +1,14 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
-`ROUNDS` planned rounds, then the race, in the time that the recorded run had for it. Other settings
-get three trials of each cell. The noise is the recorded trials' deviations from their cells' means,
-after the control. They keep their order but are shifted by a random number of places, which
-preserves heavy tails, slow spells and what neighbours share.
+`ROUNDS` planned rounds, then the race, in the recorded run's time. Other settings get three trials
+of each cell. The noise is the recorded trials' deviations from their cells' means, after the
+control. They keep their order but are shifted by a random number of places, which preserves heavy
+tails, slow spells and what neighbours share.
 
-Prints a line for each situation: a clear winner, many close cells, and equal cells. `python -m
-scripts.power RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints
-how often the set of the best holds the first.
+Prints a line each for a clear winner, many close cells, and equal cells. `python -m scripts.power
+RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints how often the
+set of the best holds the first.
 """
 
 from __future__ import annotations

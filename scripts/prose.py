@@ -62,8 +62,6 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a sentence breaks."""
-
     sentence: Sentence
     message: str
     fatal: bool = True
@@ -74,7 +72,6 @@ class Finding:
 
 
 def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
-    """Yields every rule that a sentence breaks."""
     for sentence in sentences:
         for pattern, instead in WORDS.items():
             if found := re.search(pattern, sentence.text, re.IGNORECASE):
@@ -92,7 +89,6 @@ def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
 
 
 def documents() -> list[Path]:
-    """Returns all Markdown files outside docs/studies/."""
     folders = (ROOT, ROOT / "slurm", ROOT / "results")
     files = [file for folder in folders for file in sorted(folder.glob("*.md"))]
     files += sorted((ROOT / "docs").rglob("*.md"))
@@ -167,7 +163,6 @@ def all_messages() -> str:
 
 
 def main() -> int:
-    """Prints all findings; returns 1 if one is fatal."""
     found: list[Finding] = []
     total = 0
     for file in documents():

@@ -1,5 +1,4 @@
-"""Takes the pictures of the finished page for docs/, from the full run under results/reference:
-`make screenshots`."""
+"""Takes docs/'s pictures of the finished page from the reference full run: `make screenshots`."""
 
 from __future__ import annotations
 

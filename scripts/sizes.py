@@ -32,7 +32,6 @@ def findings(root: Path = ROOT) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints all findings; returns 1 if there are any."""
     found = list(findings())
     for finding in found:
         print(finding)

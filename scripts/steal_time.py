@@ -1,9 +1,9 @@
 """Emulates steal time: processor time that a hypervisor gives to other guests.
 
 Start `.venv/bin/python -m scripts.steal_time SECONDS [MOST_SHARE]` as root alongside a run. On each
-core, a real-time process computes for a share of every 4 ms. The share wanders between 0 and
-MOST_SHARE (0.45) in spells of 2 to 60 seconds, half of it common to all cores. Launches of a cell,
-minutes apart, then differ by 10 to 20 %. Prints each core's mean share.
+core, a real-time process computes for a share of every 4 ms, which wanders between 0 and MOST_SHARE
+(0.45) in spells of 2 to 60 seconds, half of it common to all cores. Launches of a cell, minutes
+apart, then differ by 10 to 20 %. Prints each core's mean share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def spells(chance: random.Random, seconds: float, most: float) -> list[tuple[flo
 
 
 def take(core: int, seconds: float, most: float) -> None:
-    """Steals time on one core."""
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     everywhere = spells(random.Random(SEED), seconds, most)

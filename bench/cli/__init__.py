@@ -108,7 +108,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a user's mistake or a refused file; empty for the suite's errors."""
+    """Returns the message for a user's mistake or refused file; empty for other errors."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -125,7 +125,6 @@ def with_remedy(error: UsageError) -> str:
 def _show_warning(
     otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *where: object
 ) -> None:
-    """Shows warnings about damaged files without their source lines."""
     if issubclass(kind, DamagedFileWarning):
         print(f"bench: {message}", file=sys.stderr)
     else:
@@ -133,8 +132,8 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command. A user's mistake, or a refused file, becomes a sentence on stderr and exit
-    code 2."""
+    """Runs a command. User's mistakes and refused files become a sentence on stderr and exit code
+    2."""
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:

@@ -1,5 +1,3 @@
-"""bench compare: differences between two runs or two cells, or a cell's history over all runs."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bench doctor: this host's properties, conditions that skew its results, and damaged files."""
-
 from __future__ import annotations
 
 import dataclasses

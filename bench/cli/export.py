@@ -1,5 +1,3 @@
-"""bench export: a cell as files that run the same training outside the suite."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bench fits: whether a fine-tuning fits GPUs, how fast it is, and what to turn on."""
-
 from __future__ import annotations
 
 import dataclasses

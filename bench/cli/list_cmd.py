@@ -1,5 +1,3 @@
-"""bench list: strategies, workloads, matrices."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bench maxsize: the largest model, or the longest sequence, within a memory budget per rank."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -187,7 +185,6 @@ class SearchRequest:
     budget: str
     ranks: int | None
     hidden: int | None
-    """Hidden size; None: one that fits the budget."""
     file: Path
 
     def budget_on(self, host: Host) -> int:
@@ -206,7 +203,6 @@ class SearchRequest:
         return budget
 
     def workloads(self, budget: int, many: int) -> dict[str, str]:
-        """Returns the meaning of the file's workload names."""
         from harness.run.maxsize import hidden_size, long_hidden_size, wide_size
 
         if self.grow == "sequence":
@@ -225,7 +221,7 @@ def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A matrix to search, and chains of labels in their theoretical order."""
+        """A matrix to search, and labels in their theoretical order."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -307,8 +303,7 @@ class SearchProgress:
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, what used the memory, and departures from the theoretical order; returns
-    these notes."""
+    """Prints the table, what used the memory, and departures from theory, which it returns."""
     from rich.markup import escape
 
     from bench.cli import terminal

@@ -1,5 +1,3 @@
-"""bench plan: predicts which strategy to train a model with on a cluster, without any device."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -54,8 +52,6 @@ Price: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Files:
-    """Files to write next to the answer, if any."""
-
     matrix: Path | None
     export: Path | None
     html: Path | None

@@ -1,5 +1,3 @@
-"""bench predict: which strategy to use on this machine, from its own measurements."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""bench profile: a trace of each rank of a cell, for Perfetto."""
-
 from __future__ import annotations
 
 import gzip

@@ -1,5 +1,3 @@
-"""bench rehearse: finds a training's memory by running its code without data."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bench report: reports of one or several runs, and the index of all."""
-
 from __future__ import annotations
 
 import json
@@ -131,7 +129,6 @@ def _check(options: ReportOptions, open_browser: bool) -> None:
 def _reports(
     store: Store, words: Sequence[str], every: bool, each: bool, options: ReportOptions
 ) -> tuple[list[Path], list[str]]:
-    """Writes or prints the reports; returns the files and the runs."""
     from bench.select import find_runs
     from harness.spec.errors import UsageError
 

@@ -1,5 +1,3 @@
-"""bench run: runs a matrix."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -110,7 +110,6 @@ def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
 
 
 def show_inputs(out: Console, device: str) -> None:
-    """Prints the sources of the predicted times."""
     from harness.run.expected import CONTEXT_SECONDS, CPU, GPU
 
     inputs = (

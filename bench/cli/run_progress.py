@@ -18,22 +18,19 @@ if TYPE_CHECKING:
 
 
 AS_EXPECTED = 0.1
-"""Share of a run's expected seconds that is assumed to go as expected. A trial that first builds a
-library tells you little about the others."""
+"""Share of a run's expected seconds assumed to go as expected: a first trial that builds a library
+predicts little."""
 
 
 class RunProgress:
-    """A progress bar on a terminal, a line per trial elsewhere.
-
-    Has no thread; draws only when the runner reports something.
-    """
+    """A progress bar on a terminal, a line per trial elsewhere; draws only when the runner reports
+    something."""
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
         self.out, self.seconds, self.total, self.done = out, seconds, total, 0
         every = planned.schedule()
         all_seconds = sum(seconds[cell.id] for cell, _ in every)
         self.expected_left = all_seconds * total / max(1, len(every))
-        """Expected seconds of the remaining trials."""
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
@@ -125,8 +122,7 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Scales the expected time left by how finished trials compare with their expected
-        times."""
+        """Scales the time left by finished trials' actual over expected times."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

@@ -1,5 +1,3 @@
-"""bench schema: the JSON schema of a matrix, for editors."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bench show: one cell in the terminal, with small charts."""
-
 from __future__ import annotations
 
 import itertools
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from reports.cell_detail import CellDetail
 
 BAR = 20
-"""Longest bar in characters."""
 STEPS = 32
-"""Most blocks of a chart of steps."""
 
 
 def show(
@@ -330,7 +326,6 @@ def _checkpoint(out: Console, cell: CellResult) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Returns a table that folds; its first column and charts are left-aligned."""
     from bench.cli import terminal
 
     charts = [column for column in columns if column == "" or column.startswith("steps")]

@@ -1,5 +1,3 @@
-"""bench submit and bench slurm status: a matrix on a cluster, and the progress of its run."""
-
 from __future__ import annotations
 
 import json

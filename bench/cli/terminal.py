@@ -46,10 +46,8 @@ def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints and returns why this host's GPUs are unused, if they are.
-
-    Uses stderr unless people read `out`, so that pipes and files do not swallow it.
-    """
+    """Prints and returns why this host's GPUs are unused, if they are; on stderr unless people read
+    `out`."""
     from harness.host.environment import unused_gpus
 
     reason = unused_gpus()

@@ -1,5 +1,3 @@
-"""bench validate: scores the planner's predictions against measured runs, or fits it to them."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""bench whatif: predicts measured cells on more devices."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Jobs: their batch scripts, SLURM's commands and states, and records of submitted ones."""
+"""Batch scripts, SLURM's commands and states, and records of submitted jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class ClusterJob:
 
     @property
     def folder(self) -> Path:
-        """Returns the folder for scripts, logs and rendezvous files."""
         return self.results / self.target / (self.run_id or "nightly")
 
 
@@ -144,8 +143,8 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """Returns the states of a job and its array tasks; empty once SLURM has dropped it, after some
-    minutes."""
+    """Returns the states of a job and its array tasks; empty minutes after its end, when SLURM
+    drops it."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)
@@ -157,7 +156,6 @@ def states(job_id: str) -> list[JobState]:
 
 
 def parse(line: str) -> JobState:
-    """Parses one line of `scontrol -o show job`."""
     facts = dict(re.findall(r"(\S+?)=(\S*)", line))
     job_id = facts["JobId"]
     if "ArrayTaskId" in facts:
@@ -176,8 +174,6 @@ def parse(line: str) -> JobState:
 
 @dataclass(frozen=True)
 class Submission:
-    """A line of submitted.jsonl."""
-
     job: str
     run_id: str
     matrix: str
@@ -194,7 +190,6 @@ def keep_submission(submission: Submission, folder: Path) -> None:
 
 
 def submissions(results: Path) -> list[Submission]:
-    """Returns all submissions, oldest first."""
     files = sorted((results / "slurm").glob("*/submitted.jsonl"))
     return [
         Submission(**json.loads(line)) for file in files for line in file.read_text().splitlines()

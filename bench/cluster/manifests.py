@@ -1,7 +1,7 @@
 """Manifests of a run on Kubernetes (plain or with Kubeflow's TrainJob) and SkyPilot.
 
-Node 0 runs the coordinator and an agent, each other node an agent. They connect by address, with a
-key from a secret that no manifest contains.
+Node 0 runs the coordinator and an agent, each other node an agent. Their key is in a secret, never
+in a manifest.
 """
 
 from __future__ import annotations
@@ -220,7 +220,6 @@ def as_yaml(made: list[Manifest]) -> str:
 
 
 def start_command(target: Target, file: str) -> str:
-    """Returns the command that starts the run."""
     if target is Target.SKYPILOT:
         return f"sky launch --secret {KEY} {shlex.quote(file)}"
     return f"kubectl apply -f {shlex.quote(file)}"

@@ -25,7 +25,7 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Your own command; gets the outcome as an argument, details on standard input."""
+    """Your own command; gets the outcome as an argument, details on stdin."""
     always: bool = False
     """Whether to notify on success too."""
 
@@ -36,11 +36,10 @@ class Nightly(BaseModel):
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """Run, folder, or NAME of results/reference/NAME to compare every night with, next to the last
-    good night."""
+    """Run, folder, or NAME of results/reference/NAME that every night is also compared with."""
     again: str = ""
-    """Start of the next night for sbatch's --begin (`tomorrow`, `02:00`); empty: the job does not
-    resubmit itself."""
+    """Start of the next night for sbatch's --begin (`tomorrow`, `02:00`); empty: no
+    resubmission."""
     publish: str = ""
     """Folder for the pages of a web server; empty: they stay in reports/html."""
     textfile: str = ""
@@ -87,15 +86,15 @@ class Site(BaseModel):
     """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs per node; 0: none, and cells run on the CPU if SLURM confines devices."""
+    """GPUs per node; 0: none."""
     gpu_directive: str = "--gpus-per-node={gpus}"
     """Directive that requests GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
     """CPU cores per node; 0: the whole node with `exclusive`, else SLURM's default."""
     memory: str = ""
-    """Memory per node in SLURM's format: `64G`; `0` is all of it."""
+    """Memory per node for SLURM: `64G`; `0` is all of it."""
     exclusive: bool = True
-    """Whether to keep other jobs off the nodes; they would skew results."""
+    """Whether to keep other jobs, which would skew results, off the nodes."""
     switches: str = ""
     """Most leaf switches between the nodes, and how long to wait for them: `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
@@ -114,9 +113,9 @@ class Site(BaseModel):
     """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
     node."""
     warn_seconds: int = Field(default=120, ge=1)
-    """Seconds before the time limit at which a job stops its trial and resubmits."""
+    """Seconds before the time limit at which a job stops and resubmits."""
     requeues: int = Field(default=20, ge=0)
-    """Most requeues; a trial longer than the limit would otherwise requeue forever."""
+    """Most requeues, or a trial longer than the limit would requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
     pods: Pods = Field(default_factory=Pods)
     """Settings for Kubernetes, TrainJob and SkyPilot."""
@@ -152,10 +151,7 @@ class Site(BaseModel):
 
 def read_site(file: Path | None, **given: object) -> Site:
     """Returns the site of this file, of the variable, of slurm/site.yaml, or the default,
-    overridden by `given`.
-
-    Raises UsageError with the file and the key.
-    """
+    overridden by `given`; raises UsageError with file and key."""
     named = file or (Path(path) if (path := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
         raise UsageError(f"there is no site file {str(named)!r}; see slurm/sites for examples")

@@ -1,5 +1,3 @@
-"""Runs the steps of a GPU check."""
-
 from __future__ import annotations
 
 import functools
@@ -166,8 +164,7 @@ class CheckDriver:
         return not (self._is_settled(step) or step.name in self._late or self.stopped)
 
     def _was_late(self, step: Step) -> bool:
-        """Returns whether an earlier call gave the step all of its time, so that others go
-        first."""
+        """Returns whether an earlier call gave the step all of its time."""
         before = self.report.outcome(step.name)
         return before is not None and before.seconds >= self._limit(step)
 
@@ -204,7 +201,7 @@ class CheckDriver:
         return [*words, "--run", self._run_id(step)] if step.arguments[0] == "run" else words
 
     def _run_id(self, step: Step) -> str:
-        """Names the step's run, which the next call on this machine resumes."""
+        """Names the step's run, for the next call to resume."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:6]
         repeated = f"-{int(time.time())}" if step.name in self._again else ""
         return f"{step.name}-{boot}{repeated}"
@@ -250,7 +247,7 @@ class CheckDriver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop the running steps, which record their results so far."""
+        """Makes SIGTERM and Ctrl-C stop the running steps, which record results so far."""
 
         def stop(*_: object) -> None:
             self._stop.set()
@@ -264,5 +261,5 @@ class CheckDriver:
 
 
 def interleaved(lanes: Sequence[Sequence[Step]]) -> list[Step]:
-    """Returns all lanes' steps interleaved, each lane's most valuable first."""
+    """Returns all lanes' steps, alternating between lanes, most valuable first."""
     return [step for steps in itertools.zip_longest(*lanes) for step in steps if step]

@@ -1,8 +1,8 @@
 """Runs a step's process with a time limit, and leaves no process behind.
 
 `python -m bench.gpu_check.limited_process CORES MODULE WORDS...` becomes `python -m MODULE
-WORDS...` on these cores, and ends with its parent. It is a separate process because a check has
-threads: no Python code is safe after a fork from one.
+WORDS...` on these cores, and ends with its parent. A check has threads, so running Python between
+fork and exec would be unsafe.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def run_limited(
     stop: Event,
     variables: Mapping[str, str] | None = None,
 ) -> ProcessEnd:
-    """Runs `python -m WORDS` until it ends, exceeds its limit, or `stop` is set.
+    """Runs `python -m WORDS`, logging to LOG.out and LOG.err, until it ends, exceeds its limit, or
+    `stop` is set.
 
-    Logs to LOG.out and LOG.err. Sends its group SIGTERM, then SIGKILL.
+    Stops its group by SIGTERM, then SIGKILL.
     """
     began = time.monotonic()
     cores = ",".join(map(str, limits.cores))

@@ -1,7 +1,6 @@
 """The results folder of a check: few files, complete at any moment and small enough to send.
 
-Steps write to a working folder in the cache, so the next call can resume even if the results folder
-was emptied.
+Steps write to a folder in the cache, so the next call can resume even without this one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ MOST_OF_A_REASON = 160
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file atomically."""
     temporary = file.with_name(".partial")
     temporary.write_bytes(content)
     temporary.replace(file)
@@ -70,7 +68,6 @@ class Folders:
         return self.work / "traces"
 
     def log(self, name: str) -> Path:
-        """Returns a step's output path, without `.out` or `.err`."""
         return self.work / "logs" / name
 
     @contextlib.contextmanager
@@ -97,7 +94,7 @@ class Folders:
 
     def resume(self, device: str) -> Report:
         """Returns the results folder's report, else this machine's last. Raises UsageError without
-        one, or for another device."""
+        one, or if the device differs."""
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
         if not file.exists():
@@ -142,7 +139,7 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """Returns a folder's archive, empty without files, and the largest files left out to respect
+    """Returns a folder's archive (empty without files), and the largest files, omitted to respect
     the limit."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
@@ -165,7 +162,6 @@ def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes
 
 
 def trials(results: Path) -> pd.DataFrame | None:
-    """Returns a results folder's trials, worst first, if any."""
     from harness.record.store import Store
 
     try:

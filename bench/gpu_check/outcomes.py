@@ -1,5 +1,3 @@
-"""Results of each step of a GPU check."""
-
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +27,7 @@ class StepOutcome:
     reason: str
     seconds: float = 0.0
     exit_code: int | None = None
-    """None: not begun or stopped, so the next call runs it."""
+    """None: not begun or stopped; the next call runs it."""
     log: tuple[str, ...] = ()
     """End of its error output."""
     shown: dict[str, object] = field(default_factory=dict)
@@ -49,8 +47,6 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Report over all calls so far."""
-
     check_id: str
     device: str
     """`cuda`, or `cpu` for a rehearsal."""

@@ -48,9 +48,9 @@ class CheckPlan(BaseModel):
     gate: Step | None = None
     """Step that ends the check if nothing trains."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Steps that run side by side, each lane on its share of the cores."""
+    """Steps that run side by side, each lane on its own cores."""
     alone: tuple[Step, ...] = ()
-    """Timed steps, which run last with nothing next to them."""
+    """Timed steps, which run last and alone."""
     later: tuple[tuple[Step, ...], ...] = ()
 
     @model_validator(mode="after")
@@ -61,7 +61,6 @@ class CheckPlan(BaseModel):
         return self
 
     def steps(self) -> Iterator[tuple[str, Step]]:
-        """Yields every step and its section, in order."""
         yield from (("probes", step) for step in self.probes)
         if self.gate:
             yield "gate", self.gate

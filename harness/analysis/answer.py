@@ -1,5 +1,3 @@
-"""Advice on which strategy to use."""
-
 from __future__ import annotations
 
 import math
@@ -42,19 +40,19 @@ class Answer:
     """Recommended cell, then alternatives."""
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells that include the fastest (95 % confidence) and train like one process."""
+    """Cells that include the fastest (95 % confidence) and train alike."""
     baseline: CellResult | None
     """Usual choice, recommended unless another cell is known to beat it."""
     gain: Comparison | None = None
-    """Recommended cell's throughput over the baseline's; its interval allows for the selection."""
+    """Recommended cell's throughput over the baseline's; the interval allows for the selection."""
     better: tuple[CellResult, ...] = ()
     """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
-    """Likely reason for the gain, from the two cells' profiles or traffic; may be empty."""
+    """Likely reason for the gain, by profiles or traffic; may be empty."""
 
     @property
     def caveat(self) -> str:
-        """Warnings to heed when following the advice; may be empty."""
+        """Warnings to heed; may be empty."""
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
@@ -90,10 +88,8 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells of a setting that can be recommended, fastest first.
-
-    On one device, these are only the baseline and variants of the single process.
-    """
+    """Returns a setting's recommendable cells, fastest first; on one device, only the baseline and
+    variants of the single process."""
     fair = trustworthy(cells)
     baseline = _baseline(fair)
     return [
@@ -123,7 +119,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns, for each setting with a choice, the cells that compete for more trials."""
+    """Returns each undecided setting's cells that compete for more trials."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -142,7 +138,7 @@ def _speeds(cells: Sequence[CellResult]) -> dict[str, LogEstimate]:
 
 
 def why_no_more_trials(cells: Sequence[CellResult]) -> str:
-    """Says how many cells left the race early and why; empty if none did."""
+    """Says how many cells left the race early, and why."""
     coarse, compared = [], 0
     for group in by_setting(cells):
         by_id = {cell.cell_id: cell for cell in group}
@@ -165,7 +161,7 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
 
 
 def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Returns, for each undecided setting, the cells tied for the fastest and the baseline."""
+    """Returns each undecided setting's cells tied for the fastest, and its baseline."""
     return [open_ for group in by_setting(cells) if (open_ := _undecided(candidates(group)))]
 
 
@@ -183,7 +179,7 @@ def _undecided(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
-    """Says how many more trials would resolve differences of `EQUAL`; empty if all is decided."""
+    """Says how many more trials would resolve differences of `EQUAL`."""
     more, seconds, count = 0, 0.0, 0
     for group in undecided(cells):
         speeds = [cell.speed.log_throughput for cell in group if cell.speed.log_throughput]
@@ -206,10 +202,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 def answer(
     cells: Sequence[CellResult], profiles: Mapping[str, ProfileRecord] | None = None
 ) -> Answer | None:
-    """Returns advice for one setting; None if there is nothing to choose.
-
-    `profiles`: by cell id, for the reason.
-    """
+    """Returns advice for one setting, if there is a choice. `profiles`: by cell id."""
     if nothing_to_choose(cells):
         return None
     fair, advisable = trustworthy(cells), candidates(cells)
@@ -429,7 +422,7 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the simplest cell that is about as fast as the fastest. `cells`: fastest first."""
+    """Returns the simplest cell about as fast as the fastest. `cells`: fastest first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -16,11 +16,8 @@ Choice: TypeAlias = Callable[[CellResult], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns a setting's baseline, or None.
-
-    This is the first ranked cell that `chosen` accepts; by default torchrun's DDP without options,
-    else the single process.
-    """
+    """Returns a setting's baseline, if any: the first ranked cell that `chosen` accepts; by default
+    torchrun's DDP without options, else the single process."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         return next(filter(chosen, ranked), None)
@@ -63,7 +60,7 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Adds scaling efficiencies. Weak scaling compares cells with the same batch per device."""
+    """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device."""
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:

@@ -23,7 +23,7 @@ UNVERIFIED = "unverified"
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst"]
-"""How trials become one value: shared, median or largest of finished trials, or from the trial that
+"""How trials become one value: shared, median or largest of finished trials, or of the trial that
 deviates most."""
 
 
@@ -187,7 +187,7 @@ class KeptStates:
 
 @dataclass(frozen=True)
 class Parity:
-    """Comparison with the reference run, from the trial that deviates most."""
+    """Comparison with the reference, from the trial that deviates most."""
 
     verdict: str | None = of_trials("worst", None, "parity_verdict")
     reason: str | None = of_trials("worst", None, "parity_reason")
@@ -210,11 +210,9 @@ class Parity:
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
     same_training: bool = False
-    """Whether it trains like one process: parity is exact, or half precision explains the
-    deviation."""
+    """Whether parity is exact, or half precision explains the deviation."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, possibly a smaller model; may be
-    empty."""
+    """Parity verdict of a half-precision cell's fp32 twin, perhaps smaller; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -236,17 +234,15 @@ class CellResult:
     cell: Cell
     cell_id: str
     status: str
-    """Worst status of its trials."""
     reason: str = ""
-    """Reason of the worst trial, with a count if others ended differently."""
+    """Worst trial's reason, with a count if others ended differently."""
     expected: bool = False
     """Whether the matrix expects this status."""
     verified: bool = False
     """Whether parity holds in every ok trial."""
     ranked: bool = False
-    """Whether it may be compared by speed: ok, verified, with a throughput."""
+    """Whether its speed may be compared: ok, verified, with a throughput."""
     recorded_trials: int = 0
-    """Number of trials that count."""
     trials: int = 0
     placement: Placement = Placement()
     work: Work = Work()
@@ -267,12 +263,10 @@ class CellResult:
         return of_cell[name] if name in of_cell else getattr(self, name)
 
     def columns(self) -> dict[str, object]:
-        """Returns all values by column name."""
         own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
         return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
 
     def varied(self: Result, **fields: object) -> Result:
-        """Returns the result with changed fields of its cell."""
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:

@@ -137,8 +137,6 @@ MEMORY_METHOD = (
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Comparison of B with A."""
-
     first: str
     second: str
     lines: tuple[ComparedCell, ...]

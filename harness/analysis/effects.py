@@ -1,6 +1,6 @@
-"""Effects of single features on throughput and memory, from pairs of cells that differ in one axis.
+"""Effects of single features, from pairs of cells that differ in one axis.
 
-`alone` compares with the baseline, with all else off; `together` is the mean over all pairs.
+`alone` compares with the baseline, all else off; `together` is the mean over all pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def axes_of(cell: Cell) -> dict[str, str]:
-    """Returns the value of each feature."""
     own_axis = (*TECHNIQUES, "optimizer")
     off = {name: Cell.model_fields[name].default for name in own_axis}
     return {
@@ -60,7 +59,7 @@ def axes_of(cell: Cell) -> dict[str, str]:
 
 
 def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
-    """Returns effects for each setting in which features were measured both alone and combined."""
+    """Returns effects for settings with features measured both alone and combined."""
     places: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked:
@@ -128,10 +127,8 @@ def _effect(
 
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
-    """Returns the geometric mean of the pairs' throughput ratios.
-
-    Its error is at least the pairs' scatter; with two pairs, the interval spans both.
-    """
+    """Returns the geometric mean of throughput ratios, with an error at least the pairs' scatter;
+    the interval of two pairs spans both."""
     known = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs

@@ -54,7 +54,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Returns the split that minimises absolute deviations from both medians, capped to limit
+    """Returns the split that minimises absolute deviations from both medians, capped against
     outliers."""
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
@@ -166,14 +166,14 @@ class HistoryPoint:
 
 @dataclass(frozen=True)
 class Series:
-    """A cell's measurements by run, oldest first, on the newest run's hardware."""
+    """A cell's measurements by run, oldest first, on equal hardware."""
 
     cell_id: str
     cell_name: str
     figure: Figure
     points: tuple[HistoryPoint, ...]
     elsewhere: int = 0
-    """Number of runs with other hardware or another memory method, which are left out."""
+    """Number of omitted runs, with other hardware or memory method."""
     failed: int = 0
 
     @property

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Averages each step's losses over the ranks that have one. `ranks`: losses by rank and
-    step."""
+    """Averages each step's losses over the ranks that have one."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]
@@ -18,8 +17,7 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's value from the first rank that has one. `ranks`: values by rank and
-    step."""
+    """Returns each step's value from the first rank that has one."""
     return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
 
 

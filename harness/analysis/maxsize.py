@@ -28,20 +28,18 @@ class Holding:
 
     in_use: float
     kinds: Mapping[str, float]
-    """Model states by kind."""
     other: float = 0.0
     stacks: float = 0.0
     buffers: Mapping[str, float] = field(default_factory=dict)
     largest: tuple[str, ...] = ()
-    """Descriptions of the largest other tensors."""
 
 
 @dataclass(frozen=True)
 class MaxsizeResult:
     label: str
     status: str
-    """found, none fits, all fit, unfinished, stopped (a probe failed for a reason other than
-    memory), unavailable, refused."""
+    """found, none fits, all fit, unfinished, stopped (a probe failed, but not by memory),
+    unavailable, refused."""
     reason: str
     workload: str
     budget: int
@@ -64,7 +62,7 @@ class MaxsizeResult:
     failed_in: str | None = None
     """Operation in which the next larger model ran out of memory."""
     failure: str = ""
-    """Failure of the next larger model under the limit, if not out of memory."""
+    """Failure of the next larger model, if not out of memory."""
     holding: Holding | None = None
     formula: Mapping[str, float] = field(default_factory=dict)
     """Formula bytes of the next larger model, by kind."""
@@ -94,8 +92,8 @@ class MaxsizeResult:
     def fill(self) -> dict[str, float]:
         """Bytes that filled the budget, by kind; empty if memory did not run out.
 
-        `temporaries`: those of the failed operation. `rest`: saved activations, C++ buffers,
-        Python's heap.
+        `temporaries`: the failed operation's. `rest`: saved activations, C++ buffers, Python's
+        heap.
         """
         if self.holding is None:
             return {}
@@ -180,7 +178,6 @@ def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -
 
 
 def maxsize_results(results: Results) -> list[MaxsizeResult]:
-    """Returns the results of all searches, in the order of their cells."""
     rows: list[MaxsizeResult] = []
     for run in results.runs[results.runs["matrix"] == MATRIX].to_dict("records"):
         plan = Plan.from_row(run)
@@ -201,9 +198,8 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Predicted step, size, and activations of the first and each further step, by cell id."""
+    """Predicted step, size, and activations of the first and each further step, by cell."""
     trials: Mapping[str, Sequence[TrialRecord]]
-    """Last attempts by cell id, oldest first."""
     unlimited: Sequence[TrialRecord]
     """Trials repeated without a memory limit, after other failures."""
     tokens: int = 0
@@ -227,7 +223,6 @@ class FinishedSearch:
         return trial.sequence_length if self.tokens else trial.parameters or 0
 
     def result(self, cell: Cell) -> MaxsizeResult:
-        """Returns one strategy's result. `cell`: its one-step cell."""
         trials = self.trials.get(cell.id, ())
         trains = {
             self.size(trial)

@@ -1,5 +1,3 @@
-"""Precision of a run's throughputs."""
-
 from __future__ import annotations
 
 import math
@@ -36,7 +34,7 @@ class Precision:
 
 
 def precision(cells: Sequence[CellResult]) -> Precision | None:
-    """Returns the precision over verified cells with a core per rank and a baseline, or None."""
+    """Returns the precision over verified cells with a baseline and a core per rank."""
     widths = list(_widths_over_baseline(cells).values())
     if not widths:
         return None
@@ -57,10 +55,8 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 
 def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
-    """Returns relative half widths above `precision`, or from too few trials, by cell id.
-
-    Interleaved cells use their widest interval against the setting.
-    """
+    """Returns relative half widths above `precision`, or from too few trials, by cell. Interleaved
+    cells use their widest interval in the setting."""
     ranked = [cell for cell in cell_results(trials) if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
     few = {cell.cell_id for cell in ranked if cell.trials < LEAST_TRIALS}

@@ -1,13 +1,12 @@
 """Compares cells by throughput, in pairs or across a setting.
 
-Statements about a setting hold jointly, with 95 % confidence. The set of the best comes from
-multiple comparisons with the best (Hsu, Annals of Statistics 9, 1981). Gains over the baseline are
-two-sided comparisons with a control (Dunnett, Journal of the American Statistical Association 50,
-1955).
+Statements about a setting hold jointly, with 95 % confidence. Multiple comparisons with the best
+(Hsu, Annals of Statistics 9, 1981) give the set of the best. Gains over the baseline are two-sided
+comparisons with a control (Dunnett, Journal of the American Statistical Association 50, 1955).
 
 Given its moderated spread, a cell's throughput has a t distribution (Smyth, Statistical
-Applications in Genetics and Molecular Biology 3, 2004). Critical values follow by integrating over
-the common cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
+Applications in Genetics and Molecular Biology 3, 2004). Critical values integrate over the common
+cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class AgainstBest:
 
 
 def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    """Returns the bounds of each cell."""
     return list(_against_best(tuple(cells), confidence))
 
 
@@ -99,8 +97,8 @@ def critical_value(
     confidence: float = CONFIDENCE,
     two_sided: bool = False,
 ) -> float:
-    """Returns the number of standard errors at which any other cell's difference from this one is
-    jointly significant."""
+    """Returns how many standard errors make any other cell's difference from this one jointly
+    significant."""
     from scipy.optimize import brentq
 
     held = _Joint(cell, others, two_sided)
@@ -144,10 +142,8 @@ class _Joint:
 def gains(
     baseline: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
 ) -> list[Comparison]:
-    """Returns each cell's throughput over the baseline's, with simultaneous intervals.
-
-    Raises ValueError if a cell has no spread.
-    """
+    """Returns throughputs over the baseline's, with simultaneous intervals. Raises ValueError for a
+    cell without spread."""
     if not cells:
         return []
     factor = critical_value(baseline, cells, confidence, two_sided=True)
@@ -169,7 +165,7 @@ def compare(
 ) -> Comparison | None:
     """Returns the ratio of two cells' throughputs; None without trials.
 
-    Interleaved cells of one run are compared within rounds. `same_control`: see `between_runs`.
+    Interleaved cells are compared within rounds. `same_control`: see `between_runs`.
     """
     one_run, by_turns = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
     first, second = cell.speed.log_throughput, other.speed.log_throughput
@@ -190,9 +186,9 @@ def compare(
 
 
 def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
-    """Returns the cells of a setting that may be its fastest.
+    """Returns the cells that may be a setting's fastest.
 
-    Interleaved cells have no common spread, so each is compared with the first.
+    Interleaved cells, which have no common spread, are compared with the first.
     """
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):
@@ -209,8 +205,8 @@ def _is_tied(cell: CellResult, other: CellResult) -> bool:
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns for each cell whether it and the one above may both be the fastest of their
-    setting, by what repeated trials say. `ranking`: fastest first."""
+    """Returns for each cell whether repeated trials allow both it and the one above to be the
+    fastest. `ranking`: fastest first."""
     ties = {
         id(cell)
         for group in by_setting(ranking)

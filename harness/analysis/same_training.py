@@ -10,11 +10,11 @@ from harness.analysis.setting import series, setting
 from harness.spec.training import HALF_PRECISIONS, rounding_alone
 
 _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches", "nodes", "links")
-"""Fields in which an fp32 twin may differ, such as the model's size."""
+"""Fields in which a twin may differ, such as the model's size."""
 
 
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Fills in `same_training` and `fp32_twin`. `cells`: all cells of the runs, including twins."""
+    """Fills in `same_training` and `fp32_twin`. `cells`: all cells, including twins."""
     twins: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.cell.precision == "fp32" and cell.parity.verdict is not None:

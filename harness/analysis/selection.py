@@ -58,8 +58,8 @@ class Hardware:
         )
 
     def difference(self, other: Hardware, device: str) -> str:
-        """Returns why times are not comparable; empty if they are. GPUs matter only to cells on
-        GPUs."""
+        """Returns why times are not comparable; empty if they are. GPUs matter only to GPU
+        cells."""
         if self.cpu_model is None and other.cpu_model is None and self.host != other.host:
             return "different hosts with unknown CPU models"
         if self.cpu_model != other.cpu_model:
@@ -175,7 +175,6 @@ def measured(results: Results) -> list[MeasuredCell]:
 
 
 def is_search(run: RunRecord) -> bool:
-    """Returns whether the run is a search."""
     return "search" in json.loads(run.plan)
 
 
@@ -225,8 +224,7 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """Returns a run's id, given its id, a unique prefix, `latest` or `latest~N`. Raises
-    UsageError."""
+    """Returns the run of an id, unique prefix, `latest` or `latest~N`. Raises UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
         store.load()  # raises NoRuns
@@ -260,7 +258,7 @@ def _latest(store: Store, word: str) -> str:
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """Resolves both sides of a comparison; a folder excludes the other side's run. Raises
+    """Resolves both sides of a comparison; folders exclude the other side's run. Raises
     UsageError."""
     a, b = (_resolve(word, results) for word in (first, second))
     if a.folder == b.folder and a.run_id == b.run_id:

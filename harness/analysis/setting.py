@@ -1,5 +1,3 @@
-"""Settings, within which throughputs are comparable, and systems of the matrix."""
-
 from __future__ import annotations
 
 import json
@@ -89,7 +87,7 @@ class GroupSize(NamedTuple):
 
 
 def heading(groups: Sequence[GroupSize]) -> int | None:
-    """Returns the index of the group that heads a run; None without groups.
+    """Returns the index of a run's leading group, if any.
 
     Prefers timed groups, then the main workload, several cells, real hardware, several devices,
     most cells. `groups`: the main workload's first.
@@ -115,7 +113,7 @@ def batch(cell: Cell, regime: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """Cells of one system of the matrix; a cell without one is its own system."""
+    """Cells of one system; a cell without one is its own."""
 
     name: str
     cells: tuple[CellResult, ...]

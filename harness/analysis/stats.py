@@ -1,5 +1,3 @@
-"""Statistics of steps, trials and comparisons."""
-
 from __future__ import annotations
 
 import bisect
@@ -12,13 +10,13 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
-"""Fewest trials for trusting a narrow interval: two may agree by chance."""
+"""Fewest trials for a narrow interval: two may agree by chance."""
 PAIR_CONFIDENCE = 0.995
 """Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
 EQUAL = 0.02
-"""Cells tie if the 95 % interval of their throughput ratio is within this of 1."""
+"""Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
 _DECISION = (
     "a cell counts as faster or slower if the interval excludes 1 and the ratio differs from 1 by"
@@ -44,7 +42,7 @@ TURNS_METHOD = (
     " the geometric mean of the other trial's turns before and after it"
 )
 SliceRates = Sequence[tuple[float, float]]
-"""Start in seconds, ascending, and throughput of each turn of an interleaved trial."""
+"""Start (s, ascending) and throughput of each turn of an interleaved trial."""
 SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 
@@ -83,7 +81,7 @@ class LogEstimate:
     control: float | None = None
     """Log of the control's usual time in the run; None if the control was not used."""
     allowance: float = 0.0
-    """Standard deviation of effects that repeated trials do not reduce."""
+    """Standard deviation of effects that repetition does not reduce."""
 
     @property
     def whole_error(self) -> float:
@@ -98,7 +96,7 @@ class LogEstimate:
         return min(MOST_DEGREES, self.degrees * (1 + (self.allowance / self.error) ** 2) ** 2)
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
-        """Returns the value with Student's t interval, if there is a degree of freedom."""
+        """Returns the value with Student's t interval, given a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
         half = _students_t((1 + confidence) / 2, self.degrees) * self.error
@@ -130,9 +128,8 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval allows for steps that follow the machine's speed differently. Degrees of freedom
-    are Welch's (Biometrika 34, 1947). Without `same_control`, the interval also covers the
-    unadjusted ratio.
+    The interval covers steps that follow the machine's speed differently and, without
+    `same_control`, the unadjusted ratio. Degrees of freedom are Welch's (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -180,8 +177,8 @@ def _students_t(share: float, degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median with its 95 % interval, None for one value: Student's t times the standard
-    error of a median of normal values (Hojo, Biometrika 23, 1931)."""
+    """Returns the median with its 95 % interval (None for one value): Student's t times a normal
+    median's standard error (Hojo, Biometrika 23, 1931)."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -257,7 +254,7 @@ def within_a_run(interleaved: bool) -> str:
 
 
 def neighbour_logs(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Yields the log ratio of each turn to the other trial's turns before and after it."""
+    """Yields log ratios of each turn to the other trial's neighbouring turns."""
     begins = [began for began, _ in others]
     for began, figure in these:
         after = bisect.bisect(begins, began)
@@ -310,7 +307,7 @@ def over_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> li
 
 
 def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) -> float:
-    """Returns the mean, giving each position in the cycle equal weight. `steps`: step numbers."""
+    """Returns the mean with equal weight for each position of the cycle. `steps`: step numbers."""
     places: dict[int, list[float]] = {}
     for step, value in zip(steps, values, strict=True):
         places.setdefault(step % cycle, []).append(value)
@@ -327,10 +324,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Returns the relative change over the steps if Kendall's tau shows a trend (p < 0.01), else 0.
-
-    The slope is Theil and Sen's.
-    """
+    """Returns the relative change over the steps (Theil and Sen's slope) if Kendall's tau shows a
+    trend (p < 0.01), else 0."""
     if len(values) < 8 or len(set(values)) == 1:
         return 0.0
     from scipy.stats import kendalltau, theilslopes

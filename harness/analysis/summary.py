@@ -54,7 +54,7 @@ Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Pa
 
 
 def cells(trials: pd.DataFrame, baseline: Choice | None = None) -> pd.DataFrame:
-    """Returns cell results as a frame for notebooks, with `CellResult.columns`."""
+    """Returns cell results as a frame for notebooks."""
     import pandas as pd
 
     return pd.DataFrame([result.columns() for result in cell_results(trials, baseline)])
@@ -72,8 +72,7 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
-    """Returns one result per run and cell, in recorded order, without baselines and
-    efficiencies."""
+    """Returns one result per run and cell, in recorded order, without baselines."""
     attempts: dict[tuple[str, str], list[TrialRecord]] = {}
     for trial in trials:
         attempts.setdefault((trial.run_id, trial.cell_id), []).append(trial)
@@ -105,7 +104,6 @@ def finished_of(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 @functools.lru_cache(maxsize=4096)
 def _cell(text: str) -> Cell:
-    """Parses a cell; raises DamagedRun."""
     try:
         return Cell.model_validate_json(text)
     except ValueError as error:

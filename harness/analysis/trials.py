@@ -1,5 +1,3 @@
-"""Status, reason and disturbances of a cell's trials."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,11 +11,11 @@ if TYPE_CHECKING:
     from harness.record.trial import TrialRecord
 
 DISTURBED_CORES = 0.25
-"""Foreign load in cores above which a trial counts as disturbed."""
+"""Foreign load in cores above which a trial is disturbed."""
 
 
 QUIET = 0.8
-"""Idle fraction of the cores around a trial below which it counts as disturbed."""
+"""Idle fraction of the cores below which a trial is disturbed."""
 
 
 Cause = Literal["busy", "shared", "throttled"]
@@ -65,7 +63,7 @@ def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
 
 
 def reason_of(trials: Sequence[TrialRecord]) -> str:
-    """Returns the cell's reason, with a count if trials ended differently."""
+    """Returns the cell's reason, with a count if trials differ."""
     worst = worst_of(trials)
     same = sum(trial.status == worst.status for trial in trials)
     if same == len(trials) or worst.status == "ok":

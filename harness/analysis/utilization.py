@@ -1,4 +1,4 @@
-"""Device utilisation: model FLOPs, and the breakdown of a GPU's step time."""
+"""Device utilisation, and the breakdown of a GPU's step time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FORMULA = (
 def mfu(
     flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
 ) -> float | None:
-    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B). None if the
-    peak is unknown."""
+    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B), if the peak
+    is known."""
     if flops_per_step is None or peak is None or step_seconds <= 0:
         return None
     return flops_per_step / step_seconds / (devices * peak)
@@ -79,7 +79,7 @@ class GpuTime:
 def gpu_time(
     profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
 ) -> GpuTime | None:
-    """Breaks down a profiled step; None if no GPU was profiled.
+    """Breaks down a profiled step, if a GPU was profiled.
 
     `flops_per_device`: model FLOPs per step, attention included. `matmul_rate`: measured FLOP/s.
     Idle time excludes the profiler's overhead.

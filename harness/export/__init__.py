@@ -62,8 +62,8 @@ def known_target(to: str) -> str:
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Returns content by file name, and a note on missing requirements; raises UsageError if the
-    cell has no export."""
+    """Returns content by file name, and a note on missing requirements; raises UsageError without
+    an export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:

@@ -1,4 +1,4 @@
-"""Runs one node's ranks with torchrun's agent in this process, over the warm fork server."""
+"""Runs one node's ranks with torchrun's agent, over the warm fork server."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _agent_class() -> type[LocalElasticAgent]:
             return result
 
         def _exit_barrier(self) -> None:
-            """Skips torch's barrier: the caller waits for all nodes, and node 0 keeps the store
-            until then."""
+            """Skips torch's barrier: the caller waits for all nodes, while node 0 keeps the
+            store."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
             """Stops the ranks within seconds. Before torch 2.12, an agent takes no time limit."""
@@ -54,9 +54,9 @@ def _agent_class() -> type[LocalElasticAgent]:
 
 
 def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
-    """Returns torch's static rendezvous over an open store, which cannot lose its port.
+    """Returns torch's static rendezvous over an open store, so its port stays ours.
 
-    Nodes know their numbers, so ranks need no election, nor c10d's random wait of up to 0.3 s.
+    Numbered nodes avoid c10d's election and its random wait of up to 0.3 s.
     """
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -71,10 +71,8 @@ def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
 
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
-    """Runs one node's ranks; returns exit codes by failed rank, first the one that torch noticed.
-
-    `store`: node 0's rendezvous store.
-    """
+    """Runs one node's ranks; returns exit codes by failed rank, the first to be noticed first.
+    `store`: node 0's."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 

@@ -1,5 +1,3 @@
-"""Interleaves trials, a few steps each, so that all run under the same machine conditions."""
-
 from __future__ import annotations
 
 import contextlib
@@ -50,8 +48,8 @@ class Launch:
 
 
 class InterleavedLauncher:
-    """Interleaves trials, each in a process with a warm launcher; replaces Launcher for the
-    runner."""
+    """Interleaves trials, each in a process with a warm launcher, so that machine conditions are
+    equal."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
@@ -72,7 +70,7 @@ class InterleavedLauncher:
         return self.together([launch], on_progress, interleave=False)[0]
 
     def ignore_pid(self, pid: int) -> None:
-        """Does nothing: launchers in other processes never see this one's children."""
+        """Does nothing: other processes' launchers never see this one's children."""
 
     def together(
         self,
@@ -80,11 +78,10 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         interleave: bool = True,
     ) -> list[Outcome]:
-        """Runs all trials interleaved; the first turn of each is its start, setup and warm-up.
+        """Runs all trials interleaved; a first turn includes start, setup and warm-up.
 
-        While one runs, the others' ranks are stopped. Time limits and wall times count a trial's
-        own turns. KeyboardInterrupt makes all `interrupted`, because only the whole set is
-        comparable.
+        The others' ranks are stopped meanwhile. Time limits and wall times count a trial's own
+        turns. KeyboardInterrupt makes all `interrupted`, since only the whole set is comparable.
         """
         with scratch_folder() as folder:
             return self._together(folder, launches, on_progress, interleave)
@@ -127,14 +124,11 @@ class InterleavedLauncher:
 
 
 class _LauncherProcess:
-    """A process that runs one trial at a time, out of the terminal's reach."""
-
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds that the trial has waited for turns, and the start of the current wait (0:
-        none)."""
+        """Seconds spent waiting for turns, and start of the current wait (0: none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         with caller_not_imported():
             self._pid = self.pool.submit(_warm)
@@ -190,7 +184,7 @@ class _Slot:
         return self.future is not None and self.future.done()
 
     def take_turn(self) -> None:
-        """Lets the ranks run until all wait again or the trial ends, then stops them."""
+        """Lets the ranks run until all wait or the trial ends, then stops them."""
         if self.future is None:
             self.future = self.process.start(self.launch, self.turns)
             self.future.add_done_callback(self._wake)
@@ -273,7 +267,7 @@ def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
 
 
 def _warm() -> int:
-    """Waits for the fork server's imports, which would take cores from training ranks."""
+    """Waits for the fork server's imports, which would slow training ranks."""
     first = multiprocessing.get_context("forkserver").Process()
     first.start()
     first.join()

@@ -78,10 +78,8 @@ class LauncherProtocol(Protocol):
 
 
 class Launcher:
-    """Keeps the fork server warm and runs one trial at a time.
-
-    `preload`: packages that its ranks will need.
-    """
+    """Keeps the fork server warm and runs one trial at a time. `preload`: packages for its
+    ranks."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         # Their warnings are already in the trial record.
@@ -125,7 +123,7 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Restarts a killed fork server; kills one that Python started without these variables."""
+        """Restarts a killed fork server; kills one that lacks these variables."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
@@ -151,9 +149,9 @@ class Launcher:
         waited: Callable[[], float] = float,
         **more: Unpack[TrialOptions],
     ) -> Outcome:
-        """Runs a trial; always returns its outcome, `interrupted` after KeyboardInterrupt.
+        """Runs a trial; returns its outcome, `interrupted` after KeyboardInterrupt.
 
-        `command`: see `Strategy.own_launcher`. `waited`: seconds excluded from the time limit.
+        `command`: see `Strategy.own_launcher`. `waited`: seconds outside the time limit.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
@@ -177,8 +175,7 @@ class Launcher:
     ) -> tuple[RankOutputs, str]:
         """Runs this node's ranks; returns what they left, and who started them.
 
-        `store`: node 0's rendezvous store, created here for a single node. `stop`: ends the ranks
-        once set.
+        `store`: node 0's rendezvous store; created for a single node. `stop`: ends the ranks.
         """
         try:
             if not self._fork_server_runs():
@@ -252,7 +249,7 @@ class Launcher:
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills the ranks' sessions and all descendants, even orphans and unregistered ranks."""
+        """Kills the ranks' sessions and all descendants, even orphaned or unregistered."""
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)

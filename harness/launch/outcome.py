@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def startup_seconds(self) -> float | None:
-        """Returns seconds from launch to the last rank's first instruction; None if the clock was
+        """Returns seconds from launch to the last rank's first instruction, unless the clock was
         set in between."""
         entered = [a.entered_at for a in self.answers if a.entered_at is not None]
         seconds = max(entered) - self.started_at if entered else None
@@ -70,7 +70,7 @@ class RankOutputs:
     oom_kills: int = 0
     """Number of processes in this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended, if any. Only it knows which rank ended first."""
+    """How a library's launcher ended, which alone knows the first rank to end."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -106,10 +106,7 @@ class RankOutputs:
 
 
 def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "") -> Outcome:
-    """Returns status and reason, without the trial's times and nodes.
-
-    `lost`: what became of a node that cannot report.
-    """
+    """Returns status and reason, without times and nodes. `lost`: what became of a lost node."""
     answers = tuple(outputs.answers.get(rank, RankAnswer(rank)) for rank in range(processes))
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(outputs.stacks.items()))
 
@@ -168,7 +165,6 @@ def ending(exit_code: int | None, by: str) -> str:
 
 
 def _tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """Returns the last `size` bytes of text, without secrets."""
     try:
         with open(file, "rb") as content:
             # Read some bytes before the tail, so that a secret cut in half is redacted.

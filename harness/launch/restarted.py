@@ -31,8 +31,7 @@ class RestartedLaunch:
     loads: Launch
     after: int = field(kw_only=True)
     bitwise: bool = False
-    """Whether each rank must get its saved tensors back bit by bit; a wide tolerance would hide
-    lost ones."""
+    """Whether ranks must get saved tensors back bit by bit; a wide tolerance would hide losses."""
 
     @property
     def same(self) -> bool:
@@ -90,7 +89,7 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 def checkpoint_facts(
     manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
 ) -> CheckpointFacts:
-    """Returns a trial's columns about its checkpoint; those about loading are null if it failed.
+    """Returns a trial's checkpoint columns, null for loading if it failed.
 
     `same`: whether the same strategy on the same number of ranks saved it.
     """
@@ -134,9 +133,9 @@ def not_restored(
 
 
 def joined(saved: Sequence[SavedAnswer], answers: Sequence[RankAnswer]) -> tuple[RankAnswer, ...]:
-    """Returns the new ranks' answers, with the steps before the checkpoint put in front.
+    """Returns the new ranks' answers, preceded by the steps before the checkpoint.
 
-    As the number of ranks may differ, each step has the mean loss of those that took it.
+    Each of these has its ranks' mean loss, since the number of ranks may differ.
     """
     ranks = [rank.steps for rank in saved]
     losses = mean_losses([[step.loss for step in steps] for steps in ranks])

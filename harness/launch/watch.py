@@ -1,5 +1,3 @@
-"""Monitors a trial's ranks: progress, requests to stop, the time limit, and hangs."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,12 +22,11 @@ from harness.worker.reporting import RENDEZVOUS, GroupState, groups_file, questi
 from harness.worker.spec import pid_file, stacks_file
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
-"""Environment variable with the seconds of silence that count as a hang; 0: only the time limit
-ends ranks."""
+"""Environment variable: seconds of silence that count as a hang; 0: never."""
 SECONDS = 15.0
 COLD_GPU_SECONDS = 60.0
-"""Seconds of silence that count as a hang before the first GPU step. Initialising idle GPUs and
-NCCL's first connections wait in the kernel without using a core."""
+"""Seconds of silence that count as a hang before the first GPU step: initialising GPUs and NCCL
+waits in the kernel without using a core."""
 TIMES_LONGEST = 10
 """Multiple of its longest phase or step for which a rank may be silent."""
 LOOK_SECONDS = 0.5
@@ -60,11 +57,10 @@ class Hang:
 
 
 class Silence:
-    """Tracks how long each rank has been silent while it could run, neither suspended nor out of
-    turn.
+    """How long each rank has been silent while it could run, neither suspended nor out of turn.
 
-    Before the first step, a rank's work on a core or disk counts as a sign of life, since imports
-    and compilation have no steps.
+    Before the first step, work on a core or disk is a sign of life, since imports and compilation
+    have no steps.
     """
 
     def __init__(
@@ -75,8 +71,8 @@ class Silence:
         other_nodes: bool = False,
         on_gpus: bool = False,
     ) -> None:
-        """`pids`: returns the process ids of started ranks. `other_nodes`: whether other nodes have
-        ranks, whose work is unknown here. `on_gpus`: see COLD_GPU_SECONDS."""
+        """`pids`: returns the ranks' process ids. `other_nodes`: whether ranks elsewhere do unseen
+        work. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {RENDEZVOUS: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
         """Least allowed silence in seconds, by phase."""
@@ -87,7 +83,7 @@ class Silence:
         self._work: dict[int, float] = {}
 
     def look(self, passed: float) -> Hang | None:
-        """Checks all ranks, `passed` seconds after the last check; returns their hang, if any."""
+        """Checks all ranks, `passed` seconds after the last check; returns any hang."""
         if not self.allowed:
             return None
         passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
@@ -175,8 +171,8 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
     """Describes which ranks the others wait for; empty if unknown.
 
-    Compares entered collectives. Without any answer, the missing ranks are those outside
-    communication libraries while others are inside.
+    Compares entered collectives. Without answers, ranks outside communication libraries are missing
+    if others are inside.
     """
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
@@ -215,11 +211,11 @@ _COMMUNICATES = (
     "_parameter_server",
 )
 _INNERMOST = 6
-"""Number of innermost stack frames searched for a communication library."""
+"""Innermost stack frames searched for a communication library."""
 
 
 def _communicates(stack: str) -> bool:
-    """Returns whether the main thread, printed last by a fault handler, communicates."""
+    """Returns whether the main thread, last in a fault handler's output, communicates."""
     main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
     main = main.rpartition("Current thread")[2]
     frames = [line for line in main.splitlines() if line.strip().startswith("File ")]
@@ -285,7 +281,7 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 class Watch:
     """Ends the ranks at the time limit or on a hang, after asking for their stacks.
 
-    `waited`: seconds that do not count. `other_nodes`, `on_gpus`: see Silence.
+    `waited`: seconds that do not count. Others: see Silence.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class _Process:
 
 @functools.cache
 def unsupported_reason() -> str:
-    """Returns why links cannot be emulated, with a remedy; empty if they can. Tried once."""
+    """Returns why links cannot be emulated (tried once), with a remedy; else empty."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
     if missing := {tool: package for tool, package in TOOLS.items() if not shutil.which(tool)}:
@@ -136,11 +136,8 @@ class EmulatedNodes:
         return nodes
 
     def use(self, link: str) -> dict[str, object]:
-        """Sets all links' rate and delay; returns the record columns, measured on a link's first
-        use.
-
-        Raises NoLinks on failure.
-        """
+        """Sets all links' rate and delay; returns the record columns, measured on first use. Raises
+        NoLinks."""
         nodes = self.ready()
         assert self._switch
         if link != self._link:
@@ -163,7 +160,7 @@ class EmulatedNodes:
         self._link = ""
 
     def close(self) -> None:
-        """Ends all processes, and thereby the namespaces; removes the files."""
+        """Ends all processes, thereby the namespaces; removes the files."""
         if self._nodes:
             self._nodes.close()
         if self._switch:
@@ -175,8 +172,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Returns bits per second and one-way latency in seconds. Raises NoLinks if the nodes cannot
-    connect, or an agent ends."""
+    """Returns bits per second and one-way seconds. Raises NoLinks if nodes cannot connect, or an
+    agent ends."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()
@@ -229,7 +226,7 @@ class LinksLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         **more: Unpack[LaunchOptions],
     ) -> Outcome:
-        """Returns the outcome `unavailable` if the cell's links cannot be emulated."""
+        """Returns outcome `unavailable` if the cell's links cannot be emulated."""
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
@@ -251,7 +248,7 @@ class LinksLauncher:
 
 @contextlib.contextmanager
 def over_links(cells: Sequence[Cell], launcher: MakesLauncher) -> Iterator[MakesLauncher]:
-    """Yields the launcher factory for these cells, with emulated nodes if any needs them."""
+    """Yields the launcher factory, with emulated nodes if a cell needs them."""
     count = max((cell.nodes for cell in cells if cell.links), default=0)
     if not count:
         yield launcher

@@ -2,7 +2,7 @@
 without netem.
 
 Replaces the kernel's bridge by packet sockets. Large frames pass unsegmented; the virtio header
-tells the kernel how to segment them. Imports nothing from the suite, so that it starts quickly.
+tells the kernel how to segment them. Imports only the standard library, to start quickly.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ def open_port(name: str) -> socket.socket:
 
 
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
-    """Forwards frames forever, each `seconds` after it arrived.
-
-    Uses the port on which the destination was last seen as a source, else all others.
-    """
+    """Forwards frames forever, `seconds` after arrival, to the port where the destination was last
+    a source, else to all others."""
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}
     while True:

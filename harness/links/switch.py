@@ -1,9 +1,8 @@
 """python -m harness.links.switch: a network namespace with a bridge, and the nodes' agents as
 children.
 
-Each agent has its own namespace and host name. Namespaces are unnamed and processes die with their
-parent, so the kernel always cleans up. The process answers each line of JSON on standard input with
-a line, and exits at end of input.
+Each agent has a namespace and host name. Namespaces are unnamed and processes die with their
+parent, so the kernel always cleans up. Answers each line of JSON on standard input, until its end.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from harness.host.process import (
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Interface of each node. No machine may have this name, since /sys shows the machine's interfaces
-inside a namespace."""
+"""Interface of each node. /sys shows the machine's interfaces inside a namespace, so no machine may
+use the name."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"
@@ -49,8 +48,8 @@ class NodeShare(TypedDict):
 class Request(TypedDict, total=False):
     """Request to start agents, or to set the link's rate and delay, written as in a cell.
 
-    `nodes`, `rendezvous_file`: agents to start, which wait for that file. Empty: check whether
-    links are permitted.
+    `nodes`: agents to start, which wait for `rendezvous_file`. Empty: check whether links are
+    permitted.
     """
 
     nodes: list[NodeShare]
@@ -125,7 +124,7 @@ class Switch:
         return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """Shapes outgoing packets, at `rate` bits per second; tbf is netem's child, as in
+        """Shapes outgoing packets to `rate` bits per second; tbf is netem's child, as in
         tc-netem(8)."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
@@ -170,8 +169,8 @@ def address(number: int) -> str:
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
-    """Starts a node's agent, which waits for `rendezvous_file` and logs next to it; returns once it
-    is in its namespaces."""
+    """Starts a node's agent, which waits for `rendezvous_file` and logs next to it; returns once
+    its namespaces exist."""
 
     def enter_namespaces() -> None:
         die_with_parent()

@@ -17,8 +17,8 @@ def timed_step(
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[R, float, float]:
-    """Runs one step on the batch from `fetch`; returns its result, and the seconds of getting the
-    batch and of the whole step."""
+    """Runs one step on the batch from `fetch`; returns its result, and seconds for the batch and
+    the whole step."""
     synchronize()
     begin = now()
     batch = fetch()
@@ -55,10 +55,10 @@ def busy_fraction(
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the share of the wall time of `repeats` steps that this rank spends in `compute`.
+    """Returns the share of `repeats` steps' wall time that this rank spends in `compute`, by owner
+    and name.
 
-    `compute`: methods by owner and name. Synchronising around them slows GPU steps down, so only
-    the ratio is used.
+    Synchronising around methods slows GPU steps down, so only the ratio is used.
     """
     busy = 0.0
 

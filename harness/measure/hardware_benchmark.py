@@ -40,7 +40,7 @@ METHOD = (
 class Fit:
     latency_seconds: float
     bandwidth_bytes_per_second: float | None
-    """Fitted bandwidth; None if the time did not grow with the size."""
+    """Fitted bandwidth; None if the time did not grow with size."""
     largest_deviation: float
     """Largest |fitted - measured| / measured."""
 
@@ -51,7 +51,7 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fits latency and 1 / bandwidth, both at least 0, by least squares of the relative error.
+    """Fits latency and 1 / bandwidth, both at least 0, by least relative squares.
 
     Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
     `seconds`: per message.
@@ -100,10 +100,10 @@ def repeats(size: int) -> int:
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times all operations between two ranks on this host.
+    """Times all operations between two ranks on this host: `gloo` between two cores, `nccl` between
+    GPUs 0 and 1.
 
-    `gloo` runs between two cores, `nccl` between GPUs 0 and 1. `sizes`: bytes. Raises RuntimeError
-    with the reason of the first rank that fails.
+    `sizes`: bytes. Raises RuntimeError with the first failed rank's reason.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -125,10 +125,8 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
 
 
 def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
-    """Times every operation at every size and writes the times to `scratch`.
-
-    Ends by os._exit, like a trial's rank (harness/worker/worker.py).
-    """
+    """Writes each operation's time at each size to `scratch`; ends by os._exit, like a trial's
+    rank."""
     import torch
     import torch.distributed as dist
 
@@ -183,10 +181,8 @@ def timed(
 def _operations(
     rank: int, size: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], object], int]]:
-    """Returns operations on `size` bytes, and their number of sequential messages.
-
-    Checks each result once; raises RuntimeError if wrong.
-    """
+    """Returns operations on `size` bytes, with their sequential messages. Raises RuntimeError if a
+    result is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -232,7 +228,7 @@ LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
-"""Limit for a separate process, which mostly imports from a slow disk."""
+"""Limit for a separate process, mostly spent importing from a slow disk."""
 _APART = """
 import dataclasses, json, sys
 from harness.host.process import die_with_parent
@@ -244,10 +240,10 @@ print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1
 
 
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
-    """Measures one GPU in about 5 s, or this process's CPU threads in about 2 s.
+    """Measures one GPU in about 5 s, or this process's CPU threads in 2 s.
 
-    Initialises CUDA for a GPU, so call it in a separate process. Raises RuntimeError for an
-    unusable device.
+    Initialises CUDA for a GPU: call it in a separate process. Raises RuntimeError for an unusable
+    device.
     """
     import torch
 
@@ -266,7 +262,7 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
     """Measures a device in a separate process, so that this one leaves CUDA alone.
 
-    Never raises: the result has the reason for a failure. `limit`: seconds.
+    Never raises: the result has any failure's reason. `limit`: seconds.
     """
     command = [sys.executable, "-c", _APART, device]
     try:
@@ -332,7 +328,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> f
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Returns a square product of random numbers, as zeros would draw less power and run faster."""
+    """Returns a square product of random numbers; zeros would draw less power and run faster."""
     import torch
 
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -352,10 +348,8 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Returns the median seconds of a call of `run` on the device.
-
-    Makes as many calls as fit into `budget` seconds, at least LEAST_REPEATS, after a warm-up.
-    """
+    """Returns the median seconds of `run` on the device, after a warm-up, from the calls that fit
+    into `budget` seconds, at least LEAST_REPEATS."""
     import torch
 
     run()
@@ -402,7 +396,7 @@ def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Returns the median over rounds that are too short to fill the launch queue."""
+    """Returns the median over rounds too short to fill the launch queue."""
     import torch
 
     tiny = torch.zeros(1, device=device)

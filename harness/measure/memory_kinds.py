@@ -27,8 +27,8 @@ KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def retained(train_state: TrainState) -> Iterator[Retained]:
-    """Yields what a rank keeps between steps: the states that the strategy names, or else those in
-    model and optimizers; then the library's buffers."""
+    """Yields what a rank keeps between steps: states the strategy names, or those of model and
+    optimizers; then the library's buffers."""
     if train_state.states:
         yield from train_state.states()
     else:
@@ -58,10 +58,10 @@ def retained_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[R
 def state_bytes(
     tensors: Iterable[Retained], device_type: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns bytes by kind, and bytes of kind `library` by name.
+    """Returns bytes by kind, and of kind `library` by name.
 
-    Kind `host` counts tensors on devices of another type. A storage counts once, for its first
-    tensor: list its owner before views.
+    Kind `host` is tensors on another device type. A storage counts for its first tensor: list
+    owners before views.
     """
     kinds: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
     library: dict[str, int] = {}
@@ -95,7 +95,7 @@ def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str |
 
 
 STEPS = 2
-"""Two, as the first finds earlier memory that only C++ knows about."""
+"""Two: the first finds earlier memory that only C++ knows."""
 
 
 class PeakBreakdown(TypedDict):
@@ -107,22 +107,19 @@ class PeakBreakdown(TypedDict):
     optimizer: int
     activations: int
     library: int
-    """Buffers named by the strategy, and C++ buffers: those that operators write to, and
-    `unseen`."""
+    """Buffers named by the strategy, C++ buffers that operators write to, and `unseen`."""
     other: int
     """Tensors created and freed by backward."""
     peak: int
     unseen: dict[str, int]
-    """Buffers that the strategy names only by size and no operator writes to."""
+    """Named buffers of a size that no operator writes to."""
 
 
 def peak_split(
     train_state: TrainState, device_type: str, step: Callable[[], object]
 ) -> PeakBreakdown:
-    """Splits the peak memory of `step` on devices of this type, using torch's MemTracker.
-
-    Runs `step` STEPS times.
-    """
+    """Splits the peak memory of `step` on devices of this type, using torch's MemTracker and STEPS
+    calls."""
     import torch
     from torch.distributed._tools.mem_tracker import _MemRefType
 
@@ -171,7 +168,7 @@ def _tracker(written: list[Tensor]) -> MemTracker:
     """Returns torch's tracker, extended to append to `written` older tensors that operators write
     to.
 
-    It keeps no statistics by module, since modules called twice in a step would confuse them.
+    Statistics by module are off: a module called twice in a step confuses them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
@@ -247,9 +244,9 @@ def phase(error: BaseException) -> str:
 def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
     """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
-    `other`: tensors outside the states that Python sees; `largest`: their three largest groups.
-    `stacks`: stacks of threads started since the imports. The rest of `in_use` is invisible to
-    Python: autograd's activations, C++ buffers.
+    `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of threads
+    started since the imports. The rest of `in_use` is invisible to Python: autograd's activations,
+    C++ buffers.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []
@@ -264,10 +261,8 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
 
 
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
-    """Returns the bytes of this process's tensors outside the states.
-
-    Without states, nn.Parameters count as `parameters`.
-    """
+    """Returns bytes of tensors outside the states. Without states, nn.Parameters are
+    `parameters`."""
     import torch
 
     seen = {_storage(tensor)[0] for _, _, tensor in states if isinstance(tensor, torch.Tensor)}

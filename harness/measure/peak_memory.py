@@ -1,5 +1,3 @@
-"""Peak memory of a rank."""
-
 from __future__ import annotations
 
 import contextlib
@@ -29,10 +27,8 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Returns the bytes mapped as thread stacks, including those glibc caches for later threads.
-
-    These are anonymous writable mappings with the size of a new thread's stack.
-    """
+    """Returns bytes mapped as thread stacks, including those glibc caches: anonymous writable
+    mappings of a new stack's size."""
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
         size = 2 * 2**20
@@ -55,17 +51,16 @@ class Peak:
     """Peak held by the CUDA caching allocator, on the device with the most."""
     method: str
     host: int | None = None
-    """Resident memory of a GPU rank without file pages, above the baseline after imports. Includes
-    pinned pages if the kernel counts them as resident."""
+    """A GPU rank's resident memory without file pages, above the baseline after imports. Includes
+    pinned pages that the kernel counts as resident."""
 
 
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: the kernel's peak resident memory (VmHWM) minus the file and shared pages at the end, which
-    only grow, is the peak anonymous memory or slightly less. Anonymous memory at construction,
-    after imports, is subtracted. CUDA: the caching allocator's counters per device, and host
-    memory.
+    CPU: the kernel's peak resident memory (VmHWM) minus file and shared pages at the end, which
+    only grow: the peak anonymous memory, or slightly less. Anonymous memory after imports is
+    subtracted. CUDA: the caching allocator's counters per device, and host memory.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`limit`: bytes; on GPUs, per device. `devices`: of this process, if several."""
+        """`limit`: bytes; on GPUs, per device. `devices`: of this process."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit
@@ -115,17 +110,15 @@ class MemoryMeter:
         pages.
 
         By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks. The
-        limit would then measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
+        limit would measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Removes a CPU memory limit, so that a rank that hit it can report it.
-
-        `reserve` frees enough memory to get here.
-        """
+        """Removes a CPU memory limit, so that a rank that hit it can report; `reserve` frees enough
+        memory to get here."""
         self.reserve = None
         if self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
@@ -152,7 +145,7 @@ class MemoryMeter:
             yield
 
     def in_use(self) -> int:
-        """Returns the bytes counted against the limit now, on the fullest device.
+        """Returns the bytes counted against the limit, on the fullest device.
 
         CPU: bytes mapped since the imports, resident or not.
         """

@@ -28,12 +28,10 @@ class Call:
 
 
 def _once(n: int) -> float:
-    """All but one of n ranks send each byte once."""
     return (n - 1) / n
 
 
 def _twice(n: int) -> float:
-    """All but one of n ranks send each byte twice."""
     return 2 * (n - 1) / n
 
 
@@ -49,7 +47,7 @@ THEORY: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-"""Bytes that a rank must send, averaged over the ranks, per byte of the tensor, by group size.
+"""Bytes a rank must send, averaged over ranks, per byte of the tensor, by group size.
 
 An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054,
 section 7.1, which neglects the factor (n-1)/n).
@@ -62,7 +60,7 @@ RING = THEORY
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """Returns the least bytes a rank sends per step, given calls and their count."""
+    """Returns the least bytes a rank sends per step for these calls."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
@@ -179,15 +177,15 @@ and 64-bit tcpi_bytes_sent, followed by tcpi_bytes_retrans."""
 STILL_SECONDS = 0.002
 """Time within which a library's thread sends the data of its step."""
 MOST_LOOKS = 5
-"""Bound on waiting, as some libraries never fall silent (Horovod's cycles)."""
+"""Bound on waiting: some libraries never fall silent (Horovod's cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
     """Returns the payload bytes given to this process's open TCP connections; None on older
     kernels.
 
-    Includes bytes that the kernel still holds, or, with a slow reader, a step's last message would
-    count in the next. Excludes retransmissions, which depend on the machine's load.
+    Includes bytes that the kernel still holds, or a step's last message would count in the next.
+    Excludes retransmissions, which depend on the machine's load.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):
@@ -251,10 +249,8 @@ class RankTraffic:
         self._start = self._read()
 
     def stop(self, steps: int) -> None:
-        """Ends a stretch of this many steps.
-
-        If a counter fell, because a connection was closed, the total becomes unknown.
-        """
+        """Ends a stretch of this many steps. If a closed connection lowers a counter, the total
+        becomes unknown."""
         if self._start is None:
             return
         if self.over_tcp:

@@ -24,8 +24,8 @@ WINDOW_SECONDS = 0.03
 
 
 FRESH_SECONDS = 0.2
-"""Time for which a trial's closing share serves as the next one's opening share: longer than
-writing a record."""
+"""Seconds within which a trial's closing share is the next one's opening share; longer than writing
+a record."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
@@ -56,7 +56,7 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """Idle shares before and after each trial; the next one reuses them if it begins at once."""
+    """Idle shares around each trial; a trial that begins at once reuses the last."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -115,10 +115,8 @@ def _own_cpu_seconds() -> float:
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:
-    """Returns the mean number of cores busy with other processes during the timed steps.
-
-    `ranks`: all of one machine.
-    """
+    """Returns the mean number of cores other processes keep busy in timed steps. `ranks`: all of
+    one machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
     return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)
@@ -138,8 +136,7 @@ NVML's newer counters are unsafe: their numbers changed between releases of its 
 
 
 class RankGpus:
-    """The GPUs that a rank drives, as NVML sees them. Never shuts NVML down, as the process ends
-    soon."""
+    """The GPUs that a rank drives, by NVML, which is never shut down."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(device for device in devices if device.type == "cuda")
@@ -174,10 +171,10 @@ class RankGpus:
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Returns each GPU's joules since driver load, by UUID; None if any is unknown.
+        """Returns each GPU's joules since driver load, by UUID, with the value at which the counter
+        wraps around (0: never); None if any is unknown.
 
-        A slice has no counter, and its GPU's includes the other slices. The second number is the
-        value at which the counter wraps around; 0: never.
+        A slice has no counter, and its GPU's includes the other slices.
         """
         if self.library is None or not self.complete:
             return None
@@ -238,10 +235,8 @@ class RankGpus:
         )
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:
-        """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes.
-
-        None if NVML does not list this process, whose id differs inside containers.
-        """
+        """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes; None if
+        NVML does not list this process, as in some containers."""
         import torch
 
         if self.library is None or not self.complete:

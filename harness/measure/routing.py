@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 ExpertTokens = dict[int, tuple[int, ...]]
-"""Tokens of each expert, by block number."""
 
 
 def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:

@@ -1,7 +1,7 @@
 """Breakdown of a step's time by component, and of a GPU's time by kind of kernel.
 
-The training thread's step is cut at each event boundary. Each piece is assigned to one component,
-so components sum to the step. Communication that overlaps other components is reported separately.
+The training thread's step is cut at each event boundary. Each piece has one component, so
+components sum to the step; communication that overlaps others is reported separately.
 
 Kernels are classified by the names in torch's NVIDIA libraries (cuBLAS, cuDNN, CUTLASS, Triton,
 FlashAttention, NCCL).
@@ -142,9 +142,9 @@ def breakdown(
     Also returns `overlapped`, and `operators`: seconds with an operator running. Device kernels
     take precedence over host events, and inner host events over outer ones. Time without an
     operator goes to what the thread waits for, or to communication if a collective is in flight or
-    gradient hooks run. The rest is the interpreter and dispatcher: `optimizer` inside the
-    optimizer's step, else `compute`. `pipeline`: waiting for a point-to-point message is the
-    bubble. `alone`: there is no other rank.
+    gradient hooks run. The rest is interpreter and dispatcher: `optimizer` inside the optimizer's
+    step, else `compute`. `pipeline`: waits for point-to-point messages are the bubble. `alone`:
+    there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
@@ -207,10 +207,10 @@ def own_seconds(step: dict[str, float]) -> float:
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """Returns the rank that is slowest in every step, and its excess over the other ranks' median.
+    """Returns the rank that is slowest in every step, and its median excess over the other ranks'
+    median, as a share.
 
-    The excess is a share, the median over the steps. None without such a rank, or below STRAGGLES.
-    `steps`: own seconds of each rank, for each step.
+    None without such a rank, or below STRAGGLES. `steps`: each rank's own seconds, by step.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:
@@ -230,7 +230,7 @@ _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""Kernels whose names may contain the operator they are fused with."""
+"""Kernels whose names may contain a fused operator's."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -264,11 +264,12 @@ _COMPUTES = ("device matmul", "device attention", "device update", "device compu
 def gpu_parts(
     events: Sequence[Event], begin: float, end: float, step_seconds: float
 ) -> dict[str, float]:
-    """Returns the seconds of each of GPU_PARTS in [begin, end], with names prefixed by `gpu_`.
+    """Returns the seconds of each of GPU_PARTS in [begin, end], prefixed by `gpu_`; empty without
+    device events.
 
-    Empty without device events. If kernels overlap, the first of GPU_PARTS counts. Compute kernels
-    in the optimizer's step count as the optimizer. Time without events is idle. `step_seconds`: the
-    step by the clock, which the parts sum to.
+    If kernels overlap, the first of GPU_PARTS counts. Compute kernels in the optimizer's step count
+    as the optimizer, time without events as idle. `step_seconds`: the step by the clock, to which
+    the parts sum.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:

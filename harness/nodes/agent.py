@@ -1,5 +1,3 @@
-"""The agent of a node: keeps a warm fork server and runs the node's ranks."""
-
 from __future__ import annotations
 
 import argparse
@@ -38,7 +36,8 @@ NODE_VARIABLES = (
 
 
 class Agent:
-    """Waits for work; exits with its ranks when the coordinator does."""
+    """Keeps a warm fork server and runs the node's ranks; exits with them when the coordinator
+    does."""
 
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
@@ -77,7 +76,7 @@ class Agent:
                 self._run(what)
 
     def _listen(self) -> None:
-        """Receives messages even while ranks run; exits with them if the coordinator is gone."""
+        """Receives messages even while ranks run; exits without a coordinator."""
         while True:
             try:
                 word, what = self.line.receive()
@@ -128,8 +127,7 @@ class Agent:
 def main() -> None:
     """python -m harness.agent RENDEZVOUS [--node N] [--name NAME] [--interface IF].
 
-    Under srun, SkyPilot or mpirun, or in an indexed Kubernetes Job, their variables replace the
-    options.
+    Variables of srun, SkyPilot, mpirun or an indexed Kubernetes Job replace the options.
     """
     parser = argparse.ArgumentParser(
         prog="python -m harness.agent", description="A node of a run over several nodes."

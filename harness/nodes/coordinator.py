@@ -43,7 +43,7 @@ class Nodes:
     ) -> None:
         """Listens on one address, and writes it and a new key to the file `where` if it is a path.
 
-        `interface`: reaches all nodes; None: that of the host's name, or the default route.
+        `interface`: reaches all nodes; None: the host name's, or the default route's.
         `socket_file`: Unix socket to use instead, which bypasses emulated links.
         """
         self.count = count
@@ -137,7 +137,6 @@ class Nodes:
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
-        """Drops agents that left between trials; their connections are readable."""
         lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
             node = lines[connection]  # type: ignore[index]
@@ -191,10 +190,10 @@ class Nodes:
 
 
 class NodesLauncher:
-    """Runs single-node cells as usual, others over the agents; replaces the runner's Launcher."""
+    """Runs single-node cells as usual, others over the agents."""
 
     wait_seconds = 30.0
-    """Seconds that a trial waits for missing nodes, which may be restarting."""
+    """Seconds a trial waits for missing nodes, which may be restarting."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A trial's reference and data: sent to nodes that lack them, and verified by digest.
 
-The agent asks for one chunk at a time, which bounds memory on both sides. Each node keeps the files
-in its own cache, under the coordinator's names.
+Agents ask for one chunk at a time, which bounds memory. Each node caches files under the
+coordinator's names.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class FileFact:
 
 @functools.cache
 def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
-    """Returns the file's SHA-256; size and time are part of the cache's key, so a changed file is
-    read again."""
+    """Returns the file's SHA-256, cached by size and time."""
     with open(file, "rb") as source:
         sha256 = hashlib.sha256()
         while part := source.read(2**20):
@@ -98,7 +97,7 @@ class OwnFiles:
         """Reason why the last trial's files are missing; empty if they are complete."""
 
     def complete(self, facts: Sequence[FileFact], chunk: Callable[[int, int], str]) -> None:
-        """Gets missing and different files by `chunk(number, offset)`, and sets `problem`."""
+        """Gets missing and different files by `chunk(number, offset)`; sets `problem`."""
         self.problem = ""
         for number, fact in enumerate(facts):
             file = cache_folder() / fact.name
@@ -111,7 +110,7 @@ class OwnFiles:
 
 
 def _is_copy(file: Path, fact: FileFact) -> bool:
-    """Compares size and age before reading: on a shared disk, the file is the coordinator's own."""
+    """Compares size and age first: a shared disk's file is the coordinator's own."""
     try:
         of = file.stat()
     except FileNotFoundError:

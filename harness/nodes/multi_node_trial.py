@@ -1,5 +1,3 @@
-"""One trial over several nodes, as the coordinator runs it."""
-
 from __future__ import annotations
 
 import contextlib
@@ -15,15 +13,15 @@ from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0
-"""Seconds that other nodes have to report the effect of a failure before their ranks are killed."""
+"""Seconds other nodes have to report a failure's effect before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds in which a coordinator notices that the whole job is ending, and interrupts the trial."""
+"""Seconds in which a coordinator notices that the job is ending, and interrupts the trial."""
 ANSWER_SECONDS = 15.0
 """Seconds for a node to answer after a kill or the time limit; then it is lost."""
 
 
 class Trial:
-    """Runs each node's part, ends the others if one fails, and shifts their clocks to the
+    """Runs each node's part, ends the others if one fails, and shifts clocks to the
     coordinator's."""
 
     def __init__(
@@ -66,7 +64,7 @@ class Trial:
         )
 
     def _start(self) -> bool:
-        """Returns False if a node was lost before it began."""
+        """Returns False for a node lost before it began."""
         first, offer = self.nodes[0], Offer.of(self.specs[0])
         if not all(self._provide(node, offer) for node in self.nodes if offer.facts):
             return False
@@ -145,7 +143,7 @@ class Trial:
                     )
 
     def _receive(self, node: Node) -> bool:
-        """Returns False if the node is lost or its ranks failed."""
+        """Returns False for a lost node or failed ranks."""
         try:
             word, what = node.line.receive()
         except (EOFError, OSError):

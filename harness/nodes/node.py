@@ -1,4 +1,4 @@
-"""A node: its facts, its link, and the coordinator's handle on its agent."""
+"""A node's facts and link, and its agent as the coordinator sees it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
 
 
 def node_facts(number: int, name: str) -> dict[str, object]:
-    """Returns the facts that do not depend on a connection; with GPUs that may take seconds."""
+    """Returns facts that need no connection; with GPUs in seconds."""
     return {
         "number": number,
         "name": name,
@@ -52,17 +52,15 @@ def node_facts(number: int, name: str) -> dict[str, object]:
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""Start and end of the measured part of a stream. Before, a shaped link passes a burst and TCP
-finds its rate."""
+"""Start and end of a stream's measured part. Before, a shaped link passes a burst and TCP finds its
+rate."""
 _TIMEOUT_SECONDS = 20.0
 _CHUNK = 2**18
 
 
 def listen_for_measurement(address: str, done: Callable[[float], object]) -> int:
-    """Serves one measurement in a thread; returns the port.
-
-    `done` gets the payload's bits per second.
-    """
+    """Serves one measurement in a thread; returns the port. `done` gets the payload's bits per
+    second."""
     listener = socket.create_server((address, 0))
     port: int = listener.getsockname()[1]
 
@@ -139,8 +137,8 @@ EMPTY_MESSAGES, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 def measured_link(
     line: NodeConnection, now: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Measures the median round trip of an empty message, and the rate of a large one without it,
-    best of three."""
+    """Measures the median round trip of an empty message, and a large one's rate without it, best
+    of three."""
 
     def took(payload: int) -> float:
         begin = now()

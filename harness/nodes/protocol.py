@@ -3,12 +3,12 @@
 A message is a word and a value of the word's type, as JSON. Nothing received is executed or
 unpickled; a wrong type ends the connection.
 
-Each side sends a nonce, and its first tag proves that it knows the key. Each direction's key is
-derived from it and both nonces, so recorded connections are useless. Numbered tags prevent
-repeated, dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
+Each side sends a nonce; its first tag proves that it knows the key. Each direction's key derives
+from it and both nonces, so recorded connections are useless. Numbered tags prevent repeated,
+dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
 
-`multiprocessing.connection` authenticates only the connection, so anyone on the path could forge,
-change or repeat messages.
+`multiprocessing.connection` authenticates only the connection: anyone on the path could forge
+messages.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _VALUES: dict[str, Any] = {
 
 
 class ProtocolError(OSError):
-    """The peer speaks another protocol or lacks the key; the connection is unusable."""
+    """The peer speaks another protocol or lacks the key."""
 
 
 @functools.cache
@@ -111,11 +111,11 @@ def _tag(key: bytes, *parts: bytes) -> bytes:
 
 
 class NodeConnection:
-    """An authenticated connection for (word, value) messages; several threads may send, one
+    """An authenticated connection for (word, value) messages; many threads may send, one
     receives."""
 
     def __init__(self, connection: socket.socket, address: str, sends: bytes, hears: bytes) -> None:
-        """`sends`, `hears`: keys of the two directions, swapped at the other end."""
+        """`sends`, `hears`: keys of the two directions."""
         self.connection, self.address = connection, address
         self._sends, self._hears = sends, hears
         self._sent = self._received = 0
@@ -154,8 +154,7 @@ class NodeConnection:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Raises EOFError if the peer ends first, TimeoutError after `deadline` (time.monotonic), which
-    replaces the socket's timeout."""
+    """Raises EOFError if the peer ends first, TimeoutError after `deadline` (time.monotonic)."""
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:
@@ -168,9 +167,9 @@ def read_exactly(connection: socket.socket, size: int, deadline: float | None = 
 
 
 def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConnection:
-    """Authenticates both sides within HANDSHAKE_SECONDS; raises OSError or EOFError if that fails.
+    """Authenticates both sides within HANDSHAKE_SECONDS; raises OSError or EOFError.
 
-    The coordinator keeps that timeout, since a node may stall in mid-message.
+    The coordinator keeps that timeout, since nodes may stall in mid-message.
     """
     over_tcp = raw.family != socket.AF_UNIX
     if over_tcp:

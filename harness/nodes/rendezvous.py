@@ -48,8 +48,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        """Raises UsageError if others own, may read or may change the file, because its key
-        controls an agent."""
+        """Raises UsageError if others own, may read or may change the file, whose key controls an
+        agent."""
         with open(file) as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
@@ -72,11 +72,10 @@ class Rendezvous:
 
 
 def parse_rendezvous(text: str) -> Path | Rendezvous:
-    """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT with the key from the
-    environment.
+    """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT (default: the
+    coordinator's interface) with the environment's key.
 
-    Without a host, the coordinator listens on its interface. Raises UsageError without a usable
-    key.
+    Raises UsageError without a usable key.
     """
     if not (match := _ADDRESS.fullmatch(text)):
         return Path(text)
@@ -115,16 +114,14 @@ def new_key() -> str:
 
 
 def machine_id() -> str:
-    """Identifies the running kernel until reboot; containers and network namespaces share it."""
+    """Identifies the kernel until reboot; containers and network namespaces share it."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def addresses_of(interface: str | None = None) -> list[str]:
     """Returns IPv4 addresses of this host or one interface: the host name's first, loopback last.
-
-    Raises UsageError for an unknown interface.
-    """
+    Raises UsageError for an unknown one."""
     by_interface = {
         name: [a.address for a in known if a.family == socket.AF_INET]
         for name, known in psutil.net_if_addrs().items()

@@ -1,1 +1,1 @@
-"""Records of what was planned and measured: plans, table schemas, and the store."""
+"""Records of what was planned and measured."""

@@ -1,8 +1,5 @@
-"""Parquet files of a results folder.
-
-Writes are atomic. Reads verify the schema and page checksums (CRC-32, parquet-format's
-`PageHeader.crc`).
-"""
+"""Parquet files of a results folder, written atomically. Reads verify schema and page checksums
+(CRC-32, parquet-format's `PageHeader.crc`)."""
 
 from __future__ import annotations
 
@@ -111,8 +108,7 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
 
 
 def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
-    """Returns how a file's columns differ from the table's; empty if they match. Raises
-    OtherSchema."""
+    """Returns how a file's columns differ from the table's; else empty. Raises OtherSchema."""
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():
         return "it has no schema version"
@@ -158,10 +154,8 @@ def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Returns rows as plain Python values, with times in UTC.
-
-    Unlike arrow's `to_pylist`, does not import pandas for time zones.
-    """
+    """Returns rows as plain Python values, with times in UTC, without importing pandas as arrow's
+    `to_pylist` does."""
     import pyarrow as pa
 
     times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
@@ -211,8 +205,7 @@ class RunFiles:
         return _copied(self.copy(table, run_id)) == _names_digest(files)
 
     def gather(self, run_id: str) -> None:
-        """Gathers a run's rows into one file per table, because many small files are slow to
-        read."""
+        """Gathers a run's rows into one file per table, which is faster to read."""
         import pyarrow as pa
 
         for table in ("trials", "steps"):
@@ -234,7 +227,7 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a gathered copy into a file per trial, before later trials supersede it."""
+        """Splits a gathered copy into a file per trial, before later trials."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():

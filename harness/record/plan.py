@@ -1,4 +1,4 @@
-"""Plan of a run: cells, trials and their order, recorded so that the run can be resumed."""
+"""Plan of a run, recorded so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ LEAST_ROUNDS = 2
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
-    """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`.
-
-    `tokens`: tokens added per step; 0 adds a block instead.
-    """
+    """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`. `tokens`:
+    added per step; 0 adds a block."""
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
     return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
@@ -53,7 +51,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything needed to run a matrix once, or to resume it on another host."""
+    """Everything needed to run a matrix once, or to resume it elsewhere."""
 
     run_id: str
     matrix: str
@@ -62,16 +60,16 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: SearchPlan | None = None
-    """Settings of a search (see harness/run/maxsize.py), whose cells are model families."""
+    """Settings of a search (harness/run/maxsize.py), whose cells are model families."""
     precision: float | None = None
-    """Relative half width of throughput intervals at which extra rounds stop; None for no extra
+    """Relative half width of throughput intervals at which extra rounds stop; None: no extra
     rounds."""
     time_budget_seconds: float | None = None
-    """Time after which no round starts, nor any trial from `spare_from` on; None for no limit."""
+    """Time after which no round starts, nor any trial from `spare_from` on; None: no limit."""
     interleaved: bool = False
     timed_seconds: float = 0.0
-    """Minimum duration of a trial's timed steps, with a control between them; 0: the cell's number
-    of steps, without a control."""
+    """Minimum duration of timed steps, with a control between them; 0: the cell's number of steps,
+    without control."""
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
@@ -104,8 +102,8 @@ class Plan:
         )
 
     def schedule(self) -> list[tuple[Cell, int]]:
-        """Returns (cell, trial) pairs in rounds over all cells, each shuffled, so that drift
-        affects all cells alike.
+        """Returns (cell, trial) pairs in shuffled rounds over all cells, so that drift affects all
+        alike.
 
         A cell's first trial in a round has the round's number; others are numbered from `trials`
         on.

@@ -18,8 +18,8 @@ def sole_writer(
 ) -> Iterator[None]:
     """Locks a share of a run, so that no other process runs its trials.
 
-    Raises UsageError if another process holds the lock after `timeout_seconds`. Does nothing on
-    file systems without locks.
+    Raises UsageError if another process holds the lock after `timeout_seconds`. No effect on file
+    systems without locks.
     """
     number, of = share
     runs, deadline = folder / "runs", time.monotonic() + timeout_seconds
@@ -63,7 +63,7 @@ def _locked(file: Path, how: int, deadline: float) -> int:
 
 
 def _release(file: Path, descriptor: int) -> None:
-    """Releases the lock, and removes the file unless others hold it too."""
+    """Releases the lock; removes the file unless others hold it."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()

@@ -21,7 +21,7 @@ TABLES: dict[str, type[Record]] = {
     "conclusions": ConclusionRecord,
 }
 VERSION = 14
-"""Schema version; increase it when a column is added, changed or removed."""
+"""Increase it when a column is added, changed or removed."""
 
 VERSION_KEY = "parallelism_bench_schema_version"
 

@@ -84,7 +84,7 @@ class Store:
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def require_run(self, run_id: str) -> None:
-        """Raises NotRecorded if the run's file is gone, without which readers miss its trials."""
+        """Raises NotRecorded if the run's file, which readers need, is gone."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
                 f"run {run_id!r} is no longer in results folder {str(self.folder)!r}: the folder"
@@ -120,7 +120,7 @@ class Store:
         return folder / f"{number}.parquet"
 
     def run_ids(self) -> list[str]:
-        """Returns ids of complete runs, oldest first; only the last is checked for damage."""
+        """Returns ids of complete runs, oldest first; checks only the last for damage."""
         files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
         run_ids = [file.stem for file in files if is_complete(file)]
         while run_ids and not self._rows(run_ids[-1:]):
@@ -186,7 +186,7 @@ class Store:
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Returns these runs' rows. Falls back to single files if a gathered copy is damaged."""
+        """Returns these runs' rows, from single files if a gathered copy is damaged."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 

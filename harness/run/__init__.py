@@ -1,1 +1,1 @@
-"""Runs a plan: reference runs, trials in order, searches; builds the rows to record."""
+"""Runs a plan: references, trials in order, searches; builds their rows."""

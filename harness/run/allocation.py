@@ -1,5 +1,4 @@
-"""Decides how many trials each cell gets: planned ones, further rounds, and what a time budget
-allows."""
+"""Decides how many trials each cell gets."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ class PlannedHeadline:
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
     """Returns the trials per round by cell id, for cells with more than one.
 
-    A baseline compared with k cells gets the square root of k, rounded down. All k intervals are
-    then narrowest (Dunnett, Journal of the American Statistical Association 50, 1955, section 5).
-    `cores`: of each node; None if unknown.
+    A baseline compared with k cells gets the square root of k, rounded down, which makes all k
+    intervals narrowest (Dunnett, Journal of the American Statistical Association 50, 1955, section
+    5). `cores`: of each node; None if unknown.
     """
     return {
         baseline.id: launches
@@ -53,10 +52,7 @@ def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Returns ids of cells that are oversubscribed, expected to diverge, or without a baseline.
-
-    `cores`: of each node; None if unknown.
-    """
+    """Returns ids of cells that are oversubscribed, expected to diverge, or without a baseline."""
     comparisons = _comparisons(cells, cores)
     compared = {cell.id for baseline, others in comparisons for cell in (baseline, *others)}
     return frozenset(cell.id for cell in cells) - compared
@@ -116,7 +112,6 @@ def _may_be_advised(cell: Cell) -> bool:
 
 
 def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
-    """Returns DDP by torchrun without options, else the single process; see `baseline_of`."""
     plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)
@@ -134,10 +129,8 @@ class FurtherRound(NamedTuple):
 
 
 def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
-    """Returns the cells whose interval is too wide, or that are still in the race.
-
-    Cells that run once are never selected. `trials`: of the run so far.
-    """
+    """Returns the cells, run more than once, whose interval is too wide, or that are still in the
+    race."""
     if plan.precision is not None:
         wide = set(too_wide(trials, plan.precision))
         return FurtherRound(wide - plan.once, "have too wide an interval")
@@ -156,8 +149,8 @@ class TimeBudget:
         self.left_out = 0
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial, because it and all shorter ones exceed the
-        remaining time. Dropping the longest first makes most cells precise."""
+        """Returns whether to drop a planned trial, as it and all shorter ones exceed the remaining
+        time. Dropping the longest makes most cells precise."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
@@ -172,10 +165,7 @@ class TimeBudget:
         return self.took.get(cell.id, 0.0)
 
     def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Returns the cells of a further round that fit, shortest first.
-
-        `seconds`: duration of a trial by cell id.
-        """
+        """Returns the cells of a further round that fit, shortest first. `seconds`: by cell id."""
         spent = self.now() - self.began
         if self.first_rounds_seconds is None:
             self.first_rounds_seconds = spent

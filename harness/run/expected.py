@@ -1,6 +1,6 @@
 """Predicts a trial's duration, and its memory on a shared GPU, from stated constants.
 
-Uses no clock and no torch, so every machine predicts the same. Measurements take precedence.
+Uses no clock and no torch, so every machine predicts the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Inputs:
     launch_seconds: float
     """Start and end of a trial, without ranks: forks, answers, records."""
     rank_seconds: float
-    """Per rank: process, device context, process group, model, share of the comparison."""
+    """Per rank: process, device context, process group, model, share of comparison."""
     interpreter_seconds: float
-    """Extra time for new interpreters instead of forks (spawn, mpirun, accelerate launch)."""
+    """Extra time for new interpreters (spawn, mpirun, accelerate launch)."""
     library_seconds: float
     """Start-up of a library, such as DeepSpeed, Horovod or Accelerate."""
     compile_seconds: float
@@ -66,7 +66,7 @@ CPU = Inputs(
     compared_bytes_per_second=1e9,
 )
 """Source: fitted to the 585 and 657 trials of two runs of `full` on two cores of an Intel Xeon with
-AMX and AVX-512 FP16. Without such instructions, fp16 is ten times slower."""
+AMX and AVX-512 FP16, without which fp16 is ten times slower."""
 
 
 GPU = Inputs(
@@ -85,24 +85,23 @@ GPU = Inputs(
     moved_bytes_per_second=1.5e9,
     compared_bytes_per_second=3e9,
 )
-"""Source: estimates without a run, for PCIe 4, no NVLink, one NVMe disk, and a card of 2020 if
-unknown."""
+"""Source: estimates for PCIe 4, no NVLink, one NVMe disk, and a card of 2020 if unknown."""
 
 
 NVLINK_SHARE = 0.3
-"""Estimated fraction of NVLink's data sheet rate (both directions) that a collective reaches."""
+"""Estimated fraction of NVLink's data sheet rate (both directions) in a collective."""
 
 
 CONTEXT_SECONDS = 2.5
-"""Estimated time for CUDA context, library kernels and NCCL's first connections, once per trial."""
+"""Estimated time for CUDA context, library kernels and NCCL's first connections."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control relative to its steps', in a run of `full`."""
+"""Time of the control relative to its steps', in `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""Time limit over predicted time; it must end hangs, not slow machines."""
+"""Time limit over predicted time, to end hangs, not slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -113,18 +112,16 @@ def inputs_of(cell: Cell) -> Inputs:
 
 
 def has_control(cell: Cell) -> bool:
-    """Returns whether a control can run between steps. On a GPU it would need memory there, and
-    ranks on several nodes do not pause together."""
+    """Returns whether a control can run between steps: not on GPUs, where it needs memory, nor on
+    several nodes, which do not pause together."""
     return cell.device == "cpu" and cell.nodes == 1
 
 
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Returns one trial's predicted seconds.
-
-    `cores`: the host's; None assumes enough. `gpu`: NVML's name. `timed_seconds`: see Plan.
-    """
+    """Returns one trial's predicted seconds. `cores`: the host's; None: enough. `gpu`: NVML's name.
+    `timed_seconds`: see Plan."""
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
     facts = model_facts(workload, cell.sequence_length)
@@ -203,7 +200,7 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the references and their total time; GPU ones run twice, to measure noise."""
+    """Returns the references and their total time; GPU ones run twice, for noise."""
     from harness.parity.reference_runs import (
         kept_bytes,
         reference_cell,
@@ -224,11 +221,10 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
 
 
 MOST_RUNS = 20
-"""Number of recent runs searched for a cell's time; a folder may hold thousands."""
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns median trial times by cell id, from the newest run that has any of these cells."""
+    """Returns median trial times by cell id, from the newest run with any of them."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}
@@ -248,10 +244,8 @@ def expected_seconds(
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
 ) -> dict[str, float]:
-    """Returns a trial's expected seconds by cell id: measured, else predicted.
-
-    `gpu`: NVML's name. `timed_seconds`: see Plan.timed_seconds_of.
-    """
+    """Returns a trial's seconds by cell id: measured, else predicted. `gpu`: NVML's name.
+    `timed_seconds`: see Plan.timed_seconds_of."""
     before = _seconds_before(store, {cell.id for cell in cells})
     return {
         cell.id: before[cell.id]
@@ -265,11 +259,9 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """Returns the approximate bytes that a trial holds per GPU from its first step on.
-
-    Sums the strategy's formula for states and temporary memory, its share of a micro-batch's
-    activations (torch's allocator keeps them), and the CUDA context.
-    """
+    """Returns the approximate bytes that a trial holds per GPU from its first step on: the
+    strategy's formula for states and temporary memory, a micro-batch's activations (torch's
+    allocator keeps them), and the CUDA context."""
     from harness.workloads.operators import activation_bytes
 
     workload = make_workload(cell.workload)

@@ -1,8 +1,7 @@
 """Searches for the largest trainable model or longest sequence under a memory budget per rank.
 
-Every probe takes real steps and is recorded as trial 0 of matrix `maxsize`; trial 1 verifies the
-size found. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054,
-table 2.
+Probes take real steps and are recorded as trial 0 of matrix `maxsize`; trial 1 verifies the size
+found. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054, table 2.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """Returns the largest hidden size in heads of 64 whose block takes at most 2.5 % of the budget.
-
-    Each of the block's 12 hidden^2 parameters needs AdamW's states in fp32 and buckets.
-    """
+    """Returns the largest hidden size in heads of 64 whose block takes at most 2.5 % of the budget:
+    12 hidden^2 parameters with AdamW's fp32 states and buckets."""
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
@@ -65,18 +62,18 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
 
 
 def wide_size(ranks: int) -> int:
-    """Returns the smallest hidden size in heads of 64 whose matrices have at least 1 MiB of fp32
-    per rank. Libraries then offload more of them to disk."""
+    """Returns the smallest hidden size in heads of 64 whose matrices have 1 MiB of fp32 per rank,
+    so that libraries offload more of them to disk."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
 def largest(
     fits: Callable[[int], bool], guess: int, most: int = MOST_STEPS
 ) -> tuple[int, int | None]:
-    """Returns the largest size that fits (0 if none), and the smallest that does not (None if all
-    up to `most` fit).
+    """Returns the largest size that fits (0: none), and the smallest that does not (None: all up to
+    `most` fit).
 
-    Doubles strides from the guess until both sides are bracketed, then bisects.
+    Doubles strides from the guess until it is bracketed, then bisects.
     """
     low, high = 0, most + 1
     size = min(max(1, guess), most)
@@ -106,10 +103,8 @@ class Prediction:
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns a search's token step: about 1 % of the tokens whose activations fill the budget.
-
-    It is a multiple of twice the ranks, so that every strategy can divide it.
-    """
+    """Returns a search's token step: about 1 % of the tokens that fill the budget, a multiple of
+    twice the ranks, which every strategy can divide."""
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -121,7 +116,7 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
     """Returns the fullest rank's bytes at the peak of a step; None without a formula.
 
-    Adds to the states the larger of activations and temporary memory, because gradients grow as
+    Adds to the states the larger of activations and temporary memory, since gradients grow as
     activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's
     activations remain until the last gradient. From the second micro-batch on, all gradients exist.
     `activations`: see Prediction; `tokens`: see `cell_at_size`.
@@ -157,7 +152,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Uses an unsplit model without a formula, because the first guess needs a number."""
+        """Uses an unsplit model without a formula, for a first guess."""
         probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -195,7 +190,7 @@ def plan_of(
     order: Sequence[Sequence[str]],
     tokens: int = 0,
 ) -> Plan:
-    """Plans a search that has one cell per strategy, at one step.
+    """Plans a search with one cell per strategy.
 
     `order`: chains of labels by theoretical size; `tokens`: see `cell_at_size`.
     """
@@ -223,7 +218,7 @@ def plan_of(
 
 
 def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> int:
-    """Returns the steps to start with: the formula's, less a rank's memory besides tensors.
+    """Returns the steps to start with: the formula's, less a rank's other memory.
 
     Without a formula: 16 bytes per parameter, or activations that fill the budget.
     """
@@ -244,7 +239,7 @@ class Stopped(Exception):
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan without repeating recorded probes."""
+    """Searches for each cell of a plan, reusing recorded probes."""
 
     runner: Runner
     listener: ProgressListener
@@ -291,9 +286,8 @@ class Search:
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
         """Returns whether a probe trains.
 
-        After two failures for another reason, it is too large if it trains without the limit;
-        otherwise raises Stopped. Libraries may crash on memory that they were refused, or wait for
-        a failed rank.
+        After two other failures, it is too large if it trains without the limit; otherwise raises
+        Stopped. Libraries may crash on refused memory, or wait for a failed rank.
         """
         status = self._status(launcher, cell, 0)
         if (

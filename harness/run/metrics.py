@@ -43,9 +43,9 @@ def with_metrics(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """Adds the measurements of a trial's ranks, all of which finished training.
+    """Adds the measurements of a trial's finished ranks.
 
-    `cycle`: steps after which the strategy's work repeats; throughput uses means over whole cycles.
+    `cycle`: steps after which the strategy's work repeats; throughput is over whole cycles.
     """
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
@@ -149,10 +149,10 @@ def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
 
 def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
-    finishing this one. `by_rank`: all steps of each rank.
+    finishing this one.
 
     The maximum of the ranks' times would count waiting twice, so times are summed per rank from a
-    common start: after a pause, or at the first timed step.
+    common start: after a pause, or at the first timed step. `by_rank`: all steps of each rank.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -180,8 +180,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds peaks of ranks measured alike; a server's host memory does not compare with GPU
-    memory."""
+    """Adds peaks of ranks measured alike, since a server's host memory is not GPU memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
@@ -281,6 +280,5 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    """Returns the values, or nothing if any is None."""
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else ()

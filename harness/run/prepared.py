@@ -1,4 +1,4 @@
-"""A trial before its launch: arguments, host state, and whether to skip it."""
+"""A trial before its launch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MOST_OF_FREE_MEMORY = 0.25
 
 
 SAMPLES_PER_CONTROL = 8
-"""A rank's samples per control; in `full`, every second step has one. Ranks start together after a
-control, which favours strategies that synchronise often within a step."""
+"""A rank's samples per control; in `full`, every second step has one. Ranks start together after
+it, which favours frequent synchronisation."""
 
 
 LAUNCHES_PER_REWIND = 3
@@ -51,8 +51,8 @@ class PreparedTrial:
         seed: int = 0,
         launches: int = 1,
     ) -> None:
-        """`timed_seconds`: see Plan.timed_seconds_of. `launches`: planned trials of the cell.
-        `seed` and the key decide when the state is rewound."""
+        """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
+        and key decide when to rewind."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -84,7 +84,7 @@ class PreparedTrial:
         self.restarted = self._restarted() if cell.checkpoint != "none" else None
 
     def _restarted(self) -> RestartedLaunch:
-        """Returns the launch that saves, perhaps by another strategy, and the one that loads."""
+        """Returns the launch that saves, and the one that loads."""
         saves, first = self.launch, saving_cell(self.cell)
         if first != self.cell:
             strategy, layout = validate(first, self.workload)
@@ -130,10 +130,8 @@ class Surroundings:
     idle_after: float | None
 
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
-        """Adds these observations to a trial that used `gpus` GPUs.
-
-        Its own ranks, which may still be ending, are not foreign processes.
-        """
+        """Adds these observations to a trial that used `gpus` GPUs, whose ranks may still be
+        ending."""
         own = {answer.pid for answer in outcome.answers}
         return replace(
             trial,
@@ -145,7 +143,7 @@ class Surroundings:
 
 
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
-    """Returns whether `cell` is `other` with a larger model, batch or sequence, or fewer
+    """Returns whether `cell` is `other` with a larger model, batch or sequence, or on fewer
     devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):

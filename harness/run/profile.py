@@ -1,5 +1,3 @@
-"""Profiles a cell's ranks."""
-
 from __future__ import annotations
 
 import json
@@ -27,10 +25,8 @@ from harness.workloads.counts import model_facts
 def profile_cell(
     launcher: LauncherProtocol, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
 ) -> ProfileRecord:
-    """Launches a cell once more, not as a trial, and profiles its ranks.
-
-    `traces`: folder for a trace of each rank.
-    """
+    """Launches a cell outside its trials, and profiles its ranks. `traces`: folder for their
+    traces."""
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
     with_few_steps = profiled_cell(cell)
@@ -104,7 +100,7 @@ def profile_record(
 def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
-    """Adds the components of the step with the median slowest rank, which sum to its time."""
+    """Adds the components of the step with the median slowest rank."""
     profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARE_STEPS = 1.25
-"""Factor on a reference run's steps, because trials continue after the parity segment."""
+"""Factor on a reference's steps, for trials beyond the parity segment."""
 
 
 @dataclass
@@ -161,8 +161,8 @@ class ReferenceRuns:
     def _learn_losses(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
-        """Launches the reference again if it has fewer losses than the trial has training steps.
-        Keeps it unchanged if that fails."""
+        """Relaunches a reference with fewer losses than the trial's training steps; if that fails,
+        keeps it."""
         taken = outcome.trained[0].steps
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
@@ -173,7 +173,7 @@ class ReferenceRuns:
             reference.note_losses(losses)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
-        """Adds the loss deviation by step of the reference training, rounded differently."""
+        """Learns the reference's loss deviation by step when rounded differently."""
         known = reference.all_losses
         longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
@@ -202,7 +202,7 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores, since nobody compares its time."""
+    """Returns the cell on all cores; its time does not matter."""
     cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores)
 
@@ -238,7 +238,7 @@ def compared(cells: Sequence[Cell]) -> list[Cell]:
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
     """Returns a trial's verdict; unknown without a reference, because of `why_not`.
 
-    While the reference's drift is unknown, later losses must stay in the narrowest envelope.
+    Without the reference's drift, later losses must stay in the narrowest envelope.
     """
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None
@@ -298,7 +298,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 def _without_ahead(
     steps: Sequence[int | None], replays_ahead: Sequence[bool], segment: int
 ) -> list[int]:
-    """Returns each step's training step, moved beyond the segment in replays ahead."""
+    """Returns each step's training step, beyond the segment in replays ahead."""
     taken: list[int] = []
     replays = -1
     for number, step in enumerate(steps):
@@ -365,7 +365,7 @@ class _Judging:
         return deviations_later(losses, self.reference.all_losses, segment)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
-        """Returns the verdict, or `diverged` if a later deviation leaves the envelope."""
+        """Returns the verdict, or `diverged` for a later deviation outside the envelope."""
         assert self.reference is not None
         if verdict.verdict not in VERIFIED:
             return verdict

@@ -1,5 +1,3 @@
-"""Records of runs, skipped cells, trials and their steps."""
-
 from __future__ import annotations
 
 import json
@@ -213,8 +211,8 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks an ok trial `diverged` if it does not train like its reference, as expected if the
-    strategy declares a deviation too wide to be verified."""
+    """Marks an ok trial `diverged` if it trains differently; expected if the strategy's deviation
+    is too wide to be verified."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":

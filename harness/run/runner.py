@@ -1,4 +1,4 @@
-"""Runs a plan's open trials: references, order, progress, resume, stop."""
+"""Runs a plan's open trials: order, progress, resume, stop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Runner:
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """This runner's share of the plan's cells: number, and number of shares."""
+    """This runner's share of the plan's cells: (number, number of shares)."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
     _given_up: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Runner:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """This runner's share; all trials of a cell run where its first one did."""
+        """This runner's share; a cell's trials run where its first did."""
         number, of = self.share
         return self.plan.cells[number::of]
 
@@ -97,7 +97,6 @@ class Runner:
         return not replace(self, share=(0, 1)).open_trials()
 
     def open_trials(self) -> list[PendingTrial]:
-        """Returns the trials without a final record."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -120,7 +119,7 @@ class Runner:
         return pending
 
     def make_room(self) -> None:
-        """Raises UsageError, recording nothing, if the disk lacks room for missing references."""
+        """Raises UsageError, recording nothing, without disk space for references."""
         make_room(compared([trial.cell for trial in self.open_trials()]))
 
     def begin(self) -> bool:
@@ -128,7 +127,7 @@ class Runner:
         return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
     def run(self, listener: ProgressListener) -> bool:
-        """Runs all open trials; if interrupted, records running ones as such and returns False."""
+        """Runs all open trials; if interrupted, records running ones as such."""
         recorded = self.store.statuses(self.plan.run_id)
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
@@ -197,10 +196,7 @@ class Runner:
         pending: Sequence[PendingTrial],
         listener: ProgressListener,
     ) -> bool:
-        """Runs these trials in order; returns False if interrupted.
-
-        `launch`: launches and records one group.
-        """
+        """Runs these trials in order, one group per `launch`; returns False if interrupted."""
         for group in self._groups(pending):
             launched = [trial for trial in group if self._is_launched(*trial, listener)]
             for position, cell, key in launched:
@@ -227,11 +223,11 @@ class Runner:
     def _is_launched(
         self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
     ) -> bool:
-        """Returns whether to launch a trial; records it as skipped if a cell needing less memory
+        """Returns whether to launch a trial; records it as skipped if a cell that needs less memory
         ran out.
 
-        Also returns False if an earlier trial of the cell ran out of memory or time, or the time
-        budget is spent.
+        Also False if an earlier trial of the cell ran out of memory or time, or the time budget is
+        spent.
         """
         if cell.id in self._given_up and key.trial > 0:
             return False
@@ -249,7 +245,7 @@ class Runner:
         return True
 
     def explain(self, listener: ProgressListener) -> bool:
-        """Profiles each cell that ended ok without a profile; returns False if interrupted."""
+        """Profiles each ok cell without a profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
@@ -267,7 +263,7 @@ class Runner:
         return True
 
     def start(self, cells: Sequence[Cell]) -> LauncherProtocol:
-        """Returns a launcher whose fork server has imported what these cells need."""
+        """Returns a launcher whose fork server has imported the cells' packages."""
         return self.launcher(packages(cells))
 
     def run_trial(
@@ -279,7 +275,6 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        """Launches, verifies and records a trial; without a reference its parity is unknown."""
         seconds = self.plan.timed_seconds_of(cell)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
@@ -333,7 +328,7 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """Returns why not to try a cell: one that needs no more of anything ran out of memory."""
+        """Returns why not to try a cell: an easier one ran out of memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue

@@ -18,11 +18,11 @@ BASELINE = "single"
 TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Optimizer that the reference uses in place of another implementation of it."""
+"""Reference's optimizer in place of another implementation of it."""
 RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
 """Fields of the training recipe."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
-"""Fields excluded from the cell id; changing them does not change what is measured."""
+"""Fields excluded from the cell id; they do not change what is measured."""
 
 
 def without_folder(name: str) -> str:
@@ -139,8 +139,7 @@ class Cell(BaseModel):
 
     @property
     def id(self) -> str:
-        """Hash of the non-default fields and all options: twelve hex digits, the same on every
-        host.
+        """Hash of non-default fields and all options: twelve hex digits, equal on every host.
 
         A new field keeps existing ids if its default is the old behaviour.
         """
@@ -218,10 +217,8 @@ class Cell(BaseModel):
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self, strategy: str = BASELINE, options: Mapping[str, Any] | None = None) -> Cell:
-        """Returns the parity reference: the same training in one process.
-
-        `strategy`, `options`: those of that process, which determine its rounding.
-        """
+        """Returns the parity reference: the same training in one process, with `strategy` and
+        `options`, which determine its rounding."""
         return self.model_copy(
             update={
                 "strategy": strategy,

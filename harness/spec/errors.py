@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A user's mistake: one sentence that says what is wrong, where, and what would be right.
 
-    Names no command or option; the command line adds those. Exit code 2.
+    Names no command or option: the command line adds those. Exit code 2.
     """
 
 
@@ -20,7 +20,7 @@ class NotWritable(UsageError):
 
 
 class NotRecorded(UsageError):
-    """Results could not be written: the disk is full, or the results folder is gone."""
+    """Results could not be written: a full disk, or no results folder."""
 
 
 class NoRuns(UsageError):
@@ -48,7 +48,7 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """The cell cannot run on this host; the message names the missing library or hardware."""
+    """The cell cannot run on this host; the message names the missing part."""
 
 
 def first_error(error: ValidationError) -> str:

@@ -68,7 +68,7 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 
 
 def link_text(value: object) -> str:
-    """Returns a link's canonical text; empty for the nodes' real network.
+    """Returns a link's canonical text; empty for the real network.
 
     `value`: text, a mapping with `rate`, `delay` or both, or nothing. Raises ValueError for
     anything else.

@@ -1,8 +1,6 @@
-"""Redacts secrets in recorded or displayed text.
-
-These are values of environment variables with telltale names, tokens of well-known services,
-passwords in URLs or after words such as `password=`, and private keys.
-"""
+"""Redacts secrets in recorded or displayed text: values of environment variables with telltale
+names, tokens of well-known services, passwords in URLs or after words such as `password=`, and
+private keys."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRETS = re.compile(r"true|false|none|null|auto|\d+|(/[\w.-]+)+/?", re.IGNORECASE)
-"""Harmless values of such variables: settings and paths, as in TOKENIZERS_PARALLELISM=false."""
+"""Harmless values of such variables, as in TOKENIZERS_PARALLELISM=false."""
 _WORD = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key)"
 _FORMS = [
     # GitHub, GitLab, Hugging Face, OpenAI and Anthropic, Slack, AWS, Google, npm, PyPI, W&B
@@ -55,7 +53,7 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Returns values of secret environment variables, also as escaped for JSON and URLs, longest
+    """Returns secret environment variables' values, also as escaped for JSON and URLs, longest
     first."""
     values = {
         written
@@ -67,10 +65,8 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """Replaces secrets, and escapes lone surrogates, which files and terminals reject.
-
-    `secrets`: those of the environment by default.
-    """
+    """Replaces secrets (default: the environment's), and escapes lone surrogates, which files and
+    terminals reject."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:
         return text  # a fast path for short columns, the majority

@@ -19,12 +19,11 @@ class Layout:
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
-    """Ranks that train on the same samples, each on its part of the tokens."""
+    """Ranks on the same samples, each with its part of the tokens."""
     devices_per_process: int = 1
     """More than 1 for DataParallel."""
     servers: int = 0
-    """Number of parameter servers: extra processes with the highest ranks, which hold the model but
-    get no samples."""
+    """Number of parameter servers: extra, highest ranks that hold the model but get no samples."""
 
     @property
     def devices(self) -> int:
@@ -35,7 +34,6 @@ class Layout:
         return self.devices // self.devices_per_process + self.servers
 
     def serves(self, rank: int) -> bool:
-        """Whether a rank is a parameter server."""
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
@@ -60,8 +58,7 @@ class Layout:
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns the index of a rank's part of the global batch; a server gets the last and
-        ignores it."""
+        """Returns a rank's part of the global batch; a server gets the last, unused."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
@@ -80,8 +77,7 @@ class Tolerance:
 
 
 REASONS = "; "
-"""Separator in `Tolerance.reason`. Half precision and the model share one reason; the strategy adds
-its own."""
+"""Separator in `Tolerance.reason`, between half precision or model and strategy."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
@@ -108,8 +104,8 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     label_tokens: float | None = None
-    """Divisor of the summed token losses: mean number of label tokens per part of the global batch.
-    None: its own number of labels."""
+    """Divisor of the summed token losses: mean label tokens per part of the global batch. None: its
+    own number of labels."""
     keys: Tensor | None = None
     """(samples, tokens): keys of the dropout masks, the same in every layout; None without
     dropout."""

@@ -89,7 +89,6 @@ class AccelerateEngine(Strategy):
         return fsdp2_settings(make_workload(cell.workload)) | state_dict_type(cell)
 
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
-        """Returns DeepSpeed's config; None for other engines."""
         if not self.zero:
             return None
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
@@ -144,10 +143,8 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP.
-
-    If `launched`, the environment already has the settings.
-    """
+    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP. `launched`: the
+    environment has the settings."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import (

@@ -1,5 +1,3 @@
-"""Accelerate's configuration for a cell."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,7 @@ def mixed_precision(cell: Cell) -> str:
 def fsdp2_settings(
     workload: Workload, *, reshard_after_forward: bool = True, offload: bool | None = None
 ) -> dict[str, object]:
-    """Returns Accelerate's FSDP2 settings, with one unit per block.
+    """Returns Accelerate's FSDP2 settings, one unit per block.
 
     Without block names, Accelerate also wraps other modules, and fails on BERT's word embedding.
     """
@@ -42,7 +40,6 @@ def fsdp2_settings(
 
 
 def state_dict_type(cell: Cell) -> dict[str, object]:
-    """Returns the setting for the checkpoint's format, if any."""
     kinds = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
     return {"state_dict_type": kinds[cell.checkpoint]} if cell.checkpoint in kinds else {}
 
@@ -60,10 +57,10 @@ def block_classes(workload: Workload) -> list[str]:
 def launch_config(
     cell: Cell, *, fsdp: dict[str, object] | None = None, deepspeed_file: str | None = None
 ) -> dict[str, object]:
-    """Returns the config file for DDP, FSDP, or DeepSpeed with its own config file.
+    """Returns the config file for DDP, FSDP, or DeepSpeed with its config file.
 
-    On CPUs the type is MULTI_GPU too, because MULTI_CPU starts one process without an MPI host
-    file. The script must pass `Accelerator(cpu=True)`.
+    CPUs too use type MULTI_GPU: MULTI_CPU starts one process without an MPI host file. The script
+    must pass `Accelerator(cpu=True)`.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -117,9 +114,9 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Returns one engine's script and config file; None for fp16 on CPUs, which would run as fp32.
+    """Returns one engine's script and config file; None for fp16 on CPUs, which run fp32.
 
-    `about_deepspeed` has template values missing from the config.
+    `about_deepspeed` has further template values.
     """
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
@@ -157,7 +154,7 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
     """Returns FSDP2 through Accelerate, if that trains the same.
 
     Accelerate computes half precision entirely in half, offloads only on GPUs, needs token
-    embeddings, and has no prefetch or hybrid sharding.
+    embeddings, and lacks prefetch and hybrid sharding.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"

@@ -48,7 +48,7 @@ def fp16_on_cpu() -> bool:
 
 
 def is_in_memory(folder: str) -> bool:
-    """Returns whether a folder is, or would be, on tmpfs or ramfs."""
+    """Returns whether a folder, perhaps a future one, is on tmpfs or ramfs."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         if Path("/proc/mounts").exists()
@@ -61,10 +61,8 @@ def is_in_memory(folder: str) -> bool:
 
 
 def require_disk(folder: str) -> None:
-    """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS.
-
-    Somebody else's matrix must not choose where files are written.
-    """
+    """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS:
+    somebody else's matrix must not choose where to write."""
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
     if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
@@ -112,8 +110,8 @@ def compiled_parts() -> set[str]:
 def settle(device: str, local_processes: int) -> None:
     """Sets up DeepSpeed in a rank, whichever device the fork server imported it for.
 
-    Compiled ops are marked compatible, because probing starts compilers. The CPU accelerator's
-    shared-memory collectives are left out: they leave 66 MiB per rank in /dev/shm.
+    Compiled ops are declared compatible: probing starts compilers. The CPU accelerator's
+    shared-memory collectives, which leave 66 MiB per rank in /dev/shm, are left out.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -136,7 +134,7 @@ def settle(device: str, local_processes: int) -> None:
 
 
 def _switch_to(accelerator: Any) -> None:
-    """Sets the accelerator, also in three places of version 0.19.8 that cached it at import."""
+    """Sets the accelerator, also where version 0.19.8 cached it at import."""
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(accelerator)
@@ -148,11 +146,11 @@ def _switch_to(accelerator: Any) -> None:
 
 
 def keep_dtype(device: str) -> None:
-    """Keeps fp32 parameters in fp32 when offloaded to disk, as DeepSpeed intends.
+    """Keeps fp32 parameters in fp32 when offloaded to disk.
 
-    Its `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ... else bf16`.
-    On a CPU without fp16, parameters below 2 MiB would stay in memory and others return in bf16,
-    which layers reject. So the CPU claims fp16 support.
+    DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
+    else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
+    in bf16, which layers reject. So the CPU claims fp16 support.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

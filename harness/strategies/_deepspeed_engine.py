@@ -49,10 +49,8 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO.
-
-    It decays the weights and counts in bias corrections: the second loss is off by 8e-3.
-    """
+    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO, which
+    decays weights and counts in bias corrections: the second loss is off by 8e-3."""
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
@@ -66,7 +64,7 @@ def engine_step(
 ) -> TrainStep:
     """Returns a step of DeepSpeed's loop, whose engine accumulates gradients.
 
-    `model` calls the engine (default: the engine itself); `divisor` divides the loss.
+    `model` calls the engine (default: itself); `divisor` divides the loss.
     """
     import torch
 
@@ -111,10 +109,8 @@ def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
 
 
 def load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
-    """Loads a checkpoint; returns its step.
-
-    Raises RuntimeError if there is none, about which DeepSpeed only warns.
-    """
+    """Loads a checkpoint; returns its step. Raises RuntimeError without one; DeepSpeed only
+    warns."""
     import torch
 
     path, client_state = engine.load_checkpoint(str(folder), CHECKPOINT)

@@ -39,7 +39,7 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """DeepSpeed's layer with the interface of a transformers mixture.
 
-    Disables two defaults that change training: dropping tokens beyond an expert's capacity, and
+    Disables defaults that change training: dropping tokens beyond an expert's capacity, and
     sampling the second expert.
     """
 
@@ -87,9 +87,9 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Replaces each block's mixture by DeepSpeed's layer in place; returns the layers by path.
+    """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
 
-    Neighbouring ranks share the experts, which `check_groups` compares with DeepSpeed's group.
+    Neighbouring ranks share experts, as `check_groups` verifies.
     """
     first = rank % ranks * (workload.experts // ranks)
     made = {}

@@ -28,14 +28,14 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps."""
 SWAP_ELEMENTS = 2**20
-"""Optimizer elements swapped at a time; DeepSpeed's default of 1e9 would buffer everything."""
+"""Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
 SWAP_BUFFERS = 5
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
-"""Elements of DDP's 25 MiB bucket; DeepSpeed's default of 5e8 allocates 2 GB for any model."""
+"""Elements of DDP's 25 MiB bucket; DeepSpeed's 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS = 1000
-"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's 1e5 would keep nearly
-all of a model of hidden size 256."""
+"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's 1e5 is nearly all of a
+model of hidden size 256."""
 LOSS_SCALE_POWER = 12
 """Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 skips the first steps."""
 
@@ -87,7 +87,7 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Returns the elements of a rank's largest part; a generous bound if sizes are unknown."""
+    """Returns the elements of a rank's largest part, or a generous bound."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -258,8 +258,8 @@ class ZeroOptions(Strategy):
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
-    Unless `gradient_clipping` is 0, DeepSpeed clips at 1.0. Libraries on top would derive a missing
-    batch size from a wrong process count.
+    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0; so is the batch size, which
+    libraries on top would derive from a wrong process count.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
@@ -282,7 +282,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
 def require_locked(swapping: Swapping) -> None:
     """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
 
-    DeepSpeed does not check whether locking failed, and writes to an invalid address.
+    DeepSpeed ignores failed locking, and writes to an invalid address.
     """
     size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
     allowed = lockable_bytes()

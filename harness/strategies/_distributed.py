@@ -137,8 +137,8 @@ def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
 def load(job: Job, sizes: MeshSizes) -> nn.Module:
     """Saves the job's model and loads it in parts: transformers splits models only while loading.
 
-    Raises RuntimeError if its mesh would use another device type; transformers picks any
-    accelerator.
+    Raises RuntimeError if its mesh, on any accelerator that transformers finds, has another device
+    type.
     """
     import torch
     import torch.distributed as dist
@@ -166,9 +166,9 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 
 
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
-    """Yields this rank's retained tensors, with only its part of each parameter.
+    """Yields this rank's retained tensors, with only its parts of parameters.
 
-    On CPUs a part is a view of a memory-mapped file: only written pages are in memory.
+    On CPUs a part is a view of a memory-mapped file: only written pages take memory.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):
@@ -178,14 +178,12 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
 
 
 def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
-    """Does nothing; recomputation is enabled on the loaded model."""
+    """Does nothing; the loaded model gets recomputation."""
 
 
 def distributed_config(sizes: MeshSizes) -> DistributedConfig:
-    """Returns the argument of `from_pretrained`.
-
-    Without tensor parallelism `tp_plan` is omitted: an empty plan raises, although documented.
-    """
+    """Returns the argument of `from_pretrained`, without `tp_plan` if unused: an empty plan raises,
+    although documented."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(
@@ -225,9 +223,8 @@ def exchange(
 ) -> float:
     """Returns the bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    `rows` is the bytes of hidden states of a rank's samples, sent to each expert of a token. With
-    uniform routing, `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for token
-    counts.
+    `rows` is the bytes of a rank's hidden states, sent to each expert of a token. With uniform
+    routing, `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for token counts.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -244,9 +241,9 @@ def sharded_traffic(
 ) -> float | None:
     """Returns the bytes of FSDP's gathers and scatters and of token exchanges.
 
-    FSDP2 gathers in every micro-batch and reduces gradients `reductions` times, by default as
-    often. Final norm and head stay gathered until backward. Experts are sharded among the ranks
-    that hold them.
+    FSDP2 gathers in every micro-batch and reduces gradients `reductions` times (default: as often).
+    Final norm and head stay gathered until backward. Experts are sharded among ranks that hold
+    them.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -280,7 +277,7 @@ def tensor_traffic(
     """Returns the bytes of tensor parallelism without data parallelism.
 
     Hidden states are all-reduced in forward after the embedding and each layer split by row, in
-    backward for each layer split by column. The head is one of these, and its logits are gathered.
+    backward for each layer split by column. The head is one, and its logits are gathered.
 
     Experts split like an MLP reduce outputs, and gradients of inputs and token weights. Whole
     experts exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block
@@ -314,7 +311,7 @@ def tensor_traffic(
 
 
 class MeshStrategy(Strategy):
-    """Base of strategies that split a model by its transformers plans, and by FSDP2 otherwise."""
+    """Base of strategies that split a model by transformers' plans, and FSDP2 otherwise."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 

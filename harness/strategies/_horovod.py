@@ -76,8 +76,8 @@ def missing(controller: str, device: str) -> str:
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
 
-    A rank's two threads share its cores, so the one waiting for MPI must yield. Open MPI would
-    otherwise use every node of a SLURM allocation.
+    A rank's two threads share its cores, so one that waits for MPI must yield. By default Open MPI
+    uses every node of a SLURM allocation.
     """
     settings = {
         "orte_tmpdir_base": str(scratch),
@@ -138,7 +138,7 @@ def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: floa
 
 @contextlib.contextmanager
 def rendezvous(job: Job) -> Iterator[None]:
-    """Runs the rendezvous of Gloo's ranks like horovodrun, with a server thread in rank 0."""
+    """Runs the rendezvous of Gloo's ranks, with a server thread in rank 0."""
     import torch.distributed as dist
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.util.network import get_driver_ip
@@ -197,7 +197,7 @@ def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
     Horovod's `broadcast_optimizer_state` lets a new optimizer take a real step with zero gradients,
-    and misses plain SGD's learning rate. Call after wrapping, which discards the optimizer's state.
+    and misses plain SGD's learning rate. Call after wrapping, which discards the state.
     """
     import horovod.torch as hvd
 
@@ -231,10 +231,8 @@ class RootFile:
 
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
-    """Averages gradients before GradScaler inspects them, and keeps step() from averaging again.
-
-    Adasum has already updated during backward.
-    """
+    """Averages gradients before GradScaler inspects them, instead of in step(). Adasum has already
+    updated during backward."""
     if adasum:
         yield
         return

@@ -29,10 +29,8 @@ Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of this many neighbouring ranks; None means one group.
-
-    Raises Refused if the devices do not divide evenly.
-    """
+    """Returns data-parallel groups of this many neighbouring ranks (None: one group); raises
+    Refused if they do not divide the devices."""
     ranks = sequence_ranks or devices
     if devices % ranks:
         raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
@@ -52,7 +50,7 @@ def check_heads(workload: Workload, ranks: int) -> None:
 def check_config(workload: Workload) -> None:
     """Raises Refused if DeepSpeed's UlyssesSPAttentionHF does not support the model.
 
-    It needs the number of key and value heads in the config, and Llama-style joining of heads.
+    It needs the number of key-value heads in the config, and Llama-style joining of heads.
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
@@ -63,7 +61,7 @@ def check_config(workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Part of each sample: tokens from `number` / `parts` to (`number` + 1) / `parts`."""
+    """Part of each sample: from `number` / `parts` to (`number` + 1) / `parts`."""
 
     number: int
     parts: int
@@ -73,10 +71,8 @@ class SequencePart:
         return cls(job.rank % job.layout.sequence, job.layout.sequence)
 
     def cut(self, batch: Batch) -> Batch:
-        """Returns this part of a batch.
-
-        Labels are already shifted: a part's last label is the next part's first token.
-        """
+        """Returns this part of a batch, whose labels are already shifted: its last one is the next
+        part's first token."""
         return batch.part(self.number, self.parts, dimension=1)
 
     def positions(self, job: Job) -> Tensor:
@@ -95,10 +91,10 @@ def at_positions(
 
 
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
-    """Returns a step on a rank's tokens at these positions, averaging gradients over all ranks.
+    """Returns a step on a rank's tokens at these positions.
 
     Attention returns gradients to the ranks of keys and values. Ranks have equally many tokens, so
-    the average is the gradient of the mean loss.
+    averaging gradients over ranks gives that of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -123,8 +119,8 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
-    transformers makes no mask for an unknown attention, and should not: it would take this rank's
-    tokens for a whole sample.
+    transformers rightly makes no mask for an unknown attention: it would take this rank's tokens
+    for a whole sample.
     """
     from transformers import AttentionInterface
 
@@ -147,9 +143,9 @@ def even_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Applies torch's causal attention, with key and value heads repeated to match queries.
+    """Applies torch's causal attention, repeating key and value heads to match queries.
 
-    torch's ring attention can replace this call; it supports no dropout or grouped heads.
+    torch's ring attention, which can replace this call, supports no dropout or grouped heads.
     """
     from torch.nn import functional
 
@@ -164,11 +160,12 @@ def even_attention(
 def exchanged_for_heads(
     cell: Cell, layout: Layout, gathers_positions: bool = False
 ) -> float | None:
-    """Returns the bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls, on average.
+    """Returns the mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv
+    2309.14509, section 3.2: 4Nh/P).
 
-    Source: arXiv 2309.14509, section 3.2 (4Nh/P). None unless all tensors are fp32. A block has
-    four all-to-alls forward (queries, keys, values, outputs) and four backward; recomputation
-    repeats the forward ones. `gathers_positions` adds 8 bytes per token and computed block.
+    None unless all tensors are fp32. A block has four all-to-alls forward (queries, keys, values,
+    outputs) and four backward; recomputation repeats the forward ones. `gathers_positions` adds 8
+    bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:

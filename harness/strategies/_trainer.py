@@ -37,7 +37,7 @@ class Stepped:
     """A script with its own training loop, in a thread that pauses before each step.
 
     A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
-    loop's work. The script also builds the model, because glibc keeps freed memory per thread.
+    loop's work. The script also builds the model, as glibc keeps freed memory per thread.
     """
 
     trainer: SteppedTrainer
@@ -48,10 +48,8 @@ class Stepped:
         self._answers: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
 
     def begin(self) -> SteppedTrainer:
-        """Starts the script; returns its Trainer once it requests the first batch.
-
-        Re-raises the script's exceptions, as does `step`.
-        """
+        """Starts the script; returns its Trainer at its first request for a batch. Re-raises
+        exceptions, as does `step`."""
         threading.Thread(target=self._run, name="training loop", daemon=True).start()
         self._answer()
         return self.trainer
@@ -68,7 +66,6 @@ class Stepped:
         return step
 
     def step(self, batch: Batch) -> Tensor | None:
-        """Runs one step of the loop; returns its loss."""
         self._batches.put(batch)
         return self._answer()
 
@@ -101,7 +98,7 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its samples are numbers, which reveal the loader's order and are replaced by the harness's.
+    Its samples are numbers, which reveal the loader's order; the harness's replace them.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
@@ -125,7 +122,7 @@ class SteppedTrainer(Trainer):
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
         """Returns the part by model input name.
 
-        Raises RuntimeError unless the numbers come next; ranks take micro-batches in turn.
+        Raises RuntimeError unless the numbers, of micro-batches in turn by rank, come next.
         """
         size = len(part.inputs)
         first = (
@@ -258,8 +255,8 @@ def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recomp
 def scale_balance(job: Job, model: nn.Module) -> None:
     """Divides the balancing loss by ranks and micro-batches, in place.
 
-    transformers 5.23 adds it to a loss already divided by the labels of all ranks and
-    micro-batches, so it would count once for each.
+    transformers 5.23 adds it to a loss already divided by all their labels, so it would count once
+    for each.
     """
     if job.cell.balance_weight:
         parts = job.layout.data * job.cell.micro_batches
@@ -270,7 +267,7 @@ def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
     For a model that ignores the count, Trainer would multiply the mean by the ranks and not divide
-    by micro-batches. So it is told that other models do not accept it.
+    by micro-batches, unless told that it does not accept it.
     """
     return workload.kind == "causal"
 
@@ -278,9 +275,9 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
-    Labels are already shifted, so causal models also get them as `shift_labels`. Without these,
-    Trainer counts unshifted labels if transformers does not recognise the loss by class name (as
-    for GPT-2).
+    Labels are already shifted, so causal models also get them as `shift_labels`. Otherwise Trainer
+    counts unshifted labels if transformers does not recognise the loss by class name (as for
+    GPT-2).
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     if part.positions is not None:

@@ -1,5 +1,3 @@
-"""Apex-style automatic mixed precision on torch.amp."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
@@ -32,10 +30,10 @@ class Amp(Strategy):
     keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights start
     unrounded and rotary frequencies stay fp32.
 
-    Each level is compared with itself in one process. They deviate from fp32 by rounding in
+    Each level is compared with itself in one process. From fp32 they deviate by rounding in
     autocast operators (O1), also in norms and residuals (O2), and by lost updates (O3): in bf16, a
-    norm weight of 1.0 never moves by steps of 1e-3. Pure fp16 with AdamW diverges: a squared
-    gradient below 6e-8 becomes zero.
+    norm weight of 1.0 never moves by 1e-3. Pure fp16 with AdamW diverges: a squared gradient below
+    6e-8 becomes zero.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs the five steps run on one CPU thread per device. Autocast is entered inside each
-    replica: replica threads inherit only whether it is enabled, so on GPUs bf16 cells would use
-    fp16.
+    Without GPUs each device is a CPU thread. Autocast is entered inside each replica: its threads
+    inherit only whether it is enabled, so bf16 cells on GPUs would use fp16.
     """
 
     capabilities = Capabilities(process_group=False)

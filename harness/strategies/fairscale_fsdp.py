@@ -1,5 +1,3 @@
-"""fairscale's FullyShardedDataParallel (zero_dp_2, zero_dp_3)."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -116,8 +114,6 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
 
 @dataclass(frozen=True)
 class LocalState:
-    """A rank's shard of the model."""
-
     model: FullyShardedDataParallel
 
     def state_dict(self) -> StateDict:

@@ -1,5 +1,3 @@
-"""fairscale's OSS and ShardedDataParallel."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -35,8 +33,8 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Gradients must be cleared through the model, not the optimizer (see `clear`). torch's sharded
-    loss scaler replaces fairscale's ShardedGradScaler, which is disabled without CUDA.
+    Clear gradients through the model, not the optimizer (see `clear`). torch's sharded loss scaler
+    replaces fairscale's ShardedGradScaler, disabled without CUDA.
     """
 
     requires = ("fairscale",)
@@ -133,8 +131,8 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees the others.
 
-    OSS's `zero_grad` sets all to None, torch's default since 2.0. This detaches them from
-    ShardedDataParallel's buckets, so from the second step ranks update with local gradients.
+    OSS's `zero_grad` sets all to None (torch's default since 2.0), which detaches them from
+    ShardedDataParallel's buckets: from the second step ranks update with local gradients.
     """
     model.zero_grad(set_to_none=True)
 

@@ -121,7 +121,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
     """Wraps by block or, without names, modules with at least an eighth of the parameters.
 
-    Modules that share a parameter must be in one unit, so without blocks such a model is one unit.
+    Modules that share a parameter must be one unit, so without blocks such a model is one.
     """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 

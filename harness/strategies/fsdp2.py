@@ -131,10 +131,11 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of parameter gathers (blocks again for backward) and gradient scatters.
+        """Returns the bytes of parameter gathers (blocks again for backward) and gradient scatters:
+        ZeRO-3's 3P minus the root's second gather.
 
-        This is ZeRO-3's 3P minus the root's second gather. Without `no_sync` each micro-batch
-        scatters its gradients. Hybrid sharding adds all-reduces between replicas.
+        Without `no_sync` each micro-batch scatters. Hybrid sharding adds all-reduces between
+        replicas.
         """
         shards, parts = self._shards(cell), cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
@@ -184,8 +185,8 @@ def sharded_messages(
 ) -> float:
     """Returns the number of collectives per step.
 
-    Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered, and with
-    hybrid sharding all-reduced, once per step or, without `no_sync`, per micro-batch.
+    Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered, in hybrid
+    sharding all-reduced, once per step or, without `no_sync`, per micro-batch.
     """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))

@@ -1,5 +1,3 @@
-"""Hugging Face Accelerate's `ParallelismConfig`."""
-
 from __future__ import annotations
 
 from importlib.metadata import version
@@ -19,8 +17,7 @@ from harness.workloads import Workload, make_workload
 class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, replicated or not, or tensor parallelism.
 
-    Accelerate rejects this config on CPUs (MULTI_CPU), so it is told to be on GPUs and prepares
-    over gloo.
+    Accelerate rejects it on CPUs (MULTI_CPU), so it is told that gloo's ranks are on GPUs.
     """
 
     requires = ("accelerate",)

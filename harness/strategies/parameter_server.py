@@ -1,5 +1,3 @@
-"""A parameter server over RPC."""
-
 from __future__ import annotations
 
 import contextlib
@@ -44,9 +42,9 @@ class ParameterServer(Strategy):
 
     Each device has a worker. The server computes in its training step; its RPC threads only wait.
     In asynchronous mode it updates once per worker and step (see `server_optimizer`), and no worker
-    gets more than a step ahead of the slowest. Losses lag, because a worker's parameters lack up to
-    (N-1)/N of a step's gradients. Parameters with gradients from one worker only, such as a rare
-    token's embedding, move by 1/N of an AdamW step.
+    gets more than a step ahead of the slowest. Losses lag: a worker's parameters lack up to (N-1)/N
+    of a step's gradients. Parameters with gradients from one worker only, such as a rare token's
+    embedding, move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(
@@ -140,12 +138,10 @@ def confirm(worker: int) -> None:
 
 
 def next_push() -> Push:
-    """Waits for a push in the server's step."""
     return _PUSHED.get()
 
 
 def next_confirmation() -> int:
-    """Waits for a confirmation in the server's step."""
     return _HEARD.get()
 
 
@@ -179,11 +175,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
-    """Returns the cell's optimizer, scaled for this many updates per step.
-
-    To match one reference update, each of N uses 1/N of the learning rate and the N-th root of each
-    moment's decay factor.
-    """
+    """Returns the cell's optimizer, scaled for this many updates per step: each of N uses 1/N of
+    the learning rate and the N-th root of each moment's decay factor."""
     optimizer = job.optimizer(trained(model))
     for group in optimizer.param_groups:
         group["lr"] /= updates

@@ -22,11 +22,11 @@ class Pipeline(Strategy):
     capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES, stages=True)
 
     schedule: Schedule = "1f1b"
-    """Order of forwards and backwards. Zero-bubble schedules and dualpipev compute weight gradients
-    separately, in idle slots; looped_bfs runs all micro-batches of a stage at once."""
+    """Order of forwards and backwards. Zero-bubble schedules and dualpipev defer weight gradients
+    to idle slots; looped_bfs runs all micro-batches of a stage at once."""
     stages_per_rank: int = Field(default=2, ge=1)
-    """Virtual stages per rank for interleaved schedules and looped_bfs. Always 2 for zbv and
-    dualpipev (the arms of the V), 1 for gpipe and 1f1b."""
+    """Virtual stages per rank for interleaved schedules and looped_bfs. Always 2 (a V's arms) for
+    zbv and dualpipev, 1 for gpipe and 1f1b."""
 
     def layout(self, devices: int) -> Layout:
         return Layout(pipeline=devices)
@@ -61,7 +61,7 @@ class Pipeline(Strategy):
     def export(self, cell: Cell, to: str) -> Export | None:
         """Returns a script whose stages are transformers' model without the other stages' layers.
 
-        Parameters tied across ranks have two copies, whose gradients are summed.
+        Tied parameters have a copy per rank, whose gradients are summed.
         """
         split = make_workload(cell.workload).split
         if to not in ("torchrun", "slurm") or split is None:
@@ -102,7 +102,7 @@ class PipelineCosts(CostModel[Pipeline]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the bytes of hidden states and of their and tied gradients, averaged over ranks.
 
-        The end ranks have one neighbour. One boundary of a V is within a rank.
+        End ranks have one neighbour. A V has one boundary within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

@@ -1,5 +1,3 @@
-"""The reference for parity checks and scaling efficiency."""
-
 from __future__ import annotations
 
 from harness.spec.training import Layout, States, TrainStep

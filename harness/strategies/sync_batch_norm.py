@@ -1,5 +1,3 @@
-"""DDP with synchronized batch norm."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 class SyncBatchNorm(Strategy):
     """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, as in a single process.
 
-    torch's SyncBatchNorm takes only GPU modules. On CPUs a differentiable all-reduce exchanges the
-    same statistics.
+    torch's SyncBatchNorm is for GPUs. On CPUs a differentiable all-reduce exchanges the same
+    statistics.
     """
 
     capabilities = Capabilities(synchronizes_batch_norm=True)
@@ -59,7 +57,7 @@ class SyncBatchNorm(Strategy):
 
 class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and one per BatchNorm in forward and backward.
+        """Counts DDP's messages and two per BatchNorm (forward and backward).
 
         A convolution and its BatchNorm have three parameters, the last layer two.
         """

@@ -96,8 +96,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns the activations of the rank's part of each layer.
 
-        Sequence parallelism also splits tokens outside attention and MLP (arXiv 2205.05198, section
-        4.2.2).
+        Sequence parallelism also splits tokens elsewhere (arXiv 2205.05198, section 4.2.2).
         """
         if workload.split is None or not workload.split.one_reduction_each:
             return None
@@ -108,9 +107,9 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         """Returns the bytes of hidden-state all-reduces.
 
         Layers split by row have one in forward, layers split by column one in backward. Megatron-LM
-        (arXiv 1909.08053, section 3) needs four per block, because it first sums gradients of
-        layers with the same input; torch needs seven for Llama. A recomputed block repeats its
-        forward all-reduces except the last, whose result no gradient needs.
+        (arXiv 1909.08053, section 3) needs four per block, as it first sums gradients of layers
+        with the same input; torch needs seven for Llama. A recomputed block repeats its forward
+        all-reduces except the last, whose result no gradient needs.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:
@@ -125,8 +124,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts an all-reduce per split layer and block (see `traffic`).
 
-        Sequence parallelism has four gathers and four scatters per block, and each norm's
-        gradients.
+        Sequence parallelism has four gathers and four scatters per block, and norm gradients.
         """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:
@@ -169,5 +167,4 @@ def written_style(style: ParallelStyle) -> str:
 
 
 def _written(value: object) -> str:
-    """Writes a tuple of one placement as the placement, as torch's styles expect."""
     return repr(value[0] if isinstance(value, tuple) and len(value) == 1 else value)

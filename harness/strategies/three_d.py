@@ -130,8 +130,8 @@ class ThreeDCosts(CostModel[ThreeD]):
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
     """Returns the states of a rank that shares this part of the model with `ranks` data ranks.
 
-    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5). ZeroRedundancyOptimizer
-    shards moments by whole parameters; DDP adds gradient buckets.
+    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer
+    moments by whole parameters; DDP adds buckets.
     """
     if axis == "fsdp2":
         return model_states(cell, part, shards=ranks)
@@ -142,10 +142,10 @@ def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
 
 
 def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
-    """Wraps the stage for its data axis, removing DTensors between forwards.
+    """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
+    ZeroRedundancyOptimizer reject them.
 
-    DDP and ZeroRedundancyOptimizer reject them. A schedule's first forward, for shapes, has no
-    backward, so DDP needs find_unused_parameters.
+    A schedule's first forward, for shapes, has no backward, so DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -162,8 +162,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward runs without gradients; DTensors built by torch's own hook
-    would never pass any on.
+    Before torch 2.12 the first forward runs without gradients, which torch's own hook's DTensors
+    would never pass on.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

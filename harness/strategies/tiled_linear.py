@@ -1,5 +1,3 @@
-"""Memory-centric tiling by DeepSpeed's TiledLinear."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone needs memory for a whole layer, its gradient and both buffers; tiling, for one
-    tile.
+    ZeRO-3 alone needs memory for a whole layer, its gradient and both buffers.
     """
 
     stage: Literal[3] = 3
@@ -82,10 +79,9 @@ def tile_largest(
 def join_tiles(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole parameters by name, with tiles joined under their original layer's name.
+    """Yields whole parameters by name, with tiles joined under their layer's name.
 
-    `named` must yield a layer's tiles consecutively. A gathered tensor is valid only until the
-    next.
+    `named` must yield a layer's tiles consecutively; a gathered tensor is valid until the next.
     """
     from deepspeed.runtime.zero import TiledLinear
 

@@ -17,10 +17,10 @@ class TransformersTrainer(AccelerateEngine):
 
     By default Trainer shuffles, clips the gradient norm at 1.0, decays the learning rate, exempts
     norms and biases from weight decay, and lets DDP look for unused parameters. All this is
-    disabled, and the order of samples is checked at every step. Trainer still computes the gradient
-    norm and checks the loss for NaN; that overhead is measured.
+    disabled, and the order of samples checked at every step. Its gradient norm and check for NaN
+    losses remain, and are measured.
 
-    A router's balancing loss (transformers 5.23) would count once per rank and micro-batch; see
+    A router's balancing loss (transformers 5.23) would count once per rank and micro-batch: see
     `scale_balance` in _trainer.py.
     """
 

@@ -22,7 +22,7 @@ class Ulysses(Strategy):
     """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
 
     Inside attention a rank has some heads of all tokens; outside, all heads of its tokens (arXiv
-    2309.14509). Every rank keeps the whole model and averages gradients after backward.
+    2309.14509). Every rank keeps the whole model and averages gradients.
     """
 
     requires = ("deepspeed",)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class UlyssesZero(Deepspeed):
     """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks.
 
-    Attention exchanges tokens for heads (arXiv 2309.14509); states are sharded over the
-    data-parallel and sequence-parallel ranks together.
+    Attention exchanges tokens for heads (arXiv 2309.14509); states are sharded over data-parallel
+    and sequence-parallel ranks together.
     """
 
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
@@ -85,8 +85,8 @@ class UlyssesZero(Deepspeed):
     def gradient_factor(self, layout: Layout) -> int:
         """Returns the factor by which DeepSpeed's averaged gradients are too large.
 
-        Stages 0 to 2 divide the sum over all ranks by the data-parallel ranks, as if each rank's
-        loss covered the whole sequence. Stage 3 divides by all ranks.
+        Stages 0 to 2 divide the sum over all ranks by the data-parallel ranks, as if each loss
+        covered the whole sequence; stage 3 by all ranks.
         """
         return layout.sequence if self.stage < 3 else 1
 

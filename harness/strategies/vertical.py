@@ -1,5 +1,3 @@
-"""Naive vertical model parallelism."""
-
 from __future__ import annotations
 
 from harness.spec.errors import Refused

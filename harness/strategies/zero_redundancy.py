@@ -1,5 +1,3 @@
-"""DDP with torch's ZeroRedundancyOptimizer."""
-
 from __future__ import annotations
 
 from harness.spec.training import Layout, States, TrainStep

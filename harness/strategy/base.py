@@ -77,17 +77,15 @@ class OwnLauncher:
 
 
 class Strategy(BaseModel, ABC):
-    """One way to spread training over devices.
-
-    Its fields are options; the first line of its docstring describes it.
-    """
+    """One way to spread training over devices. Its fields are options; its docstring's first line
+    describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
     install: ClassVar[str] = ""
-    """How to install them, if `pip install 'parallelism-bench[PACKAGE]'` is not enough."""
+    """How to install them, if not by `pip install 'parallelism-bench[PACKAGE]'`."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
@@ -102,10 +100,8 @@ class Strategy(BaseModel, ABC):
         return EXACT
 
     def reference(self, cell: Cell) -> Cell:
-        """Returns the cell to compare with: the same training in one process.
-
-        This is `single`, unless it rounds in other places.
-        """
+        """Returns the cell to compare with: the same training in one process, `single` unless it
+        rounds elsewhere."""
         return cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -123,12 +119,12 @@ class Strategy(BaseModel, ABC):
 
     @property
     def rewind_skipped_reason(self) -> str:
-        """Reason why training cannot be rewound by restoring what it registers, or empty."""
+        """Why training cannot be rewound by restoring what it registers, or empty."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """Values of the checkpoint axis by which training can be saved and continued."""
+        """Values of the checkpoint axis by which training can continue."""
         return self.capabilities.checkpoints
 
     @property
@@ -141,15 +137,13 @@ class Strategy(BaseModel, ABC):
         return CostModel(self)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns how to run the cell under launcher `to` without the suite, if supported.
-
-        Raises Refused, with a reason, if anything but the launcher prevents it.
-        """
+        """Returns how to run the cell under launcher `to` without the suite, if supported; raises
+        Refused if anything but the launcher prevents it."""
         return None
 
     @abstractmethod
     def setup(self, job: Job) -> TrainStep:
-        """Builds, wraps and places model and optimizer on each rank; returns the training step."""
+        """Builds, wraps and places model and optimizer; returns the training step."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +169,8 @@ class CostModel(Generic[StrategyT_co]):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the data axis (arXiv 1910.02054).
-
-        0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
-        """
+        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
+        gradients too, 3 parameters too."""
         return 3 if self.shards_parameters else 0
 
     @property
@@ -201,10 +193,8 @@ class CostModel(Generic[StrategyT_co]):
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns a rank's peak fp32 bytes in a micro-batch's forward, loss and backward.
-
-        Excludes states and gradients (see harness/workloads/operators.py). None if unknown.
-        """
+        """Returns a rank's peak fp32 bytes in a micro-batch's forward, loss and backward, without
+        states and gradients (harness/workloads/operators.py), if known."""
         if layout.tensor > 1 or layout.pipeline > 1:
             return None
         return self.counted_activations(cell, layout, workload)
@@ -221,17 +211,13 @@ class CostModel(Generic[StrategyT_co]):
         return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes a rank must send per step in its library's collectives, on average.
-
-        Counted as in harness/measure/rank_traffic.py.
-        """
+        """Returns the mean bytes a rank must send per step in its library's collectives (see
+        harness/measure/rank_traffic.py)."""
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the sequential collectives and transfers per step that a rank waits for.
-
-        Averaged over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each.
-        """
+        """Returns the sequential collectives and transfers per step that a rank waits for, averaged
+        over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each."""
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
@@ -246,5 +232,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns the approximate bytes to and from disk, or through one process."""
+        """Returns the approximate bytes to and from disk or one process."""
         return 0.0

@@ -43,9 +43,7 @@ def checkpoint_step(cell: Cell) -> int:
 
 def saving_cell(cell: Cell) -> Cell:
     """Returns the cell that saves the checkpoint; with `checkpoint_from`, another strategy's.
-
-    Raises UsageError unless that is a strategy and a number of devices.
-    """
+    Raises UsageError unless that is a strategy and a number of devices."""
     if not cell.checkpoint_from:
         return cell
     strategy, _, devices = cell.checkpoint_from.rpartition(" x")
@@ -59,10 +57,8 @@ def saving_cell(cell: Cell) -> Cell:
 
 
 def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
-    """Raises Refused if the cell cannot restart from a checkpoint.
-
-    `able` lists the strategy's checkpoints.
-    """
+    """Raises Refused if the cell cannot restart from a checkpoint. `able`: the strategy's
+    checkpoints."""
     if cell.checkpoint not in able:
         remedy = f"use {', '.join(able)}" if able else "leave the checkpoint out"
         raise Refused(f"{cell.strategy} does not save {cell.checkpoint} checkpoints; {remedy}")
@@ -103,7 +99,7 @@ def save_by_torch(
 
 
 def load_by_torch(job: Job, train_state: TrainState, folder: Path) -> int:
-    """Loads what `save_by_torch` saved, on any number of ranks; returns its step."""
+    """Loads a `save_by_torch` checkpoint on any number of ranks; returns its step."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -223,7 +219,7 @@ def _options(job: Job) -> StateDictOptions:
     """Returns options with flat optimizer names, except for full checkpoints.
 
     Flat names let ranks with different parameters share a checkpoint, but torch 2.13 raises
-    KeyError when it loads them from a full one. On a CPU, `cpu_offload` makes FSDP1 return views of
+    KeyError when loading them from a full one. On a CPU, `cpu_offload` makes FSDP1 return views of
     memory that it frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -239,7 +235,7 @@ def _options(job: Job) -> StateDictOptions:
 def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
     """Starts an asynchronous save; returns a function that waits for it.
 
-    A separate process group keeps its collectives apart from the training's.
+    Its process group keeps its collectives apart from the training's.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save

@@ -25,10 +25,8 @@ KEPT_RESULTS = 2
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Returns parameters and optimizer state in equal shards, with whole layer buffers.
-
-    Gradients count as transient, because zero_grad frees them.
-    """
+    """Returns parameters and optimizer state in equal shards, with whole layer buffers. Gradients
+    are transient, because zero_grad frees them."""
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=optimizer_bytes(cell, facts) / shards,
@@ -38,9 +36,10 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """Returns the facts of a rank's part of the model; None if some parameters are frozen.
+    """Returns the facts of a rank's part of the model; None for partly frozen models, whose frozen
+    names are unknown.
 
-    `share` maps a parameter's name to the part held; names of frozen ones are unknown.
+    `share`: parameter name to part held.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -102,8 +101,7 @@ def pipeline_states(
     """Returns the states of the fullest pipeline rank, including buffers.
 
     `own` lists each rank's stages. `keeps` returns a rank's states from its facts, `buffers` a
-    stage's bytes from its index, the stage count, and the bytes of hidden states of a rank's
-    samples.
+    stage's bytes from its index, the stage count, and the bytes of a rank's hidden states.
     """
     from harness.workloads import make_workload
 
@@ -141,10 +139,8 @@ def passed_once(ranks: int, size: float) -> float:
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns the bytes of hidden states between blocks of a rank's samples in a step.
-
-    None if the dtype may change.
-    """
+    """Returns the bytes of hidden states between blocks of a rank's samples in a step; None if the
+    dtype may change."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -164,7 +160,7 @@ def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns the fullest rank's elements if each tensor goes to the rank with fewest so far."""
+    """Returns the fullest rank's elements if each tensor goes to the emptiest rank."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
 
-`block_cudagraphs`, untested on GPUs, needs block weights at fixed addresses and no collectives
-inside a block."""
+`block_cudagraphs`, untested on GPUs, needs weights at fixed addresses and no collectives inside
+blocks.
+"""
 Recompute = Callable[["nn.Module", "Sequence[nn.Module]", str], None]
 """Makes blocks recompute, in place: (model, its blocks, `selective` or `full`)."""
 Wire = Literal["gloo", "ring"]
@@ -48,7 +49,7 @@ Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
 Save = Callable[[Path, int], "Callable[[], object] | None"]
 """Saves the state after this many steps, and their number, to a folder; returns a function that
-waits for an asynchronous save, or None."""
+waits for an asynchronous save."""
 Load = Callable[[Path], int]
 """Loads the state from a folder; returns its number of steps."""
 Moment = tuple[str, str, "Tensor"]
@@ -74,8 +75,7 @@ class TrainState:
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Functions by parameter name, from the strategy's whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
-    """Compute functions as (object, method name), timed in a separate pass for the pipeline
-    bubble."""
+    """Compute functions as (object, method name), timed separately for the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     """Yields whole tensors by name, if walking the model does not; called on all ranks."""
     moments: Callable[[], Iterable[Moment]] | None = None
@@ -87,8 +87,8 @@ class TrainState:
     offload_folder: Path | None = None
     """Folder of offloaded states, whose reads and writes are recorded."""
     waits: Sequence[Wait] = ()
-    """Functions in which a rank waits unseen by torch's profiler. Their time counts towards the
-    component if nothing computes meanwhile."""
+    """Functions in which a rank waits unseen by torch's profiler, and the component that gets their
+    time if nothing computes."""
     collectives: Sequence[Sender] = ()
     """Functions that send their first argument to all ranks without torch.distributed."""
     wire: Wire = "gloo"
@@ -106,8 +106,7 @@ class TrainState:
     load: Load | None = None
     """Loads that checkpoint into a newly built training; called on all ranks."""
     loads_in_setup: bool = False
-    """Whether `setup` has already loaded `Job.resume_from`, so that `load` only returns its
-    step."""
+    """Whether `setup` has loaded `Job.resume_from`, so that `load` only returns its step."""
 
 
 class TrainStateOptions(TypedDict, total=False):
@@ -133,7 +132,7 @@ class TrainStateOptions(TypedDict, total=False):
 
 @dataclass
 class Job:
-    """What the harness passes to a strategy: factories for the cell, and this rank's position."""
+    """What the harness passes to a strategy: factories for the cell, and the rank's position."""
 
     cell: Cell
     workload: Workload
@@ -152,8 +151,8 @@ class Job:
     threads: int = 1
     """Intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights, if not `device`. In GPU cells it is a GPU, because a CPU
-    would draw other weights than the reference's."""
+    """Device that draws initial weights, if not `device`. GPU cells use a GPU, as a CPU would draw
+    others than the reference's."""
     resume_from: Path | None = None
     """Checkpoint that `TrainState.load` will get, if any."""
     train_state: TrainState | None = None
@@ -169,7 +168,7 @@ class Job:
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
         """Builds the workload's model with seeded weights, on this rank's device, in training mode.
 
-        `recompute` enables recomputation, if a library has its own.
+        `recompute`: a library's own way to enable recomputation.
         """
         model = self.workload.build(self.cell.seed, self.device, drawn_on=self.weights_device)
         self.follow_recipe(model)
@@ -295,8 +294,8 @@ def standard_step(
 
     Losses are divided by the number of micro-batches; fp16 scales them dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
-    after the last backward; `around_update` wraps the optimizer's step. `scaler` replaces the
-    default, `clear` the optimizer's `zero_grad`, and `job.recipe.clip` torch's clipping.
+    after the last backward; `around_update` wraps the update. `scaler` replaces the default,
+    `clear` the optimizer's `zero_grad`, `job.recipe.clip` torch's clipping.
     """
     import torch
 
@@ -334,10 +333,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling for fp16 cells, disabled for others.
-
-    It starts at 4096, because torch's 65536 may overflow and skip steps.
-    """
+    """Returns dynamic loss scaling for fp16 cells, disabled for others. Starts at 4096: torch's
+    65536 may overflow and skip steps."""
     from torch.amp.grad_scaler import GradScaler
 
     return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from harness.workloads.counts import ModelFacts
 
 PACKAGES = {"adamw_8bit": "bitsandbytes"}
-"""Packages required beyond torch."""
 EXTRA_OPTIMIZERS = ("adamw_8bit", "muon")
 """Optimizers that a strategy must support explicitly (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
@@ -28,8 +27,8 @@ EIGHT_BITS = Tolerance(
     "a moment halfway between two 8-bit values may be rounded to either",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
-"""Tolerances of optimizers that amplify gradient rounding. Eight bits deviated by up to 2.9e-3 of
-an update after 20 steps."""
+"""Tolerances of optimizers that amplify gradient rounding: eight bits by up to 2.9e-3 of an update
+after 20 steps."""
 QUANTISED_ELEMENTS = 4096
 """Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
@@ -66,9 +65,9 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
     """Builds the cell's optimizer for a model's trained parameters.
 
-    Muon updates block matrices, AdamW embeddings, head and vectors
-    (https://kellerjordan.github.io/posts/muon/). Muon's steps are scaled to AdamW's, so both share
-    a learning rate (Moonlight, arXiv 2502.16982, section 2.2).
+    Muon updates block matrices, AdamW the rest (https://kellerjordan.github.io/posts/muon/). Muon's
+    steps are scaled to AdamW's, so both share a learning rate (Moonlight, arXiv 2502.16982, section
+    2.2).
     """
     import torch
 
@@ -91,8 +90,8 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
     """Puts DTensors and plain tensors into separate parameter groups.
 
-    Tensor parallelism leaves norms as plain tensors, and torch's foreach and fused updates refuse a
-    list of both.
+    Tensor parallelism leaves norms plain, and torch's foreach and fused updates refuse a mixed
+    list.
     """
     from torch.distributed.tensor import DTensor
 

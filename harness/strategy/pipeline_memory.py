@@ -38,18 +38,20 @@ class Engine:
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
 
-    A block's parameters are gathered for forward and freed after it. Backward gathers them again
-    (with several ranks, during the following block) and keeps them until the next forward.
-    Gradients are whole until the last micro-batch ends."""
+    A block's parameters are gathered for forward and freed after it. Backward regathers them (with
+    several ranks, during the following block) and keeps them until the next forward. Gradients are
+    whole until the last micro-batch ends.
+    """
     copies_inputs: bool = False
-    """Whether stages copy inputs twice, send at once, and keep the last results until replaced, as
-    in DeepSpeed."""
+    """Whether stages copy inputs twice, send at once, and keep last results until replaced, like
+    DeepSpeed."""
 
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
-        """Returns whether a sent tensor stays in memory until the step ends.
+        """Returns whether a sent tensor stays in memory until the step ends, when torch frees
+        messages.
 
-        torch frees messages at the end of a step. 1F1B waits for each before the next, but fails to
-        drop the last but one of the `ahead` forwards (PyTorch 2.13, pipelining/schedules.py).
+        1F1B waits for each before the next, but fails to drop the last but one of the `ahead`
+        forwards (PyTorch 2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -75,8 +77,8 @@ class PipelineRank:
 def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, stage
-    by stage.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, by
+    stage.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -112,10 +114,10 @@ def _ahead(part: PipelineRank) -> int:
 def held_with_gradients(
     cell: Cell, layout: Layout, workload: Workload, own: Sequence[tuple[int, ...]], engine: Engine
 ) -> float | None:
-    """Returns a rank's peak fp32 bytes of activations and gradients in a step.
+    """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
+    states and the optimizer's gradients (`States.transient`).
 
-    Excludes retained states and the optimizer's gradients (`States.transient`). `own` lists each
-    rank's stages. None if the model has no split or is not fully trained.
+    `own` lists each rank's stages. None if the model has no split or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None
@@ -136,8 +138,8 @@ def held_with_gradients(
 def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
     """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
-    Counts activations, gradients, gathered parameters and engine buffers on tensors without memory.
-    The last stage computes losses at the end of forward.
+    Counts activations, gradients, gathered parameters and engine buffers on fake tensors. The last
+    stage computes losses at the end of forward.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():
@@ -171,7 +173,6 @@ class _Run:
         self.results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.sent: list[Tensor] = []
         self.kept: list[Tensor] = []
-        """The last stage's latest results, if the engine keeps them."""
 
     def begin(self) -> None:
         if self.part.engine.copies_inputs and self.stages[-1].last:
@@ -223,7 +224,7 @@ class _Run:
 
 
 def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Adds FSDP2's gathers (see `Engine.shards`); with `ahead`, backward gathers early."""
+    """Adds FSDP2's gathers (see `Engine.shards`), early in backward if `ahead`."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}

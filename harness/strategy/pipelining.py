@@ -52,8 +52,8 @@ SCHEDULES: dict[str, Any] = {
 class Stage(nn.Module):
     """Stage `index` of `count`: its blocks, plus the embedding if first and the head if last.
 
-    Placeholders for other modules preserve parameter names. Tied parameters have separate storage
-    on each stage (see `Pipe.sum_tied`).
+    Placeholders preserve parameter names. Tied parameters have separate storage on each stage (see
+    `Pipe.sum_tied`).
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -93,9 +93,9 @@ class Stage(nn.Module):
         ]
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Maps token ids or hidden states to hidden states, or to logits on the last stage.
+        """Maps token ids or hidden states to hidden states, or the last stage's logits.
 
-        `keys` are those of dropout masks, if not set yet.
+        `keys`: of dropout masks, if not set yet.
         """
         if keys is not None:
             self.masks.keys = keys
@@ -202,10 +202,8 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Sums the gradients of parameters tied across two ranks, so that copies stay equal.
-
-        No group is needed: a + b and b + a are bitwise equal.
-        """
+        """Sums the gradients of parameters tied across two ranks, so that copies stay equal: a + b
+        and b + a are bitwise equal."""
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
         for stage in self.stages:
@@ -222,7 +220,6 @@ class Pipe:
 
 
 def _module_of(named: Iterable[tuple[str, nn.Parameter]]) -> nn.Module:
-    """Returns a module with these parameters and names, which differ between stages."""
     root = nn.Module()
     for name, parameter in named:
         module = root

@@ -46,10 +46,8 @@ class RecipeState:
 
 
 def learning_rate_factor(cell: Cell, step: int) -> float:
-    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine.
-
-    It ends with the parity segment, so that longer references have the same.
-    """
+    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine, which ends with
+    the parity segment, as in longer references."""
     if cell.schedule == "constant":
         return 1.0
     warmup = max(1, round(WARMUP_SHARE * cell.parity_steps))
@@ -88,7 +86,7 @@ def parameter_groups(
 ) -> ParamsT:
     """Returns the optimizer's parameters, in two groups if only matrices decay.
 
-    `matrices` says which parameters are matrices, for libraries that flatten them.
+    `matrices` tells matrices, for libraries that flatten them.
     """
     everything = list(parameters)
     if cell.decay == "all":
@@ -147,7 +145,7 @@ def clip_gradients(
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor:
-    """Returns the gradient, as a DTensor if the parameter was one before torch made it local."""
+    """Returns the gradient, as a DTensor if the parameter was one."""
     from torch.distributed.tensor.parallel._data_parallel_utils import _unflatten_tensor
 
     assert parameter.grad is not None

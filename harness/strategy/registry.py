@@ -53,10 +53,8 @@ def _load(module_name: str, name: str) -> type[Strategy]:
 
 @functools.cache
 def strategies() -> dict[str, type[Strategy]]:
-    """Returns all strategies by name: files of harness/strategies/, then packages' entry points.
-
-    They are discovered, not imported, because they import this package.
-    """
+    """Returns all strategies by name, without importing them: files of harness/strategies/, then
+    packages' entry points."""
     home = importlib.import_module(HOME)
     names = sorted(
         info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_")
@@ -113,10 +111,8 @@ def make_strategy(cell: Cell) -> Strategy:
 
 
 def with_defaults(cell: Cell) -> Cell:
-    """Returns the cell with defaults of omitted options, and paths and digests of users' files.
-
-    Raises UsageError.
-    """
+    """Returns the cell with default options, and paths and digests of users' files. Raises
+    UsageError."""
     left_out = make_strategy(cell).model_dump(mode="json", exclude=set(cell.options))
     return cell.model_copy(update={"defaults": left_out, **_sources(cell)})
 
@@ -145,7 +141,7 @@ def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | 
 
 
 def _no_command(scratch: Path) -> None:
-    """Not a lambda, because trials that share their ranks are pickled."""
+    """Not a lambda, as trials are pickled."""
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
@@ -199,7 +195,7 @@ def _require(package: str, install: str = "") -> None:
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:
     """Returns strategy and layout if the cell can run; raises UsageError, Refused or Unavailable.
 
-    `here` also checks this host's packages.
+    `here`: check this host's packages too.
     """
     strategy = make_strategy(cell)
     if here:
@@ -252,7 +248,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 
 
 def _admit_recipe(cell: Cell, workload: Workload, layout: Layout, stages: bool) -> None:
-    """Raises Refused if the workload, or how it is divided, does not allow the recipe."""
+    """Raises Refused if the workload, or its division, does not allow the recipe."""
     if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
         raise Refused(
             f"{workload.name} has one label per sample, so none can be left out; use a causal"
@@ -324,7 +320,7 @@ def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: boo
 
 
 def _admit_cuda_graphs(cell: Cell) -> None:
-    """Raises Refused if blocks cannot be replayed as CUDA graphs, which reuse their memory."""
+    """Raises Refused if blocks cannot be replayed as CUDA graphs."""
     if cell.device != "cuda":
         raise Refused("CUDA graphs need GPUs; use compile block on CPUs")
     if cell.micro_batches > 1 or cell.recompute != "none":

@@ -28,7 +28,7 @@ def plain_name(name: str) -> str:
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
 
-    Gathering shards (DTensor) is a collective, so all ranks must iterate together.
+    Gathering shards (DTensor) is collective: all ranks must iterate together.
     """
     gather = train_state.gather or train_state.model.named_parameters
     for name, parameter in gather():
@@ -40,7 +40,7 @@ def full_moments(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (plain name, state's name, whole tensor) of optimizer states, like `full_parameters`.
 
-    `shape_of` returns a parameter's shape. States of another shape are left out.
+    `shape_of`: a parameter's shape; other shapes are left out.
     """
     named = (
         train_state.moments()

@@ -1,5 +1,3 @@
-"""Batches of one rank."""
-
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,8 +47,8 @@ PLAIN = BatchRecipe()
 class Batches:
     """This rank's rows of each global batch, on its device.
 
-    For a GPU, a thread prepares the next batch during a step. Drawing 32 images of 224 x 224 pixels
-    takes a core about 60 ms, which is longer than a step.
+    For a GPU, a thread prepares the next batch during a step: drawing 32 images of 224 x 224 pixels
+    takes a core about 60 ms, longer than a step.
     """
 
     def __init__(
@@ -82,9 +80,9 @@ class Batches:
             )
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
-        """Returns a training step's batch; its copy to a GPU may still be in progress.
+        """Returns a training step's batch, whose copy to a GPU may be in progress.
 
-        `number`: step number for the strategy, if rewinds make it differ from `step`.
+        `number`: the strategy's step number, if rewinds make it differ from `step`.
         """
         shown = step if number is None else number
         if self._pool is None:
@@ -127,7 +125,7 @@ class Batches:
         return padding
 
     def _unlabelled(self, step: int) -> NDArray[np.bool_]:
-        """Returns a mask of tokens without a label: padding, and the last of each document."""
+        """Returns a mask of unlabelled tokens: padding, and each document's last."""
         shape = self.global_batch, self.data.sequence_length
         unlabelled = self._padding(step) if self.recipe.padded else np.zeros(shape, np.bool_)
         if self.recipe.packed:

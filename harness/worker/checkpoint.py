@@ -1,4 +1,4 @@
-"""Saves a checkpoint in a rank that is then killed, and loads it in the rank that replaces it."""
+"""Saves a checkpoint in one rank and loads it in another."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Saver:
         self._saved = SavedAnswer(tuple(self.loop.steps), blocked, blocked, before)
 
     def _end(self) -> None:
-        """Kills this rank once all ranks have answered and rank 0 has written the manifest."""
+        """Kills this rank once all have answered and rank 0 has written the manifest."""
         assert self._saved is not None
         if self._finish:
             began = time.perf_counter()
@@ -98,10 +98,7 @@ class Saver:
 
 
 def resume(loop: Loop, folder: Path, step: int) -> None:
-    """Loads a checkpoint and continues from its step.
-
-    Raises RuntimeError if it was saved at another step.
-    """
+    """Loads a checkpoint and continues from its step. Raises RuntimeError for another step's."""
     job, train_state = loop.job, loop.job.train_state
     assert train_state is not None
     began = time.perf_counter()

@@ -1,5 +1,3 @@
-"""torch.compile in a rank."""
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ from harness.spec.cell import Cell
 def prepare_to_compile(cell: Cell) -> None:
     """Imports what torch.compile needs before memory is measured, and sets its cache folder.
 
-    Makes it an error to exceed torch's recompilation limit, which would leave blocks uncompiled.
+    Exceeding torch's recompilation limit, which leaves blocks uncompiled, becomes an error.
     """
     if cell.compile == "none":
         return
@@ -23,7 +21,6 @@ def prepare_to_compile(cell: Cell) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns the seconds spent in torch.compile so far."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
@@ -39,8 +36,7 @@ def skipped_graphs() -> int:
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
     """Returns `compile_seconds` at a trial's end; None if the cell compiles nothing.
 
-    Raises RuntimeError if nothing was compiled, if a timed step compiled, or if CUDA graphs are
-    missing.
+    Raises RuntimeError if nothing was compiled, a timed step compiled, or CUDA graphs are missing.
     """
     if cell.compile == "none":
         return None

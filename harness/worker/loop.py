@@ -1,5 +1,3 @@
-"""Training loop of one rank."""
-
 from __future__ import annotations
 
 import contextlib
@@ -98,14 +96,14 @@ class Loop:
         self.training_step = 0
         """Index of the next training step, which selects the batch."""
         self.paused_seconds = 0.0
-        """Time of the control while traffic, energy and load were counted."""
+        """Control's time while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether the peaks are final; after a rewind, its garbage on the heap would count."""
+        """Whether peaks are final; a rewind's garbage would count."""
         self.deviations: list[Deviations] = []
         cell = job.cell
         self.statistics: RunningStatistics | None = None
@@ -165,7 +163,7 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """Returns disk traffic per step and bytes on disk, if the strategy offloads there."""
+        """Returns disk traffic per step and bytes in the offload folder, if any."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -191,10 +189,8 @@ class Loop:
         self.loaded, self.settling = loaded, True
 
     def over(self) -> bool:
-        """Returns whether all steps are done.
-
-        With rewinds, at least one rewind and its replay must be complete.
-        """
+        """Returns whether all steps are done, including at least one rewind and replay if
+        enabled."""
         if self.rewinds and (
             not self.rewinds.enough or self.training_step < self.job.cell.parity_steps
         ):
@@ -220,7 +216,7 @@ class Loop:
             self.training_step = rewinds.from_step
 
     def _knows_what_is_left(self) -> bool:
-        """Returns whether the ranks have agreed on the number of timed steps, or many remain."""
+        """Returns whether many steps remain, or the ranks have agreed on their number."""
         steps_left = self.job.cell.timed_steps - self.timed
         many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
         return self.control is None or steps_left <= 0 or many
@@ -300,7 +296,7 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Runs the control. After the cell's timed steps, the ranks agree on how many to add."""
+        """Runs the control. After the cell's timed steps, ranks agree on how many to add."""
         agree = timed and self.timed == self.job.cell.timed_steps
         if not agree and len(self.steps) % control.every:
             return
@@ -377,7 +373,7 @@ class Loop:
         self.settling = True
 
     def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
-        """Replays the end of a reference's segment AHEAD, saves what it gives, and undoes it."""
+        """Replays the end of a reference's segment AHEAD, saves the result, and undoes it."""
         if not (self.before_ahead and numbers_steps(train_state, self.job.cell)):
             return
         after = MemoryCheckpoint(train_state)
@@ -388,8 +384,8 @@ class Loop:
         after.restore(train_state)
 
     def _replicas(self) -> int | None:
-        """Returns how many replicas have their own running statistics; None unless this is the
-        first rank of its share."""
+        """Returns how many replicas have running statistics; None unless this is its share's first
+        rank."""
         cell, layout = self.job.cell, self.job.layout
         if layout.share(self.job.rank):
             return None

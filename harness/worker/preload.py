@@ -20,10 +20,8 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def import_packages(names: Iterable[str]) -> None:
-    """Imports packages; ignores failures, which setup reports.
-
-    Hides MLflow, because DeepSpeed's autotuner would spend two seconds importing it.
-    """
+    """Imports packages; setup reports failures. Hides MLflow, because DeepSpeed's autotuner would
+    spend two seconds importing it."""
     hide("mlflow")
     try:
         with no_collections():

@@ -30,9 +30,9 @@ class RankStep:
     left_over_seconds: float | None = None
     """CPU seconds of the step's leftover work, included in `step_seconds`."""
     training_step: int | None = None
-    """Index of the training step from 0, which is less than `step` after a rewind."""
+    """Index of the training step from 0; less than `step` after a rewind."""
     gradient_norm: float | None = None
-    """Global norm of the gradients before clipping; None if not clipped, or unknown to the rank."""
+    """Global gradient norm before clipping; None if not clipped or known."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TrainedAnswer:
     compile_seconds: float | None = None
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """Tokens per expert in the last warm-up step, by block; empty if another rank counts the same
+    """Tokens per expert in the last warm-up step, by block; empty if another rank counts these
     samples."""
 
 
@@ -163,7 +163,7 @@ class FailureAnswer:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank: at most one of four parts; none if it ended without a report."""
+    """Result of a rank: at most one of four parts."""
 
     rank: int
     pid: int | None = None
@@ -191,7 +191,6 @@ class RankAnswer:
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
 
     def write(self, scratch: str | Path) -> None:
-        """Writes the answer atomically."""
         file = answer_file(scratch, self.rank)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self)))

@@ -1,6 +1,3 @@
-"""The rank's side of a profile (harness/run/profile.py): time, bytes and memory in a separate
-trial."""
-
 from __future__ import annotations
 
 import contextlib
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN_STEPS = 5
 PROFILED_STEPS = 6
-"""Includes a first step that is dropped, as ranks start their profilers at different times."""
+"""Includes a dropped first step, as ranks start profilers at different times."""
 _MARK = "bench:"
 _MARKS: dict[str, Kind] = {
     "wait": "wait",
@@ -67,7 +64,6 @@ def profiled_cell(cell: Cell) -> Cell:
 
 
 def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> ProfiledAnswer:
-    """Profiles this rank. `traces`: folder for its rankN.json.gz."""
     cell, train_state = loop.job.cell, loop.job.train_state
     assert train_state is not None
     indices = iter(range(cell.total_steps))
@@ -199,7 +195,7 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[RawEvent]) -> None:
-    """Raises RuntimeError without GPU events, because host events alone would show an idle GPU."""
+    """Raises RuntimeError without GPU events: host events alone would show an idle GPU."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -213,7 +209,7 @@ def _on_host(event: RawEvent) -> bool:
 
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
-    """Converts events that show where time goes; times become seconds after `zero` nanoseconds."""
+    """Converts events that show where time goes, to seconds after `zero` nanoseconds."""
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
         for e in raw
@@ -237,7 +233,7 @@ def training_thread(events: list[Event], calling: int) -> int:
     """Returns the thread that trains: the caller of the step, or a library's thread that computes
     more.
 
-    In the latter case, the calling thread's data events are copied to it.
+    The latter gets a copy of the caller's data events.
     """
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:
@@ -302,7 +298,6 @@ def _marked(component: str, method: Method) -> Method:
 
 @contextlib.contextmanager
 def _named(train_state: TrainState) -> Iterator[None]:
-    """Marks the methods that the strategy names with their component."""
     with contextlib.ExitStack() as stack:
         for owner, name, component in train_state.waits:
             stack.enter_context(replaced(owner, name, functools.partial(_marked, component)))
@@ -311,7 +306,6 @@ def _named(train_state: TrainState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits() -> Iterator[None]:
-    """Marks waits for collectives from Python, and the backward pass."""
     import torch
     import torch.distributed as dist
 
@@ -329,7 +323,7 @@ def _waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts collectives outside torch.distributed, made by functions that the strategy names."""
+    """Counts collectives outside torch.distributed, by functions that the strategy names."""
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

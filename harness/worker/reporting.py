@@ -86,10 +86,8 @@ def groups_file(scratch: str | Path, rank: int) -> Path:
 
 
 def answer_questions(scratch: str | Path, rank: int) -> None:
-    """Starts a thread that answers each datagram with a file of GroupStates.
-
-    This works even while a collective hangs, because torch waits without the GIL.
-    """
+    """Starts a thread that answers each datagram with a file of GroupStates. Works even while a
+    collective hangs: torch waits without the GIL."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     question_file(scratch, rank).unlink(missing_ok=True)  # left over from before a restart
     try:

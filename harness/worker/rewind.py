@@ -1,5 +1,4 @@
-"""Rewinds a rank's state to an earlier step, at steps that only the harness knows, to verify it
-again."""
+"""Rewinds a rank's state to an earlier step, at steps that only the harness knows."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 AHEAD = 1000
 """Steps by which optimizers and schedules are moved ahead in some replays.
 
-A training that goes wrong from some step of theirs on goes right again when they are rewound."""
+Training that goes wrong from some step on goes right when rewound.
+"""
 STEP = "step"
 """Name of the step number in torch's optimizer states."""
 PIECE_BYTES = 2**24
@@ -34,8 +34,8 @@ class MemoryCheckpoint:
     """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
     file.
 
-    The strategy's step counters are not restored: training that goes wrong at some step would go
-    right when repeated. Rewinds span whole cycles, so a counter's phase stays correct.
+    The strategy's step counters are not restored, or training that goes wrong at some step would go
+    right when repeated. Rewinds span whole cycles, which keeps a counter's phase.
     """
 
     def __init__(self, train_state: TrainState) -> None:
@@ -63,8 +63,8 @@ class MemoryCheckpoint:
     def restore(self, train_state: TrainState, ahead: int = 0) -> None:
         """Restores the state in place, and drops newer optimizer states.
 
-        `ahead`: added to the step numbers of optimizers and schedules. Raises RuntimeError if a
-        tensor is missing or has another size.
+        `ahead`: added to step numbers. Raises RuntimeError if a tensor is missing or has another
+        size.
         """
         self._forget_later_states(train_state)
         restored = set()
@@ -108,7 +108,7 @@ class MemoryCheckpoint:
 
 
 def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
-    """Yields everything that determines further training, with stable keys."""
+    """Yields all state that determines further training, with stable keys."""
     seen: Counter[Hashable] = Counter()
     for kind, name, tensor in retained(train_state):
         if kind != "gradients" and not isinstance(tensor, int):
@@ -138,8 +138,8 @@ def _schedules(train_state: TrainState) -> list[StepCounter]:
 
 
 def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
-    """Returns whether each optimizer state has a step number, from which alone AdamW corrects its
-    bias."""
+    """Returns whether each optimizer state has a step number, AdamW's only basis for bias
+    correction."""
     return cell.optimizer.startswith("adamw") and all(
         STEP in state or any(STEP in group for group in optimizer.param_groups)
         for optimizer in train_state.optimizers
@@ -149,15 +149,12 @@ def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
 
 
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields integers such as step counts.
-
-    Floats such as learning rates are not restored, so that wrong ones are noticed.
-    """
+    """Yields integers such as step counts, but no floats: wrong learning rates must be noticed."""
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bytes, shape (bytes,); shares its memory if contiguous."""
+    """Returns a tensor's bytes, shape (bytes,), without copying contiguous ones."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -200,7 +197,7 @@ class Rewinds:
 
     def __init__(self, seed: int, parity_steps: int, cycle: int, ahead: bool = False) -> None:
         """`seed`: equal on all ranks. `parity_steps`: at least 2. `cycle`: steps after which the
-        strategy's work repeats. `ahead`: whether the reference has a replay AHEAD."""
+        strategy's work repeats. `ahead`: whether to replay AHEAD."""
         self.cycle, self._ahead = cycle, ahead
         self.random = random.Random(seed)
         self.from_step = first_replayed(parity_steps)

@@ -1,5 +1,3 @@
-"""Specification of a trial for its ranks."""
-
 from __future__ import annotations
 
 import functools
@@ -49,7 +47,7 @@ class TurnClient:
     def wait(self, step: int, seconds: float) -> float:
         """Ends this turn and waits for the next; returns its start in seconds after the epoch.
 
-        `step`, `seconds`: of the last step, for the progress display. Raises ConnectionError if the
+        `step`, `seconds`: the last step's, for the progress display. Raises ConnectionError if the
         granting process is gone.
         """
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
@@ -103,7 +101,7 @@ class TrialSpec:
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks: equally many on each node, plus any servers on the last."""
+        """Returns this node's ranks: equally many, plus any servers on the last."""
         each = self.processes // self.cell.nodes
         return range(
             self.node * each,

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
     """Returns variables to set before NCCL is loaded; empty without emulated links.
 
-    They leave only TCP between nodes. Within a node, identified by NCCL_HOSTID, peer-to-peer
-    copies, shared memory and NVLink multicasts stay on.
+    They leave only TCP between nodes. Within a node (NCCL_HOSTID), peer-to-peer copies, shared
+    memory and NVLink multicasts stay on.
     """
     if not links:
         return {}
@@ -101,7 +101,7 @@ _NO_MEMORY = (
 
 
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
-"""Environment variable that names more packages for the fork server to import."""
+"""Environment variable: more packages for the fork server."""
 
 
 def run_rank(spec: TrialSpec) -> None:
@@ -230,7 +230,7 @@ def _device(cell: Cell, serves: bool) -> torch.device:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError, naming the import, if the fork server has initialised CUDA."""
+    """Raises RuntimeError, naming the import, if the fork server initialised CUDA."""
     culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(
@@ -321,7 +321,7 @@ def _prepare_device(
 
 
 def _rank_cell(spec: TrialSpec) -> Cell:
-    """Returns the cell to build from, with another seed if a checkpoint must restore everything."""
+    """Returns the cell to build from: another seed, if a checkpoint must restore everything."""
     seed = spec.cell.seed + (spec.checkpoint is not None and spec.checkpoint.loads)
     return spec.cell.model_copy(update={"seed": seed})
 

@@ -54,8 +54,7 @@ def workload_names() -> list[str]:
 def split_name(name: str) -> tuple[str, list[str]]:
     """Splits `llama-mini+lora` into (`llama-mini`, [`lora`]).
 
-    Paths may contain `+`: only known suffixes are split off `hf:PATH`, and none if the full path
-    exists.
+    Paths may contain `+`: `hf:PATH` loses only known suffixes, and none if the full path exists.
     """
     if not name.startswith(HUB):
         place, colon, rest = name.rpartition(":")
@@ -134,7 +133,6 @@ def source_of(name: str) -> tuple[str, str]:
 
 
 def _from_hub(name: str) -> Workload:
-    """Returns `hf:PATH_OR_ID` from its config, without reading weights."""
     path = name.removeprefix(HUB)
     config = read_config(f"workload {name!r}", path)
     kind = _kind(name, config)
@@ -144,7 +142,7 @@ def _from_hub(name: str) -> Workload:
 
 
 def _kind(name: str, config: PretrainedConfig) -> Kind:
-    """Returns what the config's architecture is trained for, or without one, its model type."""
+    """Returns what the config's architecture, or else its model type, is trained for."""
     import transformers
 
     able: list[Kind] = [

@@ -100,10 +100,8 @@ def _read(text: str) -> ModelFacts:
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Counts in a subprocess that sees no GPU.
-
-    Libraries that initialise CUDA on import would create a context on GPU 0.
-    """
+    """Counts in a subprocess that sees no GPU, as libraries that initialise CUDA on import would
+    create a context on it."""
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
         command,
@@ -126,10 +124,7 @@ print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
-    """Extrapolates from one and two blocks for FAMILY-HIDDENxBLOCKS; None for other names.
-
-    All numbers are linear in the number of blocks.
-    """
+    """Extrapolates FAMILY-HIDDENxBLOCKS linearly from one and two blocks; None for other names."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
     smallest, next_one = (model_facts(make_workload(name), sequence_length) for name in pair)
@@ -212,7 +207,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Returns the floating-point operations of `forward` and its backward, by torch's
     FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
 
-    `forward` calls `model`, whose tensors may be fake, and returns a scalar.
+    `forward` calls `model`, perhaps on fake tensors, and returns a scalar.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -227,10 +222,10 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes new tensors fake, so that a model is counted without allocating it.
+    """Makes new tensors fake, to count a model without allocating it.
 
-    Experts use transformers' grouped product, because torch's supports fake tensors only in bf16.
-    Packed sequences cannot be detected in fake positions.
+    Experts use transformers' grouped product, as torch's supports fake tensors only in bf16. Fake
+    positions hide packed sequences.
     """
     import torch
     import transformers
@@ -260,8 +255,8 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Computes a grouped product's gradients in as many operations as transformers, but without
-    reading each expert's number of rows."""
+    """Computes a grouped product's gradients in transformers' number of operations, without reading
+    each expert's rows."""
     rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # counted; each row has part in the gradient of one matrix
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

@@ -1,8 +1,5 @@
-"""Dropout with masks that do not depend on the layout.
-
-A mask is a function of the token's key (drawn from seed, step, sample and position), the layer and
-the feature.
-"""
+"""Dropout with masks that do not depend on the layout: a mask is a function of the token's key
+(drawn from seed, step, sample and position), the layer and the feature."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ LAYER_STRIDE = 0x9E3779B9
 
 
 class Masks:
-    """Keys of the current tokens, shared by a model's dropout layers and copied with the model."""
+    """Keys of the current tokens, shared by a model's dropout layers."""
 
     keys: Tensor | None = None
     """(samples, tokens), 32-bit integers."""

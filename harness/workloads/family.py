@@ -27,7 +27,6 @@ class Split(ABC):
     nn.Module.get_submodule."""
 
     blocks: str
-    """Path of the ModuleList of blocks."""
     embedding: tuple[str, ...]
     """Paths of modules on the first stage only."""
     head: tuple[str, ...]
@@ -48,8 +47,7 @@ class Split(ABC):
     """Why its stages cannot be exported as a script; empty if they can."""
 
     def __init__(self, tied: Mapping[str, str] | None = None) -> None:
-        """`tied`: names of shared parameters on the last stage -> their names on the first
-        stage."""
+        """`tied`: names of shared parameters on the last stage -> on the first."""
         self.tied = dict(tied or {})
 
     def tied_as(self, tied: Mapping[str, str]) -> Split:
@@ -134,9 +132,9 @@ class Split(ABC):
             share_sequence(model, self.tensor_plan(sequence_parallel=True), ranks)
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Replaces, in place, modules that cannot be split over `size` ranks.
+        """Replaces modules that cannot be split over `size` ranks, in place.
 
-        Returns functions that restore a whole tensor's original layout, by parameter name.
+        Returns functions that restore a whole tensor's layout, by parameter name.
         """
         return {}
 
@@ -188,8 +186,8 @@ class Family:
     common: ModelConfig
     split: Split | None = None
     dropouts: tuple[str, ...] = ()
-    """Paths of dropout layers on hidden states; `*` stands for any block. Fused attention draws its
-    own masks, so its dropout is excluded."""
+    """Paths of dropout layers on hidden states; `*` stands for any block. Excludes fused
+    attention's, which draws its own masks."""
     hidden_size_key: str = "hidden_size"
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0

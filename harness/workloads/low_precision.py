@@ -3,8 +3,8 @@
 `int8` and `nf4` are bitsandbytes' LLM.int8() (arXiv 2208.07339) and NF4 as in QLoRA (arXiv
 2305.14314).
 
-`float8` is torchao's recipe `rowwise`: products with one scale per row and column. With
-`tensorwise`, one scale for all samples of a rank, training would depend on the number of ranks.
+`float8` is torchao's recipe `rowwise`: a scale per row and column. `tensorwise`, one scale for all
+samples of a rank, would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
     """Stores packed 4-bit weights in this dtype, in place (bitsandbytes' `quant_storage`).
 
     FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate 1.15 silently keeps them
-    whole (huggingface/accelerate#3983). Casting parameters to any other dtype destroys the weights.
+    whole (huggingface/accelerate#3983). Casting to another dtype destroys the weights.
     """
     for module in model.modules():
         if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
@@ -156,10 +156,8 @@ def emulated(cell: Cell) -> str | None:
 
 
 def halve(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> None:
-    """Casts a model's parameters, in place, and all later inputs.
-
-    `keep_batch_norm` leaves BatchNorm layers, including their buffers, unchanged.
-    """
+    """Casts a model's parameters, in place, and all later inputs. `keep_batch_norm`: leave
+    BatchNorm layers and buffers unchanged."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():

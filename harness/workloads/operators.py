@@ -1,7 +1,5 @@
-"""Counts memory, bytes and FLOPs of forward and backward.
-
-Models run on fake tensors, under dispatch modes that see every operator.
-"""
+"""Counts memory, bytes and FLOPs of forward and backward, on fake tensors, under dispatch modes
+that see every operator."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ FEW, MORE = 2, 4
 
 
 class OperatorObserver(TorchDispatchMode):
-    """Dispatch mode that calls `observe` after each operator, including those called from C++.
+    """Dispatch mode that calls `observe` after each operator, including C++'s.
 
-    Skips operators on a DTensor, because those on its local tensors follow.
+    Skips operators on a DTensor: those on its local tensors follow.
     """
 
     def __init__(self) -> None:
@@ -92,7 +90,7 @@ class OperatorCounter(OperatorObserver):
 
 
 def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
-    """Extrapolates from one and two blocks; None unless the workload's name tells its blocks."""
+    """Extrapolates from one and two blocks, if the workload's name tells its blocks."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
     one, two = (count(make_workload(name)) for name in pair)
@@ -128,10 +126,10 @@ def activation_bytes(
 def recomputed_flops(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool = False
 ) -> int:
-    """Returns the floating-point operations per sample that recomputation adds to a step.
+    """Returns the floating-point operations per sample that recomputation adds to a step: 2 per
+    multiply-add, 1 per output element of elementwise operators.
 
-    Counts 2 per multiply-add, and 1 per output element of elementwise operators. `whole_blocks`: do
-    not stop at the last tensor that backward needs.
+    `whole_blocks`: do not stop at the last tensor that backward needs.
     """
     setting = (sequence_length, recompute, whole_blocks)
     known = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))

@@ -1,5 +1,3 @@
-"""Splits a transformers model by its class's plans, and runs it by its own forward."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +20,7 @@ HEADS = 2
 class PlannedSplit(Split):
     """Split of a model by its pipeline and tensor plans.
 
-    A stage calls the model's own forward, in which modules of other stages pass their input
-    through.
+    A stage calls the model's own forward; modules of other stages pass their input through.
     """
 
     exported = "its stages run the model's own forward with hooks, which a script cannot have"

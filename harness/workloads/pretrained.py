@@ -26,7 +26,7 @@ MOST = {"layer": 10_000, "block": 10_000, "depth": 10_000, "expert": 10_000, "st
     "label": 1_000_000,
     "position": 2**24,
 }
-"""Limits for numbers by what their names contain: transformers makes lists of these lengths."""
+"""Limits for numbers by what their names contain; transformers makes lists this long."""
 LARGEST = 2**40
 """Limit for all other numbers in a config."""
 
@@ -57,7 +57,7 @@ def read_config(name: str, path: str) -> PretrainedConfig:
 
 
 def _too_large(entries: object, name: str = "") -> str:
-    """Returns what is wrong with the first number that no model has; empty without one."""
+    """Returns what is wrong with the first number that no model has."""
     if isinstance(entries, Mapping):
         found = (_too_large(value, str(key)) for key, value in entries.items())
         return next(filter(None, found), "")
@@ -80,10 +80,8 @@ def lacking_weights(path: str) -> str:
 def from_config(
     name: str, path: str, config: PretrainedConfig, kind: Kind, families: dict[str, Family]
 ) -> Workload:
-    """Returns a workload from a config, without reading weights.
-
-    Raises UsageError if transformers cannot build the model.
-    """
+    """Returns a workload from a config, without reading weights. Raises UsageError if transformers
+    cannot build it."""
     query_heads = _number(config, "num_attention_heads")
     width = _number(config, "hidden_size") // query_heads if query_heads else 0
     workload = Workload(
@@ -135,7 +133,6 @@ def from_config(
 
 
 def _rows(model: PreTrainedModel) -> int:
-    """Returns how many tokens the model embeds; 0 if it does not say."""
     try:
         return int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
     except NotImplementedError:  # an image model's
@@ -182,7 +179,7 @@ def _family(
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """Returns a whole number of a config; 0 if it has none by this name, or one for each block."""
+    """Returns a whole number of a config, 0 if absent or given per block."""
     try:
         value = getattr(config, name, None)
     except Exception:  # such as a property that computes with what is wrong

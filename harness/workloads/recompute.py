@@ -22,10 +22,8 @@ MASKS = "dropout_masks"
 
 @functools.cache
 def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns functions that count FLOPs of matrix products, convolutions and attention.
-
-    Extends torch.utils.flop_counter.
-    """
+    """Returns FLOP counters of matrix products, convolutions and attention, by
+    torch.utils.flop_counter."""
     import torch
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
@@ -39,7 +37,7 @@ def products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
 
 @functools.cache
 def grouped_products() -> Mapping[OpOverloadPacket, Callable[..., int]]:
-    """Returns functions that count FLOPs of grouped products (rows by their experts' matrices)."""
+    """Returns FLOP counters of grouped products (rows by their experts' matrices)."""
     import torch
 
     def forward(rows: Shape, matrices: Shape, *_: object, **__: object) -> int:
@@ -80,7 +78,7 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
 def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
     """Returns whether a row is multiplied by a column.
 
-    DeepSpeed's gate divides such results in place, which torch forbids for saved tensors.
+    DeepSpeed's gate divides these in place, which torch forbids for saved tensors.
     """
     if operator._opname != "bmm":
         return False

@@ -1,7 +1,7 @@
 """Simulates one rank of sequence parallelism, to count its memory.
 
-Copies of its tensors replace those of other ranks. A rank holds all tokens within attention and
-MLP, and only its part elsewhere (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+Copies of its tensors replace other ranks'. It holds all tokens within attention and MLP, only its
+part elsewhere (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -53,12 +53,10 @@ def _applied(function: Any, tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _all_gather(part: Tensor, ranks: int, dimension: int) -> Tensor:
-    """Gathers like torch, with its temporaries."""
     return torch.cat(torch.cat([part] * ranks).chunk(ranks), dimension)
 
 
 def _reduce_scatter(whole: Tensor, ranks: int) -> Tensor:
-    """Scatters like torch, with its temporaries."""
     return torch.cat(whole.chunk(ranks, TOKENS)).chunk(ranks)[0].clone()
 
 

@@ -41,7 +41,6 @@ class TensorPlan:
 @dataclass(frozen=True)
 class Structure:
     block_paths: tuple[str, ...]
-    """Paths of the ModuleLists of blocks."""
     blocks: int
     tied: Mapping[str, str]
     """Further names of shared parameters -> their first name."""
@@ -101,8 +100,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def block_lists(model: nn.Module) -> tuple[str, ...]:
-    """Returns paths of the lists of indivisible modules, or else of the list with the most
-    parameters."""
+    """Returns paths of the lists of indivisible modules, or the list with the most parameters."""
     from torch import nn
 
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -131,7 +129,7 @@ def attention_window(config: PretrainedConfig) -> int:
 def _stages(
     model: PreTrainedModel, paths: tuple[str, ...], tied: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Returns paths of embedding and head by the class's pipeline plan, or why there are none."""
+    """Returns paths of embedding and head by the pipeline plan, or why not."""
     plan: Mapping[str, object] = getattr(model.config, "base_model_pp_plan", None) or {}
     prefix, head_module = model.base_model_prefix, model.get_output_embeddings()
     if not plan:
@@ -198,7 +196,7 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
 
 
 def _positions(model: nn.Module) -> int:
-    """Returns the usable rows of learned positions that start after a padding row; else 0."""
+    """Returns the usable rows of learned positions after a padding row; else 0."""
     from torch import nn
 
     usable = [
@@ -212,11 +210,11 @@ def _positions(model: nn.Module) -> int:
 
 
 def key_biases(model: nn.Module) -> Iterator[str]:
-    """Yields biases of attention keys whose gradient is zero: softmax ignores an equal shift of all
-    scores.
+    """Yields biases of attention keys whose gradient is zero, as softmax ignores an equal shift of
+    all scores.
 
-    The shift is not equal if it depends on the key's position, as with rotary positions and
-    DeBERTa's p2c scores.
+    The shift varies if it depends on the key's position, as with rotary positions and DeBERTa's p2c
+    scores.
     """
     kinds = [type(module).__name__.lower() for module in model.modules()]
     if any("rotary" in kind or "rope" in kind for kind in kinds):

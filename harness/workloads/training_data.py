@@ -49,7 +49,6 @@ class DataSource:
     fingerprint: str
     """sha256 of the tokens, or of the parameters that generate images."""
     tokens_file: str | None
-    """Path of the token file; None for images."""
     token_dtype: str
     """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
@@ -74,8 +73,8 @@ class DataSource:
 
         Text: ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens, next
         decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images: float32
-        (rows, 3, size, size), and classes (rows,). Random numbers are drawn for the global batch,
-        so that all ranks agree.
+        (rows, 3, size, size), and classes (rows,). Random numbers are the global batch's, so that
+        ranks agree.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -100,8 +99,7 @@ class DataSource:
         return inputs, labels[rows]
 
     def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
-        """Masks the tokens with the lowest scores, the same number in each sample; only they have a
-        label."""
+        """Masks and labels the tokens with the lowest scores, equally many in each sample."""
         count = max(1, round(MASKED * inputs.shape[1]))
         places = np.argsort(scores, axis=1)[:, :count]
         labels = np.full_like(inputs, NO_LABEL)
@@ -115,8 +113,7 @@ class DataSource:
         return None
 
     def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Returns each sample's number of labelled tokens if samples are padded: between an eighth
-        and all."""
+        """Returns each padded sample's number of labelled tokens: between an eighth and all."""
         rng = np.random.default_rng([seed, step, 1])
         least = max(1, self.sequence_length // 8)
         return self._ordered(rng.integers(least, self.sequence_length + 1, global_batch))
@@ -274,7 +271,7 @@ def _image_source(name: str, workload: Workload) -> DataSource:
 
 
 def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
-    """Returns the cached token file, next to a `.json` of facts, and the encoding's name."""
+    """Returns the cached token file, next to a `.json` of facts, and its encoding."""
     texts, version = texts_of(name, workload)
     encode, encoding = _encoder(workload)
     identity = f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}"
@@ -323,7 +320,7 @@ def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
 
 
 def _has_tokenizer(path: str) -> bool:
-    """Returns whether a local folder has a vocabulary; assumes that a hub id has one."""
+    """Returns whether a local folder has a vocabulary; true for hub ids."""
     folder = Path(path)
     kinds = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", "*.spm")
     return not folder.is_dir() or any(True for kind in kinds for _ in folder.glob(kind))
@@ -442,8 +439,8 @@ def _require_kind(
 
 
 def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
-    """Yields the joined texts of each label, or all texts without labels; raises UsageError for a
-    label out of range."""
+    """Yields each label's joined texts, or all texts without labels; raises UsageError for a label
+    out of range."""
     texts, labels = rows
     _require_kind(name, "text", texts, str, "a text")
     if labels is None:

@@ -66,7 +66,7 @@ class UserWorkload(Workload):
         return model
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
-        """Returns the output; in fp32 if it is one tensor, as losses are computed by all models."""
+        """Returns the output, one tensor in fp32, in which all models compute losses."""
         import torch
 
         is_half = getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
@@ -119,7 +119,7 @@ class UserWorkload(Workload):
 
     def require_trainable(self, sequence_length: int) -> None:
         """Builds the model and computes losses as training does; raises UsageError for whatever
-        would fail, or would train differently on another number of ranks."""
+        would fail, or would depend on the number of ranks."""
         import torch
 
         model = self._try("build()", lambda: self.build(0))
@@ -215,10 +215,8 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that drops the biases of keys, whose gradient is zero.
-
-    nn.MultiheadAttention stores them in the middle third of a tensor.
-    """
+    """Returns a function that drops the biases of keys, whose gradient is zero: the middle third of
+    nn.MultiheadAttention's tensor."""
     import torch
     from torch import nn
 

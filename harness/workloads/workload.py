@@ -38,8 +38,8 @@ OTHER_EXPERTS = Tolerance(
     "in half precision, the order of additions sends some tokens to other experts, so these experts"
     " and their router are trained on other tokens",
 )
-"""Tolerance for routers in half precision, where rounding decides between experts with similar
-scores (see docs/studies/parity-deviations.md)."""
+"""Tolerance for routers in half precision, where rounding decides between experts of similar score
+(docs/studies/parity-deviations.md)."""
 
 
 NEARLY_EQUAL_SCORES = Tolerance(
@@ -49,7 +49,7 @@ NEARLY_EQUAL_SCORES = Tolerance(
     " token goes",
 )
 """Tolerance for routers in fp32, where the order of additions decides between nearly equal scores
-(see docs/studies/parity-deviations.md)."""
+(docs/studies/parity-deviations.md)."""
 
 
 AUTO: dict[Kind, str] = {
@@ -85,7 +85,6 @@ class Workload:
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
     num_labels: int = 0
-    """Number of classes; 0 for language models."""
     vocabulary: int = 0
     """Number of tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
@@ -99,15 +98,12 @@ class Workload:
     head_width: int = 0
     """Elements per token in one head's query or key."""
     experts: int = 0
-    """Number of experts in each mixture, if any."""
     experts_per_token: int = 0
     split: Split | None = None
     no_split: str = "does not say how it can be split; use a gpt2, llama or bert workload"
-    """Why `split` is None."""
     block_paths: tuple[str, ...] = ()
     """Paths of the ModuleLists of blocks; empty if unknown."""
     tied: bool = False
-    """Whether parameters have several names."""
     no_sequence: str = ""
     """Why ranks cannot share a sample's tokens; empty if they can."""
     window: int = 0
@@ -175,9 +171,9 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: device that draws the initial weights (default: `device`). A seed gives the same
-        weights only on the same kind of device. An `hf:` model gets its saved weights, if any,
-        unless `saved_weights` is false.
+        `drawn_on`: device that draws the initial weights (default: `device`); a seed gives the same
+        weights only on the same kind. An `hf:` model gets its saved weights, if any, unless
+        `saved_weights` is false.
         """
         import torch
 
@@ -249,10 +245,7 @@ class Workload:
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
     ) -> Tensor | HasLogits:
-        """Returns the model's output.
-
-        An encoder-decoder's inputs are those of encoder and decoder together.
-        """
+        """Returns the model's output. An encoder-decoder takes both inputs together."""
         if self.kind == "seq2seq":
             inputs, target = inputs.split(_halves(inputs.shape[1]), dim=1)
             more["decoder_input_ids"] = target
@@ -345,8 +338,7 @@ class Workload:
         return self
 
     def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Returns bytes of the parameters, and of other stored tensors, of a model from
-        `countable`."""
+        """Returns bytes of parameters, and of other stored tensors, of a `countable` model."""
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
 
@@ -447,7 +439,7 @@ def losses_differ(a: Tensor | float, b: Tensor | float) -> bool:
 
 @functools.cache
 def require_steady(workload: Workload, sequence_length: int) -> None:
-    """Raises UsageError if a model's loss is random, or if a sample's depends on the batch."""
+    """Raises UsageError if a loss is random, or a sample's depends on the batch."""
     import torch
 
     if sum(p.numel() for p in workload.on_meta().parameters()) > MOST_TRIED:

@@ -103,9 +103,7 @@ PROMPTS = ("prompt", "p_tuning", "p_tuning_lstm")
 class Variant(Workload):
     base: Workload
     storage: str | None
-    """Key of STORAGES, if any."""
     adapter: str | None
-    """Key of ADAPTERS, if any."""
 
     @property
     def version(self) -> str:
@@ -193,7 +191,6 @@ class Variant(Workload):
             return adapt(model, self.adapter).train()
 
     def _adapter_seed(self, seed: int) -> int:
-        """Returns a seed that differs from the model's."""
         return seed + 2**31
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
@@ -260,7 +257,7 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
 def _storage_and_adapter(
     base: Workload, name: str, given: list[str]
 ) -> tuple[str | None, str | None]:
-    """Raises UsageError if a suffix is unknown, repeated or out of order."""
+    """Raises UsageError for unknown, repeated or unordered suffixes."""
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())

@@ -41,7 +41,6 @@ class Attempt:
 
 
 def attempt(name: str, ask: Callable[[], object]) -> Attempt:
-    """Calls a function; raises nothing."""
     began = time.perf_counter()
     try:
         answer, error = str(ask()), ""

@@ -51,7 +51,7 @@ class Numerics:
 
 
 def numerics(device: str) -> ProbeFinding:
-    """How large are differences from rounding alone on this device?"""
+    """How large are differences from rounding on this device?"""
     import torch
 
     from harness.spec.training import EXACT

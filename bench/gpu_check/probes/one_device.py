@@ -102,7 +102,7 @@ def profiler(device: str) -> ProbeFinding:
 
 
 def speed(device: str) -> ProbeFinding:
-    """What are this device's peak rates for matrix products, copies and kernel launches?"""
+    """What are this device's peak rates for products, copies and kernel launches?"""
     import torch
 
     from harness.measure.hardware_benchmark import measure_device_speed

@@ -161,7 +161,7 @@ class ForkFacts:
 def fork(device: str) -> ProbeFinding:
     """Can a child that is forked after all imports use the device?
 
-    A process that has initialised CUDA cannot fork ranks; some libraries initialise it on import.
+    Ranks cannot be forked once CUDA is initialised, which some libraries do on import.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it
     import harness.worker.preload
@@ -187,8 +187,7 @@ def fork(device: str) -> ProbeFinding:
 
 
 def imports_that_initialise(names: Iterable[str]) -> dict[str, bool | None]:
-    """Returns whether each import initialises CUDA; None: it fails. Forks a child per package, all
-    at once."""
+    """Returns whether each import, in a forked child, initialises CUDA; None: it fails."""
     children = {name: begin_in_fork(partial(_import, name)) for name in names}
     answers = {name: end_of_fork(child) for name, child in children.items()}
     return {

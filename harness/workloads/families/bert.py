@@ -1,5 +1,3 @@
-"""BERT for sequence classification."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

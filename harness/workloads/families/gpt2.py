@@ -36,7 +36,7 @@ class Gpt2Split(SplitByParts):
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear.
 
-        Reorders query, key and value rows, so that each rank gets the same heads of all three.
+        Reorders query, key and value rows to give a rank the same heads of all three.
         """
         import torch
         from transformers.models.gpt2.modeling_gpt2 import GPT2Attention

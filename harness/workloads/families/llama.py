@@ -99,8 +99,8 @@ def _size(
 def _sized(hidden: int, layers: int) -> ModelConfig:
     """Returns the config of a size; raises UsageError unless `hidden` is a multiple of 64.
 
-    The feed-forward size is 8/3 of the hidden size (arXiv 2302.13971, section 2.2), rounded up to a
-    multiple of 64.
+    The feed-forward size is 8/3 of it (arXiv 2302.13971, section 2.2), rounded up to a multiple of
+    64.
     """
     if hidden % 64:
         raise UsageError(

@@ -1,8 +1,5 @@
-"""ResNet image classification.
-
-BatchNorm sees only one replica's samples, so data parallelism changes the training unless
-statistics are synchronised.
-"""
+"""ResNet image classification. BatchNorm sees only one replica's samples: data parallelism changes
+the training unless statistics are synchronised."""
 
 from __future__ import annotations
 
