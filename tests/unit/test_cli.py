@@ -55,20 +55,20 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], ["--matrix is missing"]),
-        (["run", "--matrix", "fulll"], ["unknown matrix 'fulll'", "full"]),
+        (["run"], ["--matrix"]),
+        (["run", "--matrix", "fulll"], ["'fulll'", "full"]),
         (["run", "--matrix", "smoke", "--only", "dpp"], ["--only 'dpp'", "ddp"]),
         (["run", "--matrix", "smoke", "--set", "batch"], ["--set 'batch'", "axis=value"]),
-        (["run", "--matrix", "smoke", "--set", "bacth=3"], ["unknown key 'bacth'", "'batch'"]),
-        (["run", "--matrix", "smoke", "--set", "workload=gpt9"], ["unknown workload 'gpt9'"]),
-        (["run", "--matrix", "smoke", "--set", "data=text:nowhere.txt"], ["no file 'nowhere.txt'"]),
-        (["run", "--matrix", "smoke", "--set", "options={colour: red}"], ["no option 'colour'"]),
+        (["run", "--matrix", "smoke", "--set", "bacth=3"], ["'bacth'", "'batch'"]),
+        (["run", "--matrix", "smoke", "--set", "workload=gpt9"], ["'gpt9'"]),
+        (["run", "--matrix", "smoke", "--set", "data=text:nowhere.txt"], ["'nowhere.txt'"]),
+        (["run", "--matrix", "smoke", "--set", "options={colour: red}"], ["'colour'"]),
         (["run", "--matrix", "smoke", "--resume", "--trials", "3"], ["--resume", "--trials"]),
         (["run", "--resume"], ["nothing to resume"]),
-        (["run", "--matrix", "full", "--interleave"], ["--interleave", "2 to 8 cells", "--only"]),
+        (["run", "--matrix", "full", "--interleave"], ["--interleave", "2 to 8", "--only"]),
         (
             ["run", "--matrix", "smoke", "--only", "single", "--interleave"],
-            ["--interleave", "not 1"],
+            ["--interleave", "1"],
         ),
         (["run", "--matrix", "smoke", "--host", "8 x h100-80gb"], ["--host", "--dry-run"]),
         (
@@ -78,9 +78,9 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (
             ["run", "--matrix", "smoke", "--results", "file/results"],
-            ["'file/results' cannot be written"],
+            ["'file/results'"],
         ),
-        (["report", "--results", "nowhere"], ["no runs", "nowhere"]),
+        (["report", "--results", "nowhere"], ["nowhere"]),
         (
             ["report", "--section", "verdit", "--results", REFERENCE],
             ["'verdit'", "verdict"],
@@ -88,37 +88,37 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["report", "--format", "pdf", "--results", REFERENCE], ["--format", "pdf-ready"]),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["--baseline", "latest~1 latest"]),
-        (["compare", "latest~1", "latest"], ["no runs", "results"]),
-        (["compare", RUN, "run-2", "--results", REFERENCE], ["no run 'run-2'", RUN]),
-        (["compare", RUN, "latest", "--results", REFERENCE], ["are the same run"]),
-        (["compare", RUN, "empty", "--results", REFERENCE], ["no runs in results folder 'empty'"]),
+        (["compare", "latest~1", "latest"], ["results"]),
+        (["compare", RUN, "run-2", "--results", REFERENCE], ["'run-2'", RUN]),
+        (["compare", RUN, "latest", "--results", REFERENCE], [RUN]),
+        (["compare", RUN, "empty", "--results", REFERENCE], ["'empty'"]),
         (
             ["compare", RUN, "--cells", "dpp", "ddp", "--results", REFERENCE],
             ["'dpp'", "ddp"],
         ),
         (["compare", "latest~1", "latest", "--fail-on", "slowness"], ["--fail-on", "regression"]),
-        (["compare", "--history"], ["no runs", "results"]),
+        (["compare", "--history"], ["results"]),
         (["compare", "--history", "--fail-on", "regression"], ["--history", "--figure"]),
         (["doctor", "--repair"], ["--repair", "--results"]),
         (["doctor", "--results", "nowhere"], ["nowhere"]),
         (["validate"], ["--data", "--results"]),
         (["validate", "--results", "r", "--fit", "f"], ["--fit"]),
-        (["show", "ddp"], ["no runs", "results"]),
+        (["show", "ddp"], ["results"]),
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["publish", "wandb", "folder"], ["wandb", "tensorboard"]),
         (
             ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],
-            ["no run 'nope'", RUN],
+            ["'nope'", RUN],
         ),
         (["compare", "--history", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["profile", "dpp"], ["'dpp'", "ddp"]),
-        (["profile", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
-        (["rehearse", "dpp"], ["unknown strategy 'dpp'", "ddp"]),
-        (["rehearse", "ddp:speed=3"], ["no option 'speed'", "bucket_cap_mb"]),
-        (["rehearse", "ddp", "--workload", "gpt9"], ["unknown workload 'gpt9'"]),
+        (["profile", "ddp:speed=3"], ["'speed'", "bucket_cap_mb"]),
+        (["rehearse", "dpp"], ["'dpp'", "ddp"]),
+        (["rehearse", "ddp:speed=3"], ["'speed'", "bucket_cap_mb"]),
+        (["rehearse", "ddp", "--workload", "gpt9"], ["'gpt9'"]),
         (["rehearse", "ddp", "--devices", "0"], ["devices"]),
-        (["rehearse", "ddp", "--devices", "3"], ["does not divide", "use a multiple of 3"]),
-        (["rehearse", "ddp", "--rank", "2"], ["rank 2", "ranks are 0 to 1"]),
+        (["rehearse", "ddp", "--devices", "3"], ["multiple of 3"]),
+        (["rehearse", "ddp", "--rank", "2"], ["rank 2", "0 to 1"]),
         (["list", "colours"], ["colours"]),
         (["fly"], ["fly"]),
     ],
@@ -141,7 +141,8 @@ def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
 def test_a_mistake_is_told_without_a_traceback(tmp_path: Path) -> None:
     done = bench("run", "--matrix", "fulll", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("bench: unknown matrix 'fulll'")
+    assert done.stderr.startswith("bench: ")
+    assert "'fulll'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -295,14 +295,15 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
         ("Least memory", "b"),
     ]
     use, price, memory = (advice.sentence for advice in found.advice)
-    assert "10.0 % faster (95 % interval: " in use
+    assert "10.0 %" in use
     assert [cell.cell.strategy for cell in found.better] == ["a"]
     assert found.gain is not None
     assert found.gain.low is not None
     assert 1 < found.gain.low < found.gain.ratio == pytest.approx(1.1, rel=0.005)
-    assert "25.0 % faster" in price
+    assert "25.0 %" in price
     assert "rounded gradients" in price
-    assert "50 MiB on its fullest device, 50 % less than a, at 91 % of its throughput" in memory
+    for figure in ("50 MiB", "50 %", "91 %"):
+        assert figure in memory
 
 
 @pytest.mark.parametrize(("error", "equal"), [(0.002, True), (0.02, False)])

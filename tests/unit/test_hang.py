@@ -185,35 +185,36 @@ def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> 
 
 
 @pytest.mark.parametrize(
-    ("groups", "stacks", "words"),
+    ("groups", "stacks", "facts"),
     [
         (
             {0: [group(17)], 1: [group(16)], 2: [group(17)]},
             {},
-            "rank 1 never entered gloo:all_reduce 17, where the others of its 3 ranks wait",
+            ("rank 1 ", "gloo:all_reduce 17", "3 ranks"),
         ),
         (
             {0: [group(17)], 1: [], 2: []},
             {},
-            "ranks 1, 2 never entered gloo:all_reduce 17, where the others of its 3 ranks wait",
+            ("ranks 1, 2 ", "gloo:all_reduce 17", "3 ranks"),
         ),
         (
             {0: [group(3), group(2, "1", (0, 1))], 1: [group(3), group(1, "1", (0, 1))]},
             {},
-            "rank 1 never entered gloo:all_reduce 2 of process group 1, where the others",
+            ("rank 1 ", "gloo:all_reduce 2 ", "group 1"),
         ),
-        ({0: [], 1: []}, {0: WAITS, 1: SLEEPS}, "rank 1 is not where the others wait"),
-        ({0: [], 1: []}, {0: WAITS}, "rank 1 is not where the others wait"),
-        ({0: [group(4)], 1: [group(4)], 2: [group(4)]}, {0: SLEEPS, 1: SLEEPS}, ""),
-        ({}, {}, ""),
+        ({0: [], 1: []}, {0: WAITS, 1: SLEEPS}, ("rank 1 ",)),
+        ({0: [], 1: []}, {0: WAITS}, ("rank 1 ",)),
+        ({0: [group(4)], 1: [group(4)], 2: [group(4)]}, {0: SLEEPS, 1: SLEEPS}, ()),
+        ({}, {}, ()),
     ],
 )
 def test_the_missing_rank_is_named(
-    groups: dict[int, list[GroupState]], stacks: dict[int, str], words: str
+    groups: dict[int, list[GroupState]], stacks: dict[int, str], facts: tuple[str, ...]
 ) -> None:
     said = missing(groups, stacks)
-    assert said.startswith(words)
-    assert bool(said) == bool(words)
+    for fact in facts:
+        assert fact in said
+    assert bool(said) == bool(facts)
 
 
 def test_hangs_of_two_nodes_are_one_timeout() -> None:
