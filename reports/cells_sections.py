@@ -1,5 +1,3 @@
-"""All cells, their systems, and those that failed or did not run."""
-
 from __future__ import annotations
 
 from collections import Counter

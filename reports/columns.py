@@ -1,5 +1,3 @@
-"""Table columns, with full-precision values for machines."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,3 @@
-"""States between steps, memory of each rank, and the largest model within a budget."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Parity with the reference, the environment, methods, and the glossary."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Terminal output of a run: plan, progress, ranking."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Targets that a run can be submitted to."""
-
 from __future__ import annotations
 
 from enum import Enum

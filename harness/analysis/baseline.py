@@ -1,5 +1,3 @@
-"""Throughput relative to a baseline, and scaling efficiency."""
-
 from __future__ import annotations
 
 import dataclasses

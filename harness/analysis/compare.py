@@ -1,5 +1,3 @@
-"""Comparison of two runs, folders, or cells of one run."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Losses of a trial by step, including retrained steps."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Results of searches for the largest model or longest sequence."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Cells that train like one process, exactly or within rounding."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Selects results to compare, with the hardware that they were measured on."""
-
 from __future__ import annotations
 
 import dataclasses

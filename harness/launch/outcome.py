@@ -1,5 +1,3 @@
-"""A trial's outcome, from what its ranks left."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Trials that are killed at a checkpoint and continue in new ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

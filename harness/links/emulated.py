@@ -1,5 +1,3 @@
-"""Emulated nodes and their links, and the launcher that runs cells on them."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Timing of steps, and of the methods that compute in them."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""The coordinator of a multi-node run, with one trial at a time."""
-
 from __future__ import annotations
 
 import contextlib

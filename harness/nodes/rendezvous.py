@@ -1,5 +1,3 @@
-"""Rendezvous of agents with the coordinator, and a node's addresses."""
-
 from __future__ import annotations
 
 import contextlib

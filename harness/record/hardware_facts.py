@@ -1,5 +1,3 @@
-"""Measured rates of a device, and hardware that a cell's nodes share."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""File locks that allow one writer per share of a run's cells."""
-
 from __future__ import annotations
 
 import contextlib

@@ -38,8 +38,8 @@ class TrialRecord(Record):
     reason: str = ""
     """what happened and what to do; empty if ok"""
     expected: bool = False
-    """whether the status is expected: known to diverge, or declared to deviate too far to be
-    verified"""
+    """whether the status is expected: known to diverge, or declared to deviate too far for
+    verification"""
     log_tail: str = ""
     """end of the log of the rank that failed first"""
     stacks: str = ""
@@ -55,8 +55,7 @@ class TrialRecord(Record):
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
     compile_seconds: float | None = None
-    """time spent in torch.compile during the first steps, slowest rank; null if nothing is
-    compiled"""
+    """torch.compile's time during the first steps, slowest rank; null if nothing is compiled"""
 
     # What is trained.
 
@@ -131,19 +130,18 @@ class TrialRecord(Record):
     optimizer: str
     seed: Int64
     launcher: str
-    """elastic (torchrun's agent), spawn, or the command of a library's own launcher"""
+    """elastic (torchrun's agent), spawn, or the command of a library's launcher"""
     packages: tuple[str, ...] = ()
     """packages that the strategy needs in addition to torch"""
     wraps_ddp: str | None = None
     """library, if this strategy is its equivalent of DDP"""
     threads_per_device: Int32
-    """number of CPU cores, and of intra-op threads, per device"""
+    """CPU cores, and intra-op threads, per device"""
     memory_limit_bytes: Int64 | None = None
     stand_in: str | None = None
     """what was emulated or replaced, if anything"""
     oversubscribed: bool
-    """whether there are more ranks than cores, so that times tell you nothing about real
-    hardware"""
+    """whether ranks outnumber cores, so that times tell you nothing about real hardware"""
     rank_cores: tuple[str, ...] = ()
     """CPU cores that each rank was pinned to, such as 0-7,16"""
 
@@ -217,11 +215,11 @@ class TrialRecord(Record):
     # Other load on the host, and the state of its GPUs.
 
     idle_before: float | None = None
-    """fraction of time that cores were idle just before the trial"""
+    """idle fraction of the cores just before the trial"""
     idle_after: float | None = None
-    """fraction of time that cores were idle just after it"""
+    """idle fraction of the cores just after it"""
     foreign_load_cores: float | None = None
-    """number of cores kept busy by other processes during the timed steps"""
+    """mean number of cores other processes kept busy during the timed steps"""
     gpu_before: str | None = None
     """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
     temperature, power, errors, processes"""
@@ -265,8 +263,8 @@ class TrialRecord(Record):
     mfu: float | None = None
     """model FLOPs utilisation; null if the device's peak is unknown"""
     matmul_utilization: float | None = None
-    """model FLOPs as a fraction of the device's measured matrix-product rate (column `device_speed`
-    of the run); null if not measured"""
+    """model FLOPs as a fraction of the device's measured rate (column `device_speed` of the run);
+    null if not measured"""
     bubble_fraction: float | None = None
     """fraction of stage time spent waiting, measured in a separate pass"""
     expert_tokens: str | None = None
@@ -337,13 +335,13 @@ class TrialRecord(Record):
     parity_moments_skipped_reason: str | None = None
     """why some or all optimizer states were not compared"""
     later_steps_verified: Int32 | None = None
-    """number of steps after the parity segment whose loss was verified"""
+    """number of steps with a verified loss after the parity segment"""
     later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = None
     """number of steps that each rank took, including retrained ones"""
     rewinds: Int32 | None = None
-    """number of rewinds to an earlier step between timed steps, to verify the steps again"""
+    """number of rewinds between timed steps, to verify earlier steps again"""
     rewind_skipped_reason: str | None = None
     """why the state was never rewound"""
     rewind_loss_deviation: float | None = None

@@ -1,5 +1,3 @@
-"""Decides how many trials each cell gets."""
-
 from __future__ import annotations
 
 import itertools

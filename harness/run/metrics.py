@@ -1,5 +1,3 @@
-"""Turns measurements of a trial's ranks into recorded metrics, without a clock."""
-
 from __future__ import annotations
 
 import itertools

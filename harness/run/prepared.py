@@ -1,5 +1,3 @@
-"""A trial before its launch."""
-
 from __future__ import annotations
 
 import zlib

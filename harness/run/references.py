@@ -1,5 +1,3 @@
-"""Reference runs, and trials' comparisons with them."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Runs a plan's open trials: order, progress, resume, stop."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Errors shown to a user or recorded in a plan."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,3 @@
-"""A link between nodes: its text, rate and delay."""
-
 from __future__ import annotations
 
 import re

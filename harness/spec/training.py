@@ -1,5 +1,3 @@
-"""Layout, batches, model states and tolerances of a training run."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping

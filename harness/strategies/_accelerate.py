@@ -1,5 +1,3 @@
-"""Base and engine of strategies that train through Hugging Face Accelerate."""
-
 from __future__ import annotations
 
 import importlib.util

@@ -1,5 +1,3 @@
-"""DeepSpeed's compiled ops and set-up."""
-
 from __future__ import annotations
 
 import ast

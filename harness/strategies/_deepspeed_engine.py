@@ -1,5 +1,3 @@
-"""DeepSpeed's engine: retained tensors, waits and fixes."""
-
 from __future__ import annotations
 
 import shutil

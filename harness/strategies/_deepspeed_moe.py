@@ -1,5 +1,3 @@
-"""DeepSpeed's `MoE` layer in place of a workload's mixtures."""
-
 from __future__ import annotations
 
 import copy

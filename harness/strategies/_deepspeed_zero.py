@@ -1,5 +1,3 @@
-"""DeepSpeed ZeRO options, their requirements and config."""
-
 from __future__ import annotations
 
 import tempfile

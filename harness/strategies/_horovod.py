@@ -1,5 +1,3 @@
-"""Horovod's build, launch, rendezvous and wrapping."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Formulas for the bytes that a rank keeps and sends."""
-
 from __future__ import annotations
 
 import dataclasses

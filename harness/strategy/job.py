@@ -1,5 +1,3 @@
-"""Data that the harness and a strategy exchange."""
-
 from __future__ import annotations
 
 import contextlib

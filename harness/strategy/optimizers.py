@@ -1,5 +1,3 @@
-"""The cell's optimizers: classes, memory and tolerances."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

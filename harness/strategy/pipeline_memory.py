@@ -1,5 +1,3 @@
-"""Memory of a pipeline rank."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""A rank's part of a pipeline: its stages, their schedule, and tied parameters."""
-
 from __future__ import annotations
 
 import functools

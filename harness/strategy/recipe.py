@@ -1,5 +1,3 @@
-"""A cell's recipe: gradient clipping, learning-rate schedule and parameter groups."""
-
 from __future__ import annotations
 
 import math

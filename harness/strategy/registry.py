@@ -1,5 +1,3 @@
-"""Discovery of strategies, and validation of cells."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""A rank's parameters, buffers and optimizer states by the model's names, without shards."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,5 +1,3 @@
-"""Saves a checkpoint in one rank and loads it in another."""
-
 from __future__ import annotations
 
 import hashlib

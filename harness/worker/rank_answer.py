@@ -1,5 +1,3 @@
-"""A rank's final answer: a JSON file in the trial's folder."""
-
 from __future__ import annotations
 
 import functools

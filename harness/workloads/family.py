@@ -1,5 +1,3 @@
-"""Families of models with one architecture, and the ways to split them."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Workloads from a folder or the hub of transformers."""
-
 from __future__ import annotations
 
 import dataclasses

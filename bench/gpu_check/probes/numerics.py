@@ -1,5 +1,3 @@
-"""Probes of what trainings rely on: rounding, weights and collectives."""
-
 from __future__ import annotations
 
 import tempfile

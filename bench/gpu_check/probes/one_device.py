@@ -1,5 +1,3 @@
-"""Probes of a device: memory, profiler, speed and float8."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Probes of the host, and of processes forked on it."""
-
 from __future__ import annotations
 
 import importlib
