@@ -217,8 +217,8 @@ def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
     equals: list[ui.Block] = []
     for advice in advised.advice:
         if advice.as_good:
-            words = advice.as_good[0].upper() + advice.as_good[1:]
-            equals.append(ui.Paragraph([data(words), "."], "small"))
+            ties = advice.as_good[0].upper() + advice.as_good[1:]
+            equals.append(ui.Paragraph([data(ties), "."], "small"))
     return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer"), *equals]
 
 
