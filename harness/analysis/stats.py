@@ -15,6 +15,10 @@ PAIR_CONFIDENCE = 0.995
 """Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
+SINGLE_TRIAL = 0.04
+"""Additional standard deviation of a single trial, in logarithms, between runs. One trial in 200 of
+the reference run is 13 % off, twice as much as normal values would be, and no other trial shows
+it."""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -128,8 +132,9 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval covers steps that follow the machine's speed differently and, without
-    `same_control`, the unadjusted ratio. Degrees of freedom are Welch's (Biometrika 34, 1947).
+    The interval covers steps that follow the machine's speed differently, outliers among single
+    trials and, without `same_control`, the unadjusted ratio. Degrees of freedom are Welch's
+    (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -140,7 +145,8 @@ def between_runs(
     errors = first.error**2 + second.error**2
     parts = first.error**4 / first.degrees + second.error**4 / second.degrees
     degrees = errors**2 / parts if parts else min(first.degrees, second.degrees)
-    error = math.sqrt(errors + (CONTROL_MISMATCH * drift) ** 2)
+    singles = (first.trials == 1) + (second.trials == 1)
+    error = math.sqrt(errors + singles * SINGLE_TRIAL**2 + (CONTROL_MISMATCH * drift) ** 2)
     found = comparison(mean + drift, _students_t((1 + confidence) / 2, degrees) * error, count)
     if same_control or not drift:
         return found
