@@ -102,8 +102,8 @@ def run(
 
     `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
     set in all cells. `precision`: relative half width that every throughput's interval must reach,
-    such as 0.02. `run_id`: name of the run; an existing one is continued. Other parameters are
-    options of `bench run`.
+    such as 0.02. `run_id`: name of the run; an existing one is continued. `listener`: receives
+    progress. Other parameters are options of `bench run`.
 
     Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """

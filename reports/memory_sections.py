@@ -372,7 +372,8 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two."""
+    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two sized
+    strategies."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:

@@ -237,7 +237,7 @@ def local_page(
 ) -> str:
     """Returns the page of a plan for this machine.
 
-    `swept`: plan, or why not, by workload and ranks.
+    `swept`: plan, or why nothing can run, by workload and number of ranks.
     """
     return plan_page(
         plan.setting,

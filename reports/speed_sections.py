@@ -157,8 +157,8 @@ def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns throughput and memory as charts of the verdict's setting for pages, as ranked tables
-    of all settings for Markdown."""
+    """Returns throughput and memory: as charts of the verdict's setting on pages, as ranked tables
+    of all settings in Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
         tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]

@@ -468,7 +468,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns tokens by expert of each workload's first cell; all route equally."""
+    """Returns tokens by expert of each workload's first cell; equal trainings route equally."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:

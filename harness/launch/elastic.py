@@ -54,7 +54,7 @@ def _agent_class() -> type[LocalElasticAgent]:
 
 
 def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
-    """Returns torch's static rendezvous over an open store, so its port stays ours.
+    """Returns torch's static rendezvous over an open store, which cannot lose its port.
 
     Numbered nodes avoid c10d's election and its random wait of up to 0.3 s.
     """

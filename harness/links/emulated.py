@@ -170,8 +170,8 @@ class EmulatedNodes:
 
 
 def measured(first: Node, second: Node) -> tuple[float, float]:
-    """Returns bits per second and one-way seconds. Raises NoLinks if nodes cannot connect, or an
-    agent ends."""
+    """Returns bits per second and one-way latency in seconds. Raises NoLinks if nodes cannot
+    connect, or an agent ends."""
     try:
         first.line.send("listen")
         _, port = first.line.receive()

@@ -69,7 +69,7 @@ class MemoryMeter:
         limit: int | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        """`limit`: bytes; on GPUs, per device. `devices`: of this process."""
+        """`limit`: bytes; on GPUs, per device. `devices`: all of this process."""
         self.device = device
         self.devices = tuple(devices or (device,))
         self.limit = limit

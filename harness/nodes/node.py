@@ -34,7 +34,7 @@ def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
 
 
 def node_facts(number: int, name: str) -> dict[str, object]:
-    """Returns facts that need no connection; with GPUs in seconds."""
+    """Returns facts that need no connection; with GPUs, this takes seconds."""
     return {
         "number": number,
         "name": name,

@@ -18,7 +18,7 @@ BASELINE = "single"
 TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not what; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Reference's optimizer in place of another implementation of it."""
+"""Optimizer that the reference uses in place of another implementation of it."""
 RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
 """Fields of the training recipe."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}

@@ -137,8 +137,8 @@ def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
 def load(job: Job, sizes: MeshSizes) -> nn.Module:
     """Saves the job's model and loads it in parts: transformers splits models only while loading.
 
-    Raises RuntimeError if its mesh, on any accelerator that transformers finds, has another device
-    type.
+    Raises RuntimeError if its mesh would use another device type; transformers picks any
+    accelerator.
     """
     import torch
     import torch.distributed as dist

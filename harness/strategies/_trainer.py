@@ -122,7 +122,7 @@ class SteppedTrainer(Trainer):
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
         """Returns the part by model input name.
 
-        Raises RuntimeError unless the numbers, of micro-batches in turn by rank, come next.
+        Raises RuntimeError unless the numbers come next; ranks take micro-batches in turn.
         """
         size = len(part.inputs)
         first = (
@@ -267,7 +267,7 @@ def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
     For a model that ignores the count, Trainer would multiply the mean by the ranks and not divide
-    by micro-batches, unless told that it does not accept it.
+    by micro-batches. So it is told that such models do not accept it.
     """
     return workload.kind == "causal"
 

@@ -17,7 +17,7 @@ from harness.workloads import Workload, make_workload
 class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, replicated or not, or tensor parallelism.
 
-    Accelerate rejects it on CPUs (MULTI_CPU), so it is told that gloo's ranks are on GPUs.
+    Accelerate rejects it on CPUs (MULTI_CPU), so it is told to be on GPUs and prepares over gloo.
     """
 
     requires = ("accelerate",)

@@ -162,8 +162,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward runs without gradients, which torch's own hook's DTensors
-    would never pass on.
+    Before torch 2.12 the first forward runs without gradients; DTensors built by torch's own hook
+    would never pass any on.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

@@ -28,7 +28,7 @@ from harness.host.nvml import end_nvml  # noqa: E402
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
-"""Import that initialised CUDA, unusable in ranks ever after."""
+"""Import that initialised CUDA, which makes it unusable in ranks."""
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:
