@@ -1,5 +1,3 @@
-"""bench publish: results for TensorBoard, MLflow or Prometheus."""
-
 from __future__ import annotations
 
 import json

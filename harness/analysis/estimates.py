@@ -34,7 +34,7 @@ WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
 FORKED = ("elastic",)
 """Launchers that fork ranks from a server; others start fresh interpreters."""
 FORKED_ALLOWANCE = 0.0085
-"""Standard deviation of a strategy's effect on its control, in logarithms, between forked cells."""
+"""Standard deviation of a strategy's effect on its control between forked cells, in logarithms."""
 FRESH_ALLOWANCE = 0.013
 """Standard deviation for fresh interpreters, next to which the control was 4 % faster."""
 
@@ -63,10 +63,9 @@ class VariancePrior:
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one.
+    """Returns variances shrunk towards the common one, which cells without a degree of freedom get.
 
-    Cells without a degree of freedom get the common variance. Fewer than three cells with any are
-    pooled.
+    Fewer than three others are pooled.
     """
     common = prior(spreads)
     if common is None:

@@ -3,7 +3,7 @@
 After its first trial, a cell drops out if it is further behind than noise can explain. The others
 get three trials each. Further trials go to the largest undecided setting, to leaders and
 challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
-68, 2020). Cells with the lowest memory race separately.
+68, 2020). Lowest memory is a separate race.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate
 
 FAR_BEHIND = 4.5
-"""Standard deviations of the difference from the fastest at which a cell drops out."""
+"""Standard deviations behind the fastest at which a cell drops out."""
 MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Trials of each contender before leaders and challengers are drawn."""
@@ -43,7 +43,7 @@ class Entrants:
 
 
 def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
-    """Returns the cells that get one more trial, by id; empty if nothing is open."""
+    """Returns the ids of cells that get one more trial; empty if nothing is open."""
     if few := set().union(*map(_with_few_trials, settings)):
         return few
     undecided = [setting for setting in settings if _is_open(setting)]
@@ -63,7 +63,7 @@ def _is_open(setting: Entrants) -> bool:
 
 
 def is_decided(speeds: Sequence[LogEstimate]) -> bool:
-    """Whether the fastest is known, or all that may be the fastest are known to be tied."""
+    """Whether the fastest is known, or all candidates are known to be tied."""
     if len(speeds) < 2 or any(speed.degrees <= 0 for speed in speeds):
         return True
     first, second = sorted(speeds, key=lambda speed: -speed.mean)[:2]
@@ -99,7 +99,7 @@ def trial_spread(cells: Mapping[str, LogEstimate]) -> float:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns the ids of cells that are not far behind; without a spread, all ids."""
+    """Returns the ids of cells not far behind; without a spread, all."""
     spread = trial_spread(cells)
     if not spread:
         return set(cells)
@@ -115,7 +115,7 @@ def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
 
 
 def top_two(cells: Mapping[str, LogEstimate], chance: random.Random) -> tuple[str, ...]:
-    """Returns a leader and a challenger; only the leader if no other cell was drawn."""
+    """Returns a leader and, if another cell was drawn, a challenger."""
     leader = _drawn(cells, chance)
     for _ in range(MOST_TRIES):
         challenger = _drawn(cells, chance)

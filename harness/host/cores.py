@@ -1,5 +1,3 @@
-"""CPU cores of processes and ranks."""
-
 from __future__ import annotations
 
 import os
@@ -20,13 +18,13 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def allowed_cores() -> list[int]:
-    """Returns the CPUs that this process may use, one hardware thread per core first."""
+    """Returns this process's CPUs, one hardware thread per core first."""
     cores = physical_cores(os.sched_getaffinity(0))
     return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores that each local process is pinned to; shared if there are too few.
+    """Returns the cores that each local process is pinned to; shared if too few.
 
     `processes`: of the whole trial; `local`: on this node. A parameter server counts as a device.
     """
@@ -41,10 +39,9 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of each local process of a GPU cell: the shares of its GPUs.
+    """Returns the cores of a GPU cell's local processes: the shares of their GPUs.
 
-    A rank needs several nearby cores, because autograd, NCCL and libraries have threads of their
-    own.
+    A rank needs several nearby cores for autograd's, NCCL's and libraries' threads.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -70,10 +67,9 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
 def share_cores(
     cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Returns each GPU's share of the cores, as hardware threads; shared if there are too few.
+    """Returns each GPU's share of the cores, as hardware threads; shared if too few.
 
-    `cores`: threads of each core. `near`: threads near each GPU; if none is among `cores`, all
-    cores count as near.
+    `cores`: threads of each core. `near`: threads near each GPU; all, if none is among `cores`.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
@@ -89,8 +85,7 @@ def share_cores(
 
 
 def threads_of(cell: Cell, cores: Sequence[int]) -> int:
-    """Returns the number of intra-op threads of a rank pinned to these cores; on a GPU, one per
-    core."""
+    """Returns a pinned rank's number of intra-op threads; on a GPU, one per core."""
     return max(1, len(physical_cores(cores))) if cell.device == "cuda" else cell.threads_per_device
 
 
@@ -106,10 +101,10 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
-    """Returns whether the cell's ranks need more cores than there are.
+    """Returns whether the cell's ranks need more cores than there are: a core per thread of a CPU
+    rank, one per GPU rank.
 
-    A CPU rank needs a core per thread, a GPU rank one core. `cores`: of all nodes; None if unknown.
-    `processes`: number of ranks, if it exceeds the devices.
+    `cores`: of all nodes; None if unknown. `processes`: ranks, if more than devices.
     """
     if cores is None:
         return False
@@ -118,5 +113,5 @@ def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
 
 
 def cores_of_nodes(cell: Cell) -> int:
-    """Returns the total cores of all nodes, assuming that they are like this host."""
+    """Returns all nodes' cores, assuming that they are like this host."""
     return cell.nodes * len(allowed_cores())

@@ -17,25 +17,22 @@ LEAVE_CUDA_ALONE = frozenset(
         "horovod.torch",
     },
 )
-"""Packages whose import does not initialise CUDA, as tests/gpu/test_fork_server.py checks.
+"""Packages whose import leaves CUDA alone, as tests/gpu/test_fork_server.py checks.
 
-bitsandbytes does, because it queries the compute capability; peft and transformers.trainer import
-it.
+bitsandbytes queries the compute capability; peft and transformers.trainer import it.
 """
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
-    """Returns the packages that the fork server may import; ranks import the others.
-
-    With GPUs, these are only packages known to leave CUDA alone.
-    """
+    """Returns the packages that the fork server may import: with GPUs, only those known to leave
+    CUDA alone."""
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
 def architectures() -> list[str]:
     """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    torch.cuda.get_arch_list() would initialise CUDA before torch 2.12, and returns nothing without
+    Before torch 2.12, torch.cuda.get_arch_list() would initialise CUDA, and returns nothing without
     a visible GPU.
     """
     import torch
@@ -62,7 +59,7 @@ def cuda_is_initialized() -> bool:
 
 
 def missing_compiler() -> str:
-    """Returns what is missing and how to install it; empty if nothing is.
+    """Returns what is missing to compile and how to install it; else empty.
 
     torch.compile builds C++ code (CPU kernels, GPU launchers) with $CXX or g++.
     """

@@ -1,4 +1,4 @@
-"""The environment of a measurement: versions, hardware, commit; only what is listed here."""
+"""The environment of a measurement: versions, hardware, commit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LIBRARIES = (
 )
 """Packages whose versions are recorded, in addition to strategies' requirements."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Oldest Linux driver for each major version of CUDA (CUDA Toolkit Release Notes)."""
+"""Oldest Linux driver by major CUDA version (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
 """Command that installs a torch for older drivers and GPUs; see scripts/setup.sh."""
 _VOLTA = 7
-"""Major compute capability of the oldest GPUs that torch 2.10 for CUDA 12 supports."""
+"""Major compute capability of the oldest GPUs of torch 2.10 for CUDA 12."""
 SLURM = {
     "job": "SLURM_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
@@ -68,7 +68,7 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str | None:
-    """Returns why this host's GPUs are unused, and a remedy; None if they are used or absent."""
+    """Returns why this host's GPUs are unused, if they are, and a remedy."""
     from harness.host.gpu_inventory import amd_gpus, driver, visible_gpus
 
     if not (devices := visible_gpus()):
@@ -114,7 +114,7 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
     Machine code (sm_*) runs on the same major version with the same or a newer minor one; PTX
     (compute_*) runs on any newer version (CUDA C++ Programming Guide, compute capability). `built`:
-    harness.host.cuda.architectures(); if empty (unknown), returns True.
+    harness.host.cuda.architectures(); empty (unknown) means True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:

@@ -1,6 +1,6 @@
 """Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its temporary folder (flock) while it lives. The next process removes unlocked ones.
+A process locks its temporary folder (flock); the next one removes unlocked folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIX = "parallelism-bench-scratch-"
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """Creates a private folder in `parent` or the temporary folder; removes it on exit.
 
-    Forked children leave it alone, even if multiprocessing drops their parent's exit handlers.
+    Forked children leave it alone, even though multiprocessing drops exit handlers.
     """
     owner = os.getpid()
     while True:
@@ -43,7 +43,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 def keep_multiprocessing_files() -> None:
     """Puts multiprocessing's sockets into a scratch folder while this process lives.
 
-    Its own folder (`pymp-*`) would stay behind if the process were killed.
+    A killed process would leave multiprocessing's own folder (`pymp-*`) behind.
     """
     process = multiprocessing.current_process()
     config: dict[str, object] = process._config  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def keep_multiprocessing_files() -> None:
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
-    """Removes this user's unlocked scratch folders in `parent` or the temporary folder; returns
+    """Removes this user's unlocked scratch folders from `parent` or the temporary folder; returns
     them."""
     removed = []
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
@@ -88,10 +88,8 @@ def _locked(folder: Path) -> int | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of prepared data and reference runs, created if needed.
-
-    It is $PARALLELISM_BENCH_CACHE, else `parallelism-bench` in the user's cache folder.
-    """
+    """Returns the folder of prepared data and reference runs, created if needed:
+    $PARALLELISM_BENCH_CACHE, else `parallelism-bench` in the user's cache folder."""
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("PARALLELISM_BENCH_CACHE") or Path(users) / "parallelism-bench")
     folder.mkdir(parents=True, exist_ok=True)

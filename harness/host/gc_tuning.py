@@ -1,5 +1,3 @@
-"""Garbage collector settings for processes that load large libraries."""
-
 from __future__ import annotations
 
 import contextlib
@@ -12,11 +10,8 @@ OBJECTS_BEFORE_COLLECTION = 50_000
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Disables the cyclic garbage collector within the context.
-
-    Collections take a fifth of the time to import torch and libraries, whose objects stay alive
-    anyway.
-    """
+    """Disables the garbage collector within the context, which takes a fifth of the time to import
+    torch and libraries."""
     enabled = gc.isenabled()
     gc.disable()
     try:

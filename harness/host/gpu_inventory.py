@@ -13,9 +13,9 @@ from pathlib import Path
 from harness.host.nvml import Handle, Nvml, nvml
 
 _CORE_WORDS = 64
-"""Number of 64-bit words in NVML's sets of cores, for up to 4096 cores."""
+"""64-bit words in NVML's sets of cores, for up to 4096 cores."""
 _NODE_WORDS = 1
-"""Number of 64-bit words in NVML's sets of NUMA nodes, for up to 64 nodes."""
+"""64-bit words in NVML's sets of NUMA nodes, for up to 64."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def driver() -> Driver:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Returns the devices that CUDA would show this process, in CUDA's order; never raises.
+    """Returns the devices that CUDA would show this process, in its order; never raises.
 
     Parses CUDA_VISIBLE_DEVICES like CUDA (CUDA C++ Programming Guide, environment variables):
-    indices, or UUID prefixes. Other entries end the list; a repeated device empties it. CUDA
-    shows only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus.
+    indices, or UUID prefixes. Other entries end the list; a repeated device empties it. CUDA shows
+    only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus.
     """
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
 

@@ -29,12 +29,12 @@ class GpuModel:
     fp32_flops_per_second: float | None
     """Dense peak without tensor cores, and thus without TF32."""
     bf16_flops_per_second: float | None
-    """Dense peak of tensor cores with fp32 sums; None before Ampere, which introduced bf16."""
+    """Dense peak of tensor cores with fp32 sums; None before Ampere."""
     fp16_flops_per_second: float | None
     """Dense peak of tensor cores with fp32 sums."""
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
-    """Bandwidth of one GPU, both directions together; None if absent or an optional bridge."""
+    """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
     source: str
 
     def peak_flops_per_second(self, precision: str) -> float | None:
@@ -97,10 +97,8 @@ def _by_product_name() -> dict[str, GpuModel]:
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """Returns the product with this NVML name; None if it is not in the table.
-
-    Only whole names match; slices (MIG, vGPU) are slower than their GPU.
-    """
+    """Returns the product with exactly this NVML name, if known; slices (MIG, vGPU) are slower than
+    their GPU."""
     if not device_name:
         return None
     return _by_product_name().get(device_name.removeprefix("NVIDIA "))
@@ -116,9 +114,9 @@ _WORDS = ("nvidia", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
 
 
 def gpu_named(text: str) -> GpuModel:
-    """Returns the GPU that people call `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB`.
+    """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB`.
 
-    Raises UsageError with the nearest names if there is none, or several.
+    Raises UsageError, naming the nearest, if there is none, or several.
     """
     models = gpu_models()
     parts = [part for part in re.split(r"[\s_\-]+", text.lower()) if part not in _WORDS]

@@ -38,7 +38,7 @@ _SLOWED_UNLESS_IDLE = "hardware slowdown"
 
 
 _LOWERED = 0.99
-"""Fraction of the default power limit below which the limit counts as lowered."""
+"""Fraction of the default power limit below which a limit counts as lowered."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,14 @@ class GpuUse:
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
     throttled_seconds: dict[str, float] | None = None
-    """Timed seconds in which `power`, `temperature` etc. throttled the clocks; maximum over the
-    GPUs."""
+    """Timed seconds throttled by `power`, `temperature` etc.; maximum over the GPUs."""
     states: tuple[GpuState, ...] = ()
     process_bytes: int | None = None
     """The rank's memory on the GPU where it uses most."""
     context_bytes: int | None = None
     """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
     nvml_answers: bool = True
-    """Whether NVML found the rank's GPUs; otherwise energy, clocks and memory are unknown."""
+    """Whether NVML found the rank's GPUs; else energy, clocks and memory are unknown."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
@@ -232,7 +231,7 @@ class GpuRecord:
         ]
 
     def findings(self) -> list[GpuFinding]:
-        """Returns the reasons to doubt the trial's times; unknown values are no reason."""
+        """Returns the reasons to doubt the trial's times."""
         around = _around("just before", self.before) + _around("just after", self.after)
         return around + _during(self.use)
 

@@ -15,10 +15,10 @@ _KEY = "oom_kill"
 
 
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Returns the number of bytes that this process may use.
+    """Returns the number of bytes that this process may use: the least of the host's memory, the
+    control groups' limits and the SLURM job's memory on this node.
 
-    The smallest of the host's memory, the control groups' limits and the SLURM job's memory on this
-    node. `process`: its folder in /proc. `groups`: mount point of control groups.
+    `process`: its folder in /proc. `groups`: mount point of control groups.
     """
     limits = [limit for limit, _ in _group_limits(process, groups)]
     return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
@@ -27,8 +27,7 @@ def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the bytes that this process can still allocate without swapping or being killed.
 
-    Includes page cache that the kernel would drop. A SLURM limit is compared with the memory of
-    this process and its children.
+    Includes reclaimable page cache. A SLURM limit covers this process and its children.
     """
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
@@ -36,11 +35,11 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 
 
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and use in bytes of a process's control group and of those above it.
+    """Yields limit and use in bytes of a process's control group and of its ancestors.
 
-    Containers may see the host's path of their group although only its end is mounted; the group is
-    then at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst and
-    cgroup-v2.rst.
+    Containers may see the host's path of their group although only its end is mounted; then the
+    group is at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst
+    and cgroup-v2.rst.
     """
     folder = group_folder(process, groups)
     if folder is None:
@@ -112,8 +111,8 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """Returns the number of processes killed so far in a process's memory control group.
 
-    Without such a group, counts the whole machine; None if unknown. Source: `memory.oom_control`
-    (version 1), `memory.events` (version 2), `oom_kill` of /proc/vmstat.
+    Without a group, those of the machine; None if unknown. Source: `memory.oom_control` (version
+    1), `memory.events` (version 2), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)
     of_group = [group / "memory.oom_control", group / "memory.events"] if group else []

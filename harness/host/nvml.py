@@ -1,6 +1,6 @@
 """NVML, NVIDIA's management library, with typed answers.
 
-Used instead of CUDA, because a process that has initialised CUDA can no longer fork ranks.
+Unlike CUDA, it leaves a process able to fork ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Handle = NewType("Handle", object)
 
 
 _MOST_STARTS = 1000
-"""Bound on a process's open NVML starts, in case a broken library never reports their end."""
+"""Bound on a process's open NVML starts, for libraries that never report their end."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def nvml() -> Iterator[Nvml | None]:
 def end_nvml() -> None:
     """Shuts NVML down in this process, however often libraries have started it.
 
-    Call this before a fork: NVML's connection does not work in the child.
+    Call before a fork: a child cannot use its connection.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)

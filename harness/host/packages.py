@@ -48,15 +48,14 @@ TRAINING = {
 
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2 and one line on stderr if required packages are missing or too old."""
+    """Exits with code 2 and one line on stderr if required packages are missing or old."""
     if sentence := missing(requirements):
         print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 
 def missing(requirements: Mapping[str, str]) -> str:
-    """Returns a sentence naming missing or outdated packages and how to install them; empty if
-    none."""
+    """Returns a sentence naming missing or outdated packages and their installation; else empty."""
     lacking = unmet(requirements)
     if not lacking:
         return ""
@@ -82,9 +81,9 @@ def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _version(spec: ModuleSpec, name: str) -> str:
-    """Returns the version in the metadata next to a module; empty if missing.
+    """Returns the version in a module's metadata; else empty.
 
-    importlib.metadata would take longer than all other checks together.
+    importlib.metadata takes longer than all other checks together.
     """
     folder = Path(spec.origin or "").parent
     if spec.submodule_search_locations:
@@ -161,7 +160,7 @@ def reason_file(library: str) -> Path:
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Returns why setup could not build a library, if it tried and failed."""
+    """Returns why setup could not build a library, if it failed."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None

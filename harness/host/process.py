@@ -1,7 +1,7 @@
 """Lifetimes and Linux namespaces of processes.
 
 `python -m harness.host.process COMMAND...` runs a command in a network namespace that has only
-loopback, if the system allows it, so that nobody outside can reach its ports.
+loopback, if allowed, so that nobody outside can reach its ports.
 
 Imports nothing that starts a thread: only single-threaded processes can create namespaces.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
-"""Environment variable with the process id that the fork server must not outlive."""
+"""Environment variable: process id that the fork server must not outlive."""
 
 
 def die_with_parent() -> None:
@@ -31,14 +31,14 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, so that it can find them."""
+    """Makes orphaned descendants children of this process."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 @contextlib.contextmanager
 def caller_not_imported() -> Iterator[None]:
-    """Keeps multiprocessing from running the caller's script in each new process, as it would
-    without `if __name__ == "__main__"`."""
+    """Keeps multiprocessing from running the caller's script in each new process, despite a missing
+    `if __name__ == "__main__"`."""
     caller = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -75,10 +75,8 @@ def own_hosts(file: Path) -> None:
 
 
 def own_network() -> None:
-    """Gives this process its own network namespace; raises OSError if forbidden.
-
-    If necessary, it first becomes root in a user namespace.
-    """
+    """Gives this process its own network namespace, if necessary as root of a user namespace;
+    raises OSError if forbidden."""
     user, group = os.getuid(), os.getgid()
     try:
         unshare(NEW_NETWORK)

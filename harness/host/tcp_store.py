@@ -1,6 +1,6 @@
 """A torch.distributed store that listens on a single address.
 
-torch's own stores listen on all interfaces, so anyone may read and change the ranks' data.
+torch's stores listen on all interfaces, so anyone may read and change the ranks' data.
 
 `python -m harness.host.tcp_store PROGRAM ARGUMENTS...` runs a Python launcher that calls torchrun,
 such as `accelerate launch`, with this store.
@@ -25,9 +25,9 @@ CLIENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
-    """Opens a store that listens only on `address`; raises OSError if the port is in use.
+    """Opens a store on `address` only; raises OSError if the port is in use.
 
-    Port 0 picks a free one; see the store's attribute `port`.
+    Port 0 picks a free one: the store's attribute `port`.
     """
     from torch._C._distributed_c10d import TCPStore
 

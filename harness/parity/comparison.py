@@ -1,5 +1,3 @@
-"""Compares what a rank trained with a reference run."""
-
 from __future__ import annotations
 
 import math
@@ -93,7 +91,7 @@ class _Comparison:
         return without(name, tensor.float()) - without(name, expected)
 
     def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float, float]:
-        """Returns its deviations of the update, of an element, and along the weights twice."""
+        """Returns its deviations of the update, an element, and along the weights twice."""
         import torch
 
         known = self.known(name)

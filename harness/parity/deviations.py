@@ -1,5 +1,3 @@
-"""Deviations of parameters, buffers and optimizer states from a reference run."""
-
 from __future__ import annotations
 
 import math

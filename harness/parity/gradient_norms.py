@@ -1,5 +1,3 @@
-"""Parity of the gradient norms before clipping."""
-
 from __future__ import annotations
 
 import math

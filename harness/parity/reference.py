@@ -1,5 +1,3 @@
-"""A reference run on disk, and parameters' deviations from it."""
-
 from __future__ import annotations
 
 import hashlib
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 
 UNIT = 2.0**-23
-"""Largest relative distance of neighbouring fp32 numbers: two roundings by half of it."""
+"""Largest relative distance of neighbouring fp32 numbers; rounding errs by half of it."""
 VERSION = 5  # raise it when the contents of reference files change meaning
 
 
@@ -116,10 +114,8 @@ class Reference:
         )
 
     def save_ahead(self, train_state: TrainState, losses: list[float]) -> None:
-        """Writes what the end of the segment gives if optimizers and schedules are far ahead.
-
-        Only of models whose optimizer states are compared.
-        """
+        """Writes the segment's end with optimizers and schedules far ahead, for models whose
+        optimizer states are compared."""
         facts = self.facts
         parameters = {
             name: parameter.cpu().contiguous()
@@ -137,8 +133,7 @@ class Reference:
         others: Mapping[str, Tensor],
         file: Path,
     ) -> None:
-        """Writes parameters, optimizer states and others. Array tasks may create the same
-        reference concurrently."""
+        """Writes parameters, optimizer states and others; array tasks may do so concurrently."""
         from safetensors.torch import save_file
 
         tensors = {f"parameters/{name}": tensor for name, tensor in parameters.items()}
@@ -180,8 +175,8 @@ class Reference:
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative loss deviation by step of a run with different rounding; empty if not
-        informative, None without one."""
+        """Relative loss deviation by step of a differently rounded run; empty if not informative,
+        None without one."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
@@ -193,7 +188,7 @@ class Reference:
         self._write(self.facts | {"drift": list(drift)})
 
     def no_exchange(self, ranks: int) -> Noise | None:
-        """Returns the deviations of this many ranks that exchange nothing; None if not measured."""
+        """Returns the deviations of this many ranks without exchange, if measured."""
         measured = self.facts.get("no_exchange", {}).get(str(ranks))
         return _noise_of(**measured) if measured else None
 

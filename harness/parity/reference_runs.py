@@ -1,5 +1,3 @@
-"""Reference runs: cells, folders, memory needs and cache eviction."""
-
 from __future__ import annotations
 
 import contextlib
@@ -64,7 +62,7 @@ def reference_cell(cell: Cell) -> Cell:
 def split_differently(reference: Cell) -> Cell | None:
     """Returns the reference with twice as many micro-batches, to measure rounding alone.
 
-    None if that is another training, if EXACT is known to hold (fp32 on a CPU), or for a large
+    None if that trains differently, if EXACT is known to hold (fp32 on a CPU), or for a large
     batch.
     """
     rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
@@ -74,8 +72,8 @@ def split_differently(reference: Cell) -> Cell | None:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """Returns the reference and its data with different rounding: with twice as many micro-batches,
-    else with reversed samples."""
+    """Returns the reference and its data, rounded differently: with twice as many micro-batches,
+    else reversed samples."""
     if halved := _halved(reference):
         return halved, data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
@@ -132,10 +130,8 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs, on which random numbers depend; empty without one.
-
-    CUDA's generator uses as many threads as the multiprocessors hold.
-    """
+    """Returns the kind of this host's GPUs, if any, on which random numbers depend: CUDA's
+    generator uses as many threads as the multiprocessors hold."""
     devices = visible_gpus()
     if not devices:
         return ""
@@ -210,9 +206,9 @@ def limit_bytes() -> int:
 
 
 def make_room(cells: Iterable[Cell]) -> None:
-    """Evicts the least recently used references beyond the limit, except those of these cells.
+    """Evicts the least recently used references beyond the limit, except these cells'.
 
-    Raises UsageError if the disk then lacks room for missing references.
+    Raises UsageError if the disk lacks room for missing references.
     """
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)

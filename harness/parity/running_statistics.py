@@ -1,5 +1,3 @@
-"""Running statistics of BatchNorm in each replica."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,3 @@
-"""Verdict on parity within the segment."""
-
 from __future__ import annotations
 
 import math
@@ -356,8 +354,8 @@ def in_fp32(cell: Cell) -> Cell | None:
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Returns the largest relative deviation from fp32 losses; None if weights are fp32 or a loss
-    is not finite."""
+    """Returns the largest relative deviation from fp32 losses; None for fp32 weights or a
+    non-finite loss."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
         return None

@@ -20,8 +20,7 @@ LEVEL = 0.8
 SCALE = 0.05
 """Typical log error; much larger ones hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
-"""Error of a row, in units of SCALE, that costs as much as a constant one standard deviation off
-its prior."""
+"""Error of a row, in units of SCALE, that costs as much as one standard deviation from a prior."""
 MOST_EVALUATIONS = 60
 ENOUGH = 1e-4
 """Relative change of the loss that ends a fit."""
@@ -88,7 +87,7 @@ def fit(
     def slopes(x: Floats) -> Floats:
         """Returns slopes of residuals (rows) by unknowns (columns).
 
-        All effects of a kind vary at once, since a row has only one of them.
+        All effects of a kind vary at once: a row has only one.
         """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
@@ -138,9 +137,9 @@ def _descend(
     highest: Floats,
     scale: float,
 ) -> Floats:
-    """Minimises the Cauchy loss within bounds.
+    """Minimises the Cauchy loss within bounds by Levenberg-Marquardt steps on reweighted residuals
+    (Holland and Welsch, 1977).
 
-    Takes Levenberg-Marquardt steps on residuals reweighted before each (Holland and Welsch, 1977).
     scipy decomposes all slopes in every step, tens of times slower with hundreds of effects.
     """
 

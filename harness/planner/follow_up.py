@@ -29,7 +29,7 @@ class StrategyOptions:
 
 
 def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
-    """Writes a matrix of these cells, best first; returns a message about it.
+    """Writes a matrix of these cells, best first; returns a message.
 
     Raises UsageError without cells, or if the file exists or cannot be written.
     """
@@ -64,10 +64,9 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Exports the best exportable cell to a folder per target; returns a message about it.
+    """Exports the best exportable cell to a folder per target; returns a message.
 
-    `ranked` holds cells with step times in seconds, best first. Raises UsageError if no cell has an
-    export.
+    `ranked`: cells with step times in seconds, best first. Raises UsageError without an export.
     """
     fastest: float | None = None
     for cell, seconds in ranked:
@@ -109,10 +108,9 @@ def workload_of(model: str) -> str:
 def cells_of_layout(
     question: ClusterQuestion, model: str, layout: PlannedLayout, tried: Sequence[StrategyOptions]
 ) -> list[Cell]:
-    """Returns the cells that train with a layout; empty if no strategy does.
+    """Returns the cells that train with a layout, if any.
 
-    Prefers strategies that need few packages, then those with an export. `tried` adds to the
-    default options.
+    Prefers few packages, then an export. `tried` adds to the default options.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -148,7 +146,7 @@ def cells_of_layouts(
 ) -> Iterator[tuple[Cell, float]]:
     """Yields the cells of many layouts, each with its layout's value.
 
-    If a layout has no exportable strategy, later ones with the same axes are skipped.
+    Skips layouts with the axes of one that had no exportable strategy.
     """
     without: set[tuple[int, ...]] = set()
     for layout, value in layouts:

@@ -165,7 +165,7 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
     PowerSGD reduces each bucket several times, from callbacks in another thread, in a different
     order on each rank. With several buckets gloo pairs the wrong ones and aborts, so on CPUs one
-    bucket must hold all gradients.
+    must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -93,7 +93,7 @@ class DdpElasticCosts(CostModel[DdpElastic]):
 
 
 class Snapshots:
-    """Snapshots of all parts, losses and norms, in the trial's folder, which survives restarts."""
+    """Snapshots of all parts, losses and norms, in the trial's folder."""
 
     steps = 0
     noted: Tensor

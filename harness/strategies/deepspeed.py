@@ -33,7 +33,7 @@ class Deepspeed(ZeroOptions):
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
     masters of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use
-    DeepSpeed's CPU Adam, which matches torch's AdamW up to rounding.
+    DeepSpeed's CPU Adam: torch's AdamW up to rounding.
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:

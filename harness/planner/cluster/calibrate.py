@@ -79,7 +79,7 @@ class MeasuredRuns:
 
     @property
     def refuted(self) -> Bools:
-        """Failed rows whose model and layout ran in another row, so memory was not the cause."""
+        """Failed rows whose model and layout succeeded in another row."""
         keys = [(name, self.layouts[row]) for row, name in enumerate(self.models)]
         could = {key for key, ran in zip(keys, self.ran, strict=True) if ran}
         return np.array([key in could for key in keys]) & ~self.ran
@@ -98,7 +98,7 @@ class MeasuredRuns:
     def consistent(self) -> Bools:
         """Returns which rows contradict no others; failed rows never do.
 
-        A row contradicts another that did at least as much work in less than half the time.
+        A contradicting row takes less than half the time for at least as much work.
         """
         size = np.array([self.shapes[name].parameters for name in self.models], float)
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -121,8 +121,8 @@ def read_runs(
 ) -> MeasuredRuns:
     """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
 
-    Skips rows whose factors do not multiply to the global batch. Raises UsageError if the file is
-    unreadable, a column is missing or a model is unknown.
+    Skips rows whose factors do not multiply to the global batch. Raises UsageError for an
+    unreadable file, a missing column or an unknown model.
     """
     try:
         table = pd.read_csv(file)
@@ -340,7 +340,7 @@ class ClusterScores:
     rank_correlation: float
     """Lowest Spearman correlation of any large enough group; NaN if there is none."""
     pick_loss: float
-    """Mean slowdown of the top-ranked layout against the group's best; 1 if it failed."""
+    """Mean slowdown of the first choice against the group's best; 1 if it failed."""
     top_three_loss: float
     """Mean slowdown of the best of the top three."""
     failures_foreseen: float

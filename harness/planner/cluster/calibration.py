@@ -1,5 +1,3 @@
-"""Constants of the cluster planner: bounds, fitted values and uncertainty."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -130,8 +128,7 @@ class TimeConstants:
 class MemoryConstants:
     """Constants of the allocator's memory.
 
-    Priors that count tensors are accurate to 1 to 3 %; those of the allocator's behaviour are less
-    certain.
+    Priors that count tensors are accurate to 1 to 3 %; those of its behaviour are less certain.
     """
 
     fragmentation: float = constant(
@@ -191,7 +188,7 @@ class MemoryLimit:
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
         """Returns the probability that a demand in bytes stays below the limit.
 
-        `deviation` is that of the demand's log.
+        `deviation`: of the demand's log.
         """
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
@@ -277,7 +274,7 @@ def calibration_file(given: str | Path | None) -> Path:
 
 
 def load(file: Path = DEFAULT) -> ClusterCalibration:
-    """Reads a calibration; raises UsageError if it is unreadable or a constant is out of bounds."""
+    """Reads a calibration; raises UsageError if unreadable or out of bounds."""
     try:
         values = parse_yaml(file.read_bytes(), f"calibration {str(file)!r}")
         calibration = TypeAdapter(ClusterCalibration).validate_python(values)

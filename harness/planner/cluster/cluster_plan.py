@@ -59,7 +59,7 @@ PART_WORDS = {
     "update": "the optimizer's update",
 }
 RISKIER = 0.95
-"""Share of the winner's probability of fitting below which the runner-up's is mentioned."""
+"""Share of the winner's probability of fitting below which a runner-up's is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour` is per device. If no layout fits, raises UsageError naming the nearest question
-    with an answer.
+    `price_per_hour`: per device. If no layout fits, raises UsageError naming the nearest answerable
+    question.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")

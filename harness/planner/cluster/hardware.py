@@ -1,5 +1,3 @@
-"""Devices, nodes and the links between them."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -28,8 +26,8 @@ usually reaches 230 to 240 of 300 GB/s."""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 x16 (PCI-SIG)."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s per device for 4
-GiB over 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
+"""Share of the rate between nodes in a large all-reduce: 36.5 of 50 GB/s per device for 4 GiB over
+4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
 SIZES = tuple(2**power for power in range(11))
 
 

@@ -1,7 +1,7 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Importing transformers would take seconds, so this follows its modelling code. Each family's
-differences from Llama are listed in FAMILIES. transformers counts all others, if it is installed.
+Follows transformers' modelling code, whose import takes seconds. FAMILIES lists differences from
+Llama; transformers, if installed, counts all others.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
 def from_config(path: Path) -> ModelShape:
-    """Reads a transformers config.json.
-
-    Raises UsageError if it is missing, not JSON, or lacks a size.
-    """
+    """Reads a transformers config.json; raises UsageError if it is missing, not JSON, or lacks a
+    size."""
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
     counted = None
@@ -131,7 +129,7 @@ def from_config(path: Path) -> ModelShape:
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
     """Returns the config with transformers' defaults and usual names, and the built model's number
-    of parameters; raises UsageError if transformers cannot build it."""
+    of parameters; raises UsageError if it cannot be built."""
     from harness.workloads.catalog import make_workload
 
     where = file.parent if file.name == "config.json" else file

@@ -1,5 +1,3 @@
-"""Predicts the fullest stage's memory."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,8 +18,7 @@ UNGATED = 0.5
 """Feed-forward tensors kept by an ungated layer, relative to a gated one: two of four."""
 GIGA = 1e9
 CODE_SPREAD = 0.06
-"""Standard deviation of log peak memory for unknown layer code; two libraries differ by up to 17
-%."""
+"""Standard deviation of log peak memory for unknown layer code; libraries differ by up to 17 %."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
     """Returns whether a node can hold what its devices offload.
 
-    `owned` counts parameters that a rank of the largest stage updates (shape [layouts]).
+    `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
     """
     each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
     node = each * np.minimum(layouts.devices, cluster.per_node)

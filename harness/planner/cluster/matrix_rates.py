@@ -1,5 +1,3 @@
-"""Matrix-product rates of GPUs."""
-
 from __future__ import annotations
 
 import functools

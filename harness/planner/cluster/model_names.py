@@ -1,5 +1,3 @@
-"""Finds a model's shape by name, in a transformers config.json, or from sizes."""
-
 from __future__ import annotations
 
 import dataclasses

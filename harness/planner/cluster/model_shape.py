@@ -1,5 +1,3 @@
-"""Transformer shapes, and their division into pipeline stages."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -12,8 +10,8 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 """Limits for layers and for other sizes, to catch mistakes."""
 
 FULL = 0.997
-"""Share of its part of the cost at which a stage counts as full. nanotron's source has more than 1;
-the difference matters only for measured steps of 32 layers in 16 stages."""
+"""Share of its part of the cost at which a stage is full. nanotron has more than 1; the difference
+matters only for measured steps of 32 layers in 16 stages."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class LayerStage:
     embedding: bool
     head: bool
     first: int
-    """Index of the first such stage, which has the most micro-batches in flight."""
+    """First such stage, with the most micro-batches in flight."""
     count: int
 
 
@@ -152,8 +150,8 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
     """Returns the kinds of stages in a pipeline balanced by cost, and the indices of each.
 
-    Layers and head are assigned in order. A stage is full once the cost so far passes its share;
-    cost is the number of parameters a token passes through (nanotron, `build_model` and
+    Layers and head are assigned in order; a stage is full once the cost passes its share. Cost is
+    the number of parameters a token passes through (nanotron, `build_model` and
     `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if faster.
     """
     layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters

@@ -30,7 +30,7 @@ from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Assumed shares of maximum power while computing, and while communicating or waiting. Idle devices
+"""Assumed shares of maximum power while computing, and while communicating or waiting: idle devices
 draw about 0.1, but waiting kernels keep clocks high."""
 SPREAD = 0.2
 """Assumed half-width of the 80 % interval of log energy."""
@@ -38,8 +38,8 @@ SPREAD = 0.2
 PENDING_DONE = 0.5
 """Assumed share of pending activations that is free once the allocator waits for them."""
 REFUSED_BELOW = 1 / 3
-"""Probability of running below which layouts are refused: less than one half, because false alarms
-are worse (docs/studies/planner-accuracy.md)."""
+"""Probability of running below which layouts are refused: below one half, as false alarms are worse
+(docs/studies/planner-accuracy.md)."""
 UNMEASURED = {
     "cluster": 0.08,
     "precision": 0.08,
@@ -52,11 +52,11 @@ UNMEASURED = {
 """Assumed half-widths for what the calibration never saw; published tables of other software and
 devices differ by 6 to 31 % in time."""
 TIE = 0.01
-"""Difference in log speed below which layouts are tied; less memory then wins."""
+"""Difference in log speed of tied layouts; less memory then wins."""
 TRIED = 3
 """Ranks meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered for the first ranks, by speed and by speed times probability."""
+"""Layouts considered first, by speed and by speed times probability."""
 STEPS, DEVIATIONS = 96, 5.0
 """Points of the integral over speed, and standard deviations on each side."""
 
@@ -236,12 +236,12 @@ def _unmeasured(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (all arrays of shape [rows]).
 
-    The first rank is for users who run one layout: most speed times probability of fitting, then
-    least memory (TIE). The next, up to TRIED, are for users who try them all. Each adds the largest
+    The first rank, for users who run one layout, has most speed times probability of fitting, then
+    least memory (TIE). The next, up to TRIED, are for users who try them all: each adds the largest
     expected improvement (Jones, Schonlau and Welch, 1998), so a faster layout that may not fit
     beats a slower one that surely does. The rest follow by speed times probability.
 
-    `half_width` is that of the 80 % interval of log seconds.
+    `half_width`: of the 80 % interval of log seconds.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score

@@ -1,5 +1,3 @@
-"""The cluster planner's question, and the layouts that could answer it."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,8 +14,7 @@ from harness.planner.fitting import Bools, Ints
 from harness.spec.errors import UsageError
 
 OFFLOAD = ("none", "optimizer", "parameters", "disk")
-"""What is offloaded: nothing, optimizer state to host memory, parameters as well, or both to
-disk."""
+"""What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """Limits that catch mistakes and 64-bit overflow."""
 MOST_TENSOR_NODES = 4
@@ -230,10 +227,8 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 
 
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
-    """Returns every layout whose sizes divide evenly.
-
-    If there is none, raises UsageError with the nearest batch that divides.
-    """
+    """Returns every layout whose sizes divide evenly; without any, raises UsageError with the
+    nearest batch that divides."""
     shape = question.shape
     columns: list[tuple[int, ...]] = []
     axes = _axes(question)

@@ -1,5 +1,3 @@
-"""Predicts the time of a step."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -250,8 +248,8 @@ def product(
 ) -> Floats:
     """Returns the seconds of an M x K by K x N product on one device, its rows cut into `parts`.
 
-    Follows the roofline (Williams and others, CACM 2009). A half size of 1 means reading the
-    operands once (K x N once per part) and writing the result.
+    Follows the roofline (Williams and others, CACM 2009). A half size of 1 means reading operands
+    once (K x N per part) and writing the result.
     """
     ridge = cluster.flops_per_second / cluster.memory_bytes_per_second
     small = 1 + c.matmul_half_size * ridge * (parts / m + 1 / k + 1 / n)
@@ -376,10 +374,8 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
-
-    Uses the same formulas as `step_time`. All pipelines must be equally long.
-    """
+    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]), as `step_time`
+    does, for equally long pipelines."""
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
     between = links.between_stages(question, layouts)
@@ -396,8 +392,8 @@ def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeCon
 def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
     """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step (shape [layouts]).
 
-    `forward` and `backward` are seconds per micro-batch (shape [layouts, stages]). Stage s runs up
-    to `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending is free.
+    `forward`, `backward`: seconds per micro-batch (shape [layouts, stages]). Stage s runs up to
+    `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending is free.
     """
     layouts, stages = forward.shape
     ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)

@@ -1,5 +1,3 @@
-"""Answers whether fine-tuning fits, how fast it is, and what to turn on."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Predicts the throughput of fine-tuning from a GPU's published rates."""
-
 from __future__ import annotations
 
 from harness.host.gpu_models import TERA, GpuModel
@@ -9,8 +7,8 @@ from harness.planner.cluster.recipe import STATES, Recipe, quantised_parameters,
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
-"""Share of the best matrix product's rate that a model's products reach, and share of peak that
-fused attention reaches, as calibrated for the cluster planner."""
+"""Share of the best matrix product's rate that a model's products reach, and of peak that fused
+attention reaches, by the cluster planner's calibration."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
@@ -21,22 +19,22 @@ ADAPTER_BYTES = 13.0
 """Bytes per token and element of each target's input and output: casts, scaling and sum."""
 UPDATE_BYTES = 22.0
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
-"""Seconds to launch forward and backward of a layer, of an adapter's target (some 36 kernels), and
-of a quantised matrix (unpacked in Python)."""
+"""Seconds to launch forward and backward of a layer, an adapter's target (some 36 kernels), and a
+quantised matrix (unpacked in Python)."""
 DDP_HIDDEN = 0.7
 """Share of compute that hides an all-reduce."""
 
 
 PCIE_PEER, PCIE_HOST = 24e9, 12e9
 """Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL's topology search counts 24
-GB/s for a GPU below a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer, as with
-GeForce drivers, bytes cross host memory, assumed to halve the rate."""
+GB/s for a GPU below a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce
+drivers), crossing host memory is assumed to halve the rate."""
 NVLINK_SHARE = 0.55
 """Share of one direction that gathers reach on H100 nodes (Ultra-Scale Playbook)."""
 
 
 def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
-    """Returns bus bytes per second of gathers; raises UsageError for an impossible link."""
+    """Returns gathers' bus bytes per second; raises UsageError for an impossible link."""
     nvlink = gpu.nvlink_bytes_per_second
     link = link or ("nvlink" if nvlink else "pcie")
     if link == "nvlink":
@@ -51,7 +49,7 @@ def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
 def tokens_per_second(
     shape: ModelShape, recipe: Recipe, gpu: GpuModel, link: float | None
 ) -> float:
-    """Returns each GPU's tokens per second; `link` is the bus bytes per second of collectives."""
+    """Returns each GPU's tokens per second; `link`: collectives' bus bytes per second."""
     tokens = recipe.tokens * recipe.accumulation
     device = recipe.tokens * _seconds_per_token(shape, recipe, gpu)
     compute = max(device + _dequantising(shape, recipe, gpu), _launches(shape, recipe))

@@ -1,5 +1,3 @@
-"""Predicts step time and memory of cells on CPU cores."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -241,7 +239,7 @@ class CpuMemoryConstants:
 class CellColumns:
     """Facts of many cells as arrays (shape [cells]).
 
-    If ranks outnumber cores, each rank's work takes proportionally longer (`crowd`).
+    `crowd`: how much longer work takes because ranks outnumber cores.
     """
 
     def __init__(self, cells: Sequence[CellFacts]) -> None:

@@ -1,5 +1,3 @@
-"""Fits the constants of CPU cells and scores held-out predictions."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ WORKLOAD_SPREAD = 0.05
 ORDINARY_ERROR = 0.1
 """Typical log error of a cell; much larger ones hardly count."""
 UNKNOWN_SPREAD = 0.25
-"""Assumed half-width of log 80 % intervals if too few workloads were measured."""
+"""Assumed half-width of log 80 % intervals with too few workloads measured."""
 FEWEST_ERRORS = 8
 
 
@@ -46,10 +44,8 @@ class LibraryEffects:
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns the effect of each cell's library (shape [cells]).
-
-        A library unmeasured in this precision gets its fp32 effect; an unmeasured library gets 0.
-        """
+        """Returns the effect of each cell's library (shape [cells]); if unmeasured in this
+        precision, in fp32, else 0."""
         return np.array([self._of(cell) for cell in cells], float)
 
     def _of(self, cell: CellFacts) -> float:
@@ -201,7 +197,7 @@ class HeldOutCell:
 def leave_out(
     measured: Sequence[Observation], part_of: Callable[[CellFacts], str] | None = None
 ) -> list[HeldOutCell]:
-    """Predicts each part's cells from all others; skips parts with too few others.
+    """Predicts each part's cells from all others; skips parts with too few.
 
     `part_of` returns a cell's part, or "" for none; by default its workload without suffixes.
     """
@@ -323,9 +319,9 @@ def first_choices(
     rows: Sequence[HeldOutCell],
     may_be_fastest: Callable[[Sequence[Observation]], Sequence[Observation]],
 ) -> list[FirstChoice]:
-    """Returns the predicted fastest cell of each setting with several cells.
+    """Returns the predicted fastest cell of each setting with several.
 
-    `may_be_fastest` returns the measured cells tied with the fastest.
+    `may_be_fastest`: the measured cells tied with the fastest.
     """
     result = []
     for setting in dict.fromkeys(row.observation.facts.setting for row in rows):

@@ -1,5 +1,3 @@
-"""Ranks the cells of one setting on this machine, measured or not."""
-
 from __future__ import annotations
 
 import math
@@ -101,7 +99,7 @@ def rank_variants(
 ) -> LocalPlan:
     """Ranks the variants of one setting; raises UsageError if none can run.
 
-    `batch` is samples per step; `memory_bytes` is for all ranks.
+    `batch`: samples per step; `memory_bytes`: for all ranks.
     """
     if not variants:
         reasons = "; ".join(reason for reason, _ in (refused or Counter()).most_common(3))

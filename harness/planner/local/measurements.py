@@ -34,7 +34,7 @@ from harness.workloads.operators import operators
 PIPELINE_MICRO_BATCHES = 4
 """Micro-batches of an unmeasured pipeline, as in the matrices for CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
-"""Assumed rate of a TCP stream between emulated nodes if no unshaped link was measured."""
+"""Assumed rate of a TCP stream between emulated nodes without a measured unshaped link."""
 WIRE_SHARE = 0.95
 """Share of a link's bytes that is payload rather than TCP and Ethernet headers."""
 
@@ -141,10 +141,8 @@ class LocalMeasurements:
 
 
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
-    """Reads the verified CPU cells of the newest run's machine; raises UsageError without any.
-
-    Only a cell's newest result counts. Variants other than `workload` are left out.
-    """
+    """Reads the newest result of each verified CPU cell of the newest run's machine; raises
+    UsageError without any. Omits variants other than `workload`."""
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
     newest = max(rows, key=lambda row: str(row["run_id"]))
@@ -267,10 +265,8 @@ def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
 
 
 def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
-    """Returns a strategy's cell with the plain recipe.
-
-    Raises UsageError for an unknown strategy or option.
-    """
+    """Returns a strategy's cell with the plain recipe; raises UsageError for an unknown strategy or
+    option."""
     fields = dataclasses.asdict(setting) | more | {"strategy": strategy}
     del fields["recipe"]
     return with_defaults(Cell.model_validate(fields))
@@ -290,10 +286,8 @@ def data_for(workload: str, setting: Setting) -> str:
 def variants_of(
     setting: Setting, measured: LocalMeasurements, with_observations: bool = True
 ) -> tuple[list[LocalVariant], Counter[str]]:
-    """Returns the cells of a setting that can run here, and why others cannot.
-
-    Covers each strategy's defaults and all measured options.
-    """
+    """Returns the cells of a setting that can run here, of each strategy's defaults and all
+    measured options, and why others cannot."""
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
     observations = {

@@ -115,7 +115,7 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Fits all measured cells but those of `unseen`; raises UsageError if too few are left."""
+    """Fits all measured cells except `unseen`; raises UsageError if too few are left."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -138,10 +138,8 @@ def plan_setting(
 def sweep_settings(
     setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> dict[str, dict[int, LocalPlan | str]]:
-    """Returns plans, or why nothing can run, by workload and number of ranks.
-
-    Covers the requested and measured workloads, and powers of two up to this machine's cores.
-    """
+    """Returns plans, or why nothing can run, by workload and number of ranks: of requested and
+    measured workloads, and powers of two up to this machine's cores."""
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
     answers: dict[str, dict[int, LocalPlan | str]] = {}
     for workload in dict.fromkeys((setting.workload, *calibration.workloads)):
@@ -172,10 +170,8 @@ class ScalingRequest:
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
-    """Returns the measured multi-device cells with a core each and no emulated link.
-
-    Raises UsageError if there are none.
-    """
+    """Returns the measured multi-device cells with a core each and no emulated link; raises
+    UsageError without any."""
     cells = [
         cell
         for cell in measured.cells
@@ -193,10 +189,8 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 
 
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
-    """Returns the fastest MAX_CURVES cells of the most-measured workload in one precision.
-
-    Only exact ones, if any.
-    """
+    """Returns the fastest MAX_CURVES cells, if possible exact, of the most-measured workload in one
+    precision."""
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)
     same = [cell for cell in exact if cell.cell.workload == workload]

@@ -1,7 +1,7 @@
 """Measures real ranks' allocations in torch's CPU allocator, to check rehearsals against.
 
 torch's profiler reports each allocation and release. Resident memory would add glibc's caches,
-stacks, and buffers that gloo allocates without torch.
+stacks, and gloo's buffers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 SETTLED_STEPS = 2
 """Steps before the measured cycles; DDP rearranges its buckets after the first."""
 MEASURED_CYCLES = 8
-"""Measured cycles (see Strategy.cycle). If ranks share cores, gloo's threads free buffers late in
-some of them."""
+"""Measured cycles (see Strategy.cycle). If ranks share cores, gloo frees some buffers late."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
@@ -48,7 +47,7 @@ class AllocatedMemory:
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
-    """Trains some steps of each cell on this machine, over gloo; returns each cell's ranks.
+    """Trains some steps of each cell here, over gloo; returns each cell's ranks.
 
     All cells need the same number of processes. Raises UsageError with the first failed rank's
     reason.
@@ -146,10 +145,8 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
 
 def _count_in_all_threads() -> None:
-    """Makes the allocator count in all threads.
-
-    By default it ignores threads unknown to the profiler, such as gloo's, which free many buffers.
-    """
+    """Makes the allocator count in all threads, even those unknown to the profiler, such as gloo's,
+    which free many buffers."""
     import torch
 
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))

@@ -70,7 +70,7 @@ class RankPeaks:
     kept: int
     largest_buffer: int = 0
     owns_some_parameters: bool = False
-    """Whether its optimizer holds only some trained parameters; which ones depends on the depth."""
+    """Whether its optimizer holds some trained parameters, depending on the depth."""
     depths: tuple[int, ...] = ()
     """Block counts of the models extrapolated from, if any."""
 
@@ -85,7 +85,7 @@ def rehearse_rank(
 ) -> RankPeaks:
     """Rehearses one rank: set-up, first step and one cycle (see Strategy.cycle).
 
-    Raises torch's exception if an operator cannot run on fake tensors.
+    Raises torch's exception for an operator without fake tensors.
     """
     ledger = Ledger()
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,10 +118,8 @@ def _owns_some(train_state: TrainState) -> bool:
 
 
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """Yields the region by its block's distance from the first and the last block.
-
-    In a model of three blocks, the middle one has both.
-    """
+    """Yields the region by its block's distance from both ends; the middle one of three has
+    both."""
     step, phase, model, block = place
     if block < 0:
         yield RelativeRegion(step, phase, model, "before the first block")
@@ -199,7 +197,7 @@ class RankMemory:
     """Largest buffer that gloo holds during a collective. Under load, gloo may free it late and
     raise the peak."""
     rehearsed_blocks: tuple[int, ...]
-    """Block counts of the rehearsed models: the cell's, or shallower ones to extrapolate from."""
+    """Block counts of the rehearsed models: the cell's, or shallower ones."""
     seconds: float
 
 
@@ -216,7 +214,7 @@ class Rehearsal:
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell.
 
-    `ranks` defaults to all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
+    `ranks`: by default all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
     `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, or
     what `validate` raises.
     """
@@ -292,7 +290,7 @@ def _memory(
 def _from_shallow(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks | None:
-    """Extrapolates from shallow models; None if impossible or unnecessary.
+    """Extrapolates from shallow models, if possible and necessary.
 
     Pipeline ranks, and ranks that own whole parameters, change with the depth.
     """
