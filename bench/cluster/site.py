@@ -86,7 +86,7 @@ class Site(BaseModel):
     """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs per node; 0: none."""
+    """GPUs per node; 0: none, and cells run on the CPU if SLURM confines devices."""
     gpu_directive: str = "--gpus-per-node={gpus}"
     """Directive that requests GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)

@@ -103,7 +103,7 @@ class Loop:
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether peaks are final; a rewind's garbage would count."""
+        """Whether the peaks are final: memory of rewinds would count from here on."""
         self.deviations: list[Deviations] = []
         cell = job.cell
         self.statistics: RunningStatistics | None = None
