@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from harness.record.store import Results
 from reports.publish.published import Published, quiet
 
-LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+LIBRARIES = {
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "prometheus": "prometheus_client",
+}
 """Library of each target; the extra is named after the target."""
 
 
@@ -28,6 +33,8 @@ def publish(target: str, results: Results, folder: Path) -> Published:
         from reports.publish.event_files import write
     elif target == "mlflow":
         from reports.publish.file_store import write
+    elif target == "wandb":
+        from reports.publish.offline_runs import write
     else:
         from reports.publish.textfile import write
     try:

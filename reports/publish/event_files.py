@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from harness.record.trial import TrialRecord
 from reports.export_records import records
-from reports.publish.published import AXES, CellRecord, Published, figures, loss_curve
+from reports.publish.published import (
+    AXES,
+    TRIAL_FIGURES,
+    CellRecord,
+    Published,
+    figures,
+    loss_curve,
+)
 from reports.run_report import RunReport, each
 
 if TYPE_CHECKING:
@@ -53,7 +60,7 @@ def _cell(report: RunReport, record: CellRecord, folder: Path) -> None:
     try:
         for trial in own:
             at = trial.started_at.timestamp()
-            for name in ("samples_per_second", "step_seconds_p50", "peak_memory_bytes"):
+            for name in TRIAL_FIGURES:
                 if (value := getattr(trial, name)) is not None:
                     writer.add_scalar(f"trials/{name}", value, trial.trial, walltime=at)
             for step, seconds in _slowest(report.results.steps, trial).items():

@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.record.trial import TrialRecord
-from reports import run_facts
 from reports.export_records import records
-from reports.publish.published import AXES, CellRecord, Published, figures, loss_curve, quiet
+from reports.publish.published import (
+    AXES,
+    CELL_TAG,
+    RUN_TAG,
+    TRIAL_FIGURES,
+    CellRecord,
+    Published,
+    figures,
+    loss_curve,
+    quiet,
+    tags_of,
+)
 from reports.run_report import RunReport, each
 from reports.text import printable
 
@@ -19,8 +29,6 @@ if TYPE_CHECKING:
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000
 """Characters that every MLflow version accepts."""
-RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
-_TRIAL = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 
 
 def write(results: Results, folder: Path) -> Published:
@@ -61,22 +69,12 @@ def _cell(client: Any, experiment: str, report: RunReport, record: CellRecord) -
     trials = TrialRecord.from_frame(report.results.trials)
     own = [trial for trial in trials if trial.cell_id == record["cell_id"]]
     began = _milliseconds(own[0].started_at)
-    tags = {
-        RUN_TAG: report.run_id,
-        CELL_TAG: record["cell_id"],
-        "bench.status": record["status"],
-        "bench.reason": record["reason"],
-        "bench.parity": record["parity_verdict"] or "",
-        "bench.matrix": report.run.matrix,
-        "bench.hardware": run_facts.hardware(report.run),
-        "bench.commit": report.run.git_commit or "",
-    }
     name = printable(record["cell_name"])[:MOST_PARAM] or record["cell_id"]
     run = client.create_run(experiment, start_time=began, run_name=name)
     metrics = [Metric(key, value, began, 0) for key, value in figures(record).items()]
     for trial in own:
         at = _milliseconds(trial.started_at)
-        values = {key: value for key in _TRIAL if (value := getattr(trial, key)) is not None}
+        values = {key: value for key in TRIAL_FIGURES if (value := getattr(trial, key)) is not None}
         metrics += [
             Metric(f"trial_{key}", float(value), at, trial.trial) for key, value in values.items()
         ]
@@ -89,7 +87,9 @@ def _cell(client: Any, experiment: str, report: RunReport, record: CellRecord) -
     client.log_batch(
         run.info.run_id,
         params=params,
-        tags=[RunTag(key, _text(value, MOST_TAG)) for key, value in tags.items()],
+        tags=[
+            RunTag(key, _text(value, MOST_TAG)) for key, value in tags_of(report, record).items()
+        ],
     )
     for begin in range(0, len(metrics), 1000):  # MLflow's limit per batch.
         client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.spec.cell import TECHNIQUES
+from reports import run_facts
+
+if TYPE_CHECKING:
+    from reports.run_report import RunReport
 
 CellRecord = Mapping[str, Any]
+RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
 
 FIGURES = (
     "samples_per_second",
@@ -34,6 +39,8 @@ FIGURES = (
     "parity_max_loss_deviation",
     "parity_max_update_deviation",
 )
+
+TRIAL_FIGURES = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 
 
 AXES = (
@@ -64,10 +71,15 @@ class Published:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Allows MLflow's file store, which is opt-in since 3.0, and disables its usage telemetry."""
+    """Allows MLflow's file store, which is opt-in since 3.0, and disables the telemetry of MLflow
+    and W&B."""
     import os
 
-    wanted = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    wanted = {
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "WANDB_ERROR_REPORTING": "false",
+    }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -78,6 +90,20 @@ def quiet() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def tags_of(report: RunReport, record: CellRecord) -> dict[str, str]:
+    """Returns facts about a cell that are neither axes nor figures."""
+    return {
+        RUN_TAG: report.run_id,
+        CELL_TAG: record["cell_id"],
+        "bench.status": record["status"],
+        "bench.reason": record["reason"],
+        "bench.parity": record["parity_verdict"] or "",
+        "bench.matrix": report.run.matrix,
+        "bench.hardware": run_facts.hardware(report.run),
+        "bench.commit": report.run.git_commit or "",
+    }
 
 
 def figures(record: CellRecord) -> dict[str, float]:

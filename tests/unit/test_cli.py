@@ -105,7 +105,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["validate", "--results", "r", "--fit", "f"], ["--fit"]),
         (["show", "ddp"], ["results"]),
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
-        (["publish", "wandb", "folder"], ["wandb", "tensorboard"]),
+        (["publish", "comet", "folder"], ["comet", "tensorboard"]),
         (
             ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],
             ["'nope'", RUN],
