@@ -32,7 +32,12 @@ COMMANDS = {
         "profile": "profile:profile",
         "maxsize": "maxsize:maxsize",
     },
-    "Look up": {"list": "list_cmd:listing", "schema": "schema:schema", "doctor": "doctor:doctor"},
+    "Look up": {
+        "list": "list_cmd:listing",
+        "schema": "schema:schema",
+        "doctor": "doctor:doctor",
+        "check": "check:check",
+    },
     "Predict": {
         "fits": "fits:fits",
         "plan": "plan:plan",
@@ -57,7 +62,7 @@ SCRIPT = "parallelism-bench"
 PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m bench"
 
 REMEDIES: dict[type[UsageError], str] = {
-    DamagedRun: "find the damage with: python -m bench doctor --results RESULTS",
+    DamagedRun: "find the damage with: python -m bench check RESULTS",
     NoRuns: "make one with: python -m bench run --matrix smoke",
     NothingToResume: "leave --resume out to start one",
     NotRecorded: (

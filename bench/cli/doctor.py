@@ -21,18 +21,6 @@ MeasureLinks: TypeAlias = Annotated[
     bool,
     typer.Option("--links", help="Measure latency and bandwidth of messages between two ranks."),
 ]
-CheckedResults: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--results", help="Verify the checksum of every file in this results folder."),
-]
-Repair: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--repair",
-        help="With --results: move damaged files to its subfolder quarantine; a resumed run"
-        " repeats their trials.",
-    ),
-]
 GpuCheck: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -76,8 +64,6 @@ class CheckOptions:
 
 def doctor(
     links: MeasureLinks = False,
-    results: CheckedResults = None,
-    repair: Repair = False,
     gpu_check: GpuCheck = False,
     out: OutFolder = None,
     resume: Resume = False,
@@ -87,20 +73,13 @@ def doctor(
     steps: Steps = None,
     json_output: Json = False,
 ) -> None:
-    """Check this host, its GPUs or a results folder.
+    """Check this host, or its GPUs.
 
     Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
-    skew results. With --results, the exit code is 1 if damaged files remain, or files of a newer
-    version of the suite.
+    skew results.
 
-    Example: [bold]python -m bench doctor --results results --repair[/bold]
+    Example: [bold]python -m bench doctor --links[/bold]
     """
-    from harness.spec.errors import UsageError
-
-    if repair and results is None:
-        raise UsageError("--repair needs --results FOLDER")
-    if results is not None:
-        raise typer.Exit(_check_results(results, repair, json_output))
     if gpu_check:
         folder, budget = out or Path("gpu-check"), 60 * minutes
         check_gpu(CheckOptions(folder, resume, budget, device, tuple(again or ()), steps))
@@ -151,46 +130,6 @@ def _show_parts(out: Console, parts: dict[str, dict[str, str]]) -> None:
         for name, text in rows.items():
             table.add_row(escape(name), escape(text))
         out.print(table)
-
-
-def _check_results(results: Path, repair: bool, json_output: bool) -> int:
-    from rich.markup import escape
-
-    from bench.cli import terminal
-    from harness.record.integrity import check_folder, quarantine
-    from harness.record.store import Store
-    from harness.spec.errors import UsageError
-
-    if not results.is_dir():
-        raise UsageError(f"there is no results folder {str(results)!r}")
-    store, console = Store(results), terminal.console(quiet=json_output)
-    checked = check_folder(store)
-    moved = {
-        problem.file: quarantine(store, problem)
-        for problem in checked.problems
-        if repair and problem.damaged
-    }
-    for problem in checked.problems:
-        where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
-        console.print(escape(f"{problem.file}: {problem.what}{where}"), highlight=False)
-    remaining = len(checked.problems) - len(moved)
-    console.print(
-        f"read {checked.files} files, {len(checked.problems)} of them with a problem"
-        + (f", {len(moved)} moved" if moved else ""),
-        highlight=False,
-    )
-    if json_output:
-        rows = [
-            {
-                "file": str(problem.file),
-                "problem": problem.what,
-                "damaged": problem.damaged,
-                "moved_to": str(moved[problem.file]) if problem.file in moved else None,
-            }
-            for problem in checked.problems
-        ]
-        print(json.dumps({"files": checked.files, "problems": rows}))
-    return 1 if remaining else 0
 
 
 def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:

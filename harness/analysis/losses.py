@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,21 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Returns each step's value from the first rank that has one."""
     return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
+
+
+def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
+    """Returns |loss - reference| / |reference| by step; infinite if a loss is missing or not
+    finite."""
+    gaps = []
+    for step, expected in enumerate(reference):
+        loss = losses[step] if step < len(losses) else None
+        usable = loss is not None and math.isfinite(loss)
+        gaps.append(
+            abs(loss - expected) / max(abs(expected), 1e-12)
+            if usable and loss is not None
+            else math.inf
+        )
+    return gaps
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.parity.verdict import ParityVerdict, loss_deviations
+from harness.analysis.losses import loss_deviations
+from harness.parity.verdict import ParityVerdict
 from harness.spec.training import EXACT
 
 NARROWEST = 2e-6

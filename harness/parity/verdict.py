@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from harness.analysis.losses import loss_deviations
 from harness.parity.deviations import Deviations, all_ranks, largest
 from harness.parity.reference import Noise
 from harness.parity.reference_runs import reference_of
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, REASONS, Layout, Tolerance
+from harness.spec.training import EXACT, REASONS, WIDEST_BY_NOISE, Layout, Tolerance
 from harness.strategy.base import Strategy
 from harness.strategy.optimizers import TOLERANCES
 from harness.strategy.registry import batches_normalised
@@ -45,8 +46,6 @@ SPLIT_BATCH_NORM = Tolerance(
 
 TIMES_NOISE = 5.0
 """Allowed multiple of the reference's noise."""
-WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
-"""Loss and update deviations by precision up to which noise widens a limit."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +76,6 @@ def noise_of(
     """Returns the noise of a second reference run; None if it did not stay finite."""
     loss = max(loss_deviations(losses, reference))
     return Noise(loss, found) if math.isfinite(loss) and found.updates and found.finite else None
-
-
-def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
-    """Returns |loss - reference| / |reference| by step; infinite if a loss is missing or not
-    finite."""
-    gaps = []
-    for step, expected in enumerate(reference):
-        loss = losses[step] if step < len(losses) else None
-        usable = loss is not None and math.isfinite(loss)
-        gaps.append(
-            abs(loss - expected) / max(abs(expected), 1e-12)
-            if usable and loss is not None
-            else math.inf
-        )
-    return gaps
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,14 @@ _MAGIC = b"PAR1"
 
 
 class DamagedFile(Exception):
-    """A file is damaged or belongs to another table; the message says what is wrong."""
+    """A file is damaged or belongs to another table; the message says what is wrong.
+
+    `column`: the column that is wrong, if it is one.
+    """
+
+    def __init__(self, what: str, column: str = "") -> None:
+        super().__init__(what)
+        self.column = column
 
 
 class OtherSchema(UsageError):
@@ -97,8 +104,7 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
     schema = nullable(table, columns)
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
-            if problem := _mismatch(table, file, content.schema_arrow):
-                raise DamagedFile(f"it does not belong to table {table}: {problem}")
+            _require_schema(table, file, content.schema_arrow)
             rows = content.read(columns=schema.names)
         present = dict(zip(rows.column_names, rows.columns, strict=True))
         return pa.table([present[name] for name in schema.names], schema=schema)
@@ -107,11 +113,23 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
         raise DamagedFile(lines[0] if lines else type(error).__name__) from None
 
 
-def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
-    """Returns how a file's columns differ from the table's; else empty. Raises OtherSchema."""
+def parquet_schema(file: Path) -> pa.Schema:
+    """Reads only the schema; raises DamagedFile."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(file)
+    except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
+        raise DamagedFile(str(error).strip().partition("\n")[0] or type(error).__name__) from None
+
+
+def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
+    """Raises DamagedFile if a file's columns differ from the table's, or OtherSchema."""
+    other = f"it does not belong to table {table}"
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():
-        return "it has no schema version"
+        raise DamagedFile(f"{other}: it has no schema version")
     if int(version) != VERSION:
         raise OtherSchema(
             f"{str(file)!r} has schema {int(version)}, but this version of the suite reads schema"
@@ -120,10 +138,10 @@ def _mismatch(table: str, file: Path, schema: pa.Schema) -> str:
     present = dict(zip(schema.names, schema.types, strict=True))
     for field in arrow_schema(table):
         if field.name not in present:
-            return f"column {field.name} is missing"
+            raise DamagedFile(f"{other}: column {field.name} is missing", field.name)
         if present[field.name] != field.type:
-            return f"column {field.name} is {present[field.name]}"
-    return ""
+            kinds = f"{present[field.name]} instead of {field.type}"
+            raise DamagedFile(f"{other}: column {field.name} is {kinds}", field.name)
 
 
 def read_undamaged(
@@ -202,7 +220,7 @@ class RunFiles:
         return [copy] if not single or self._has(table, run_id, single) else single
 
     def _has(self, table: str, run_id: str, files: Sequence[Path]) -> bool:
-        return _copied(self.copy(table, run_id)) == _names_digest(files)
+        return copied_digest(self.copy(table, run_id)) == names_digest(file.name for file in files)
 
     def gather(self, run_id: str) -> None:
         """Gathers a run's rows into one file per table, which is faster to read."""
@@ -222,7 +240,7 @@ class RunFiles:
     def write_copy(
         self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
     ) -> Path:
-        metadata = {VERSION_KEY: str(VERSION), _COPIED: _names_digest(files)}
+        metadata = {VERSION_KEY: str(VERSION), _COPIED: names_digest(f.name for f in files)}
         schema = nullable(table).with_metadata(metadata)
         return write_file(self.copy(table, run_id), schema, parts)
 
@@ -258,12 +276,15 @@ class RunFiles:
         return [file for file in files if file.exists()]
 
 
-def _names_digest(files: Sequence[Path]) -> str:
-    names = "\n".join(sorted(file.name for file in files))
-    return f"{len(files)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
+def names_digest(files: Iterable[str]) -> str:
+    """Returns the number of files and a digest of their names."""
+    ordered = sorted(files)
+    names = "\n".join(ordered)
+    return f"{len(ordered)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"
 
 
-def _copied(copy: Path) -> str | None:
+def copied_digest(copy: Path) -> str | None:
+    """Returns the digest of the files that a gathered copy was made from; None for other files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

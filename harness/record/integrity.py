@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.record.files import DamagedFile, OtherSchema, read_file
+from harness.record.files import DamagedFile, OtherSchema, parquet_schema, read_file
 from harness.record.schema import TABLES
 from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
+GATHERED = "gathered"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file that readers skip or reject."""
+    """What is wrong with a file or one of its values."""
 
     file: Path
     what: str
     damaged: bool = True
-    """False if the file has another schema version."""
+    """False if the file is intact, but has another schema version or inconsistent values."""
+    column: str = ""
+    row: int | None = None
+    """Row of the value, from 0."""
+
+    def __str__(self) -> str:
+        where = f", column {self.column}" if self.column else ""
+        where += "" if self.row is None else f", row {self.row}"
+        return f"{self.file}{where}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -31,49 +40,83 @@ class Checked:
 
 
 def check_folder(store: Store) -> Checked:
-    problems, count = [], 0
-    for table, file in _files(store.folder):
+    """Returns the damaged files and those of another schema version, relative to the folder."""
+    problems: list[Problem] = []
+    count = 0
+    for table, file in files_of(store.folder):
         count += 1
-        try:
-            _check(table, file)
-        except DamagedFile as problem:
-            problems.append(Problem(file.relative_to(store.folder), str(problem)))
-        except OtherSchema as other:
-            problems.append(Problem(file.relative_to(store.folder), str(other), damaged=False))
+        problems += (
+            replace(problem, file=file.relative_to(store.folder))
+            for problem in file_problems(table, file)
+        )
     return Checked(count, tuple(problems))
 
 
-def quarantine(store: Store, problem: Problem) -> Path:
-    """Moves a file to the quarantine folder; returns its new path. Never overwrites."""
-    target = store.folder / QUARANTINE / problem.file
+def file_problems(table: str, file: Path) -> Iterator[Problem]:
+    """Yields why readers skip or reject a file."""
+    try:
+        _check(table, file)
+    except DamagedFile as problem:
+        yield Problem(file, str(problem), column=problem.column)
+    except OtherSchema as other:
+        yield Problem(file, str(other), damaged=False)
+
+
+def table_of(file: Path) -> tuple[str, list[Problem]]:
+    """Returns the table with most of a file's columns, and a problem if there is none."""
+    try:
+        names = set(parquet_schema(file).names)
+    except DamagedFile as problem:
+        return "", [Problem(file, str(problem))]
+    shares = {
+        table: len(names & columns) / len(columns)
+        for table, cls in TABLES.items()
+        if (columns := {column.name for column in cls.columns()})
+    }
+    best = max(shares, key=lambda table: shares[table])
+    if shares[best] > 0.5:
+        return best, []
+    what = f"it has the columns of none of the tables {', '.join(TABLES)}"
+    return "", [Problem(file, what)]
+
+
+def quarantine(store: Store, file: Path) -> Path:
+    """Moves a file to the quarantine folder; returns its new path. Never overwrites.
+
+    `file`: path within the results folder.
+    """
+    target = store.folder / QUARANTINE / file
     number = 0
     while target.exists():
         number += 1
-        target = target.with_name(f"{problem.file.name}.{number}")
+        target = target.with_name(f"{file.name}.{number}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    (store.folder / problem.file).rename(target)
+    (store.folder / file).rename(target)
     return target
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from (("runs", file) for file in sorted((folder / "runs").glob("*.parquet")))
     for table in TABLES.keys() - {"runs"}:
         yield from ((table, file) for file in sorted((folder / table).glob("*/*.parquet")))
-        yield from ((table, file) for file in sorted(folder.glob(f"gathered/*/{table}.parquet")))
+        yield from ((table, file) for file in sorted(folder.glob(f"{GATHERED}/*/{table}.parquet")))
 
 
 def _check(table: str, file: Path) -> None:
     rows = read_file(table, file)
     for column in TABLES[table].columns():
         if not column.nullable and rows.column(column.name).null_count:
-            raise DamagedFile(f"column {column.name} contains a null, which is not allowed")
+            raise DamagedFile("it contains a null, which is not allowed", column.name)
+    folder = _folder(file)
+    if not len(rows) and folder != GATHERED:
+        raise DamagedFile("it has no rows")
+    if not folder:
+        return
     runs = {file.stem if table == "runs" else file.parent.name}
     if len(rows) and set(rows.column("run_id").to_pylist()) != runs:
-        raise DamagedFile(f"it has rows of a run other than {', '.join(runs)}")
-    if file.parents[1].name == "gathered":
+        raise DamagedFile(f"it has rows of a run other than {', '.join(runs)}", "run_id")
+    if folder == GATHERED:
         return
-    if not len(rows):
-        raise DamagedFile("it has no rows")
     if table == "runs":
         _check_plan(rows.column("plan")[0].as_py())
     elif table in ("trials", "steps"):
@@ -82,8 +125,14 @@ def _check(table: str, file: Path) -> None:
             raise DamagedFile("its rows belong to another trial than its name says")
 
 
+def _folder(file: Path) -> str:
+    """Returns the folder of the results folder that a file is in; empty for a file elsewhere."""
+    names = (file.absolute().parent.name, file.absolute().parents[1].name)
+    return next((name for name in names if name in (*TABLES, GATHERED)), "")
+
+
 def _check_plan(text: str) -> None:
     try:
         json.loads(text)
     except ValueError as error:
-        raise DamagedFile(f"column plan is not JSON: {error}") from None
+        raise DamagedFile(f"it is not JSON: {error}", "plan") from None

@@ -227,12 +227,16 @@ class Store:
 
 def require_plain_name(run_id: str) -> str:
     """Returns the run id; raises UsageError if it is not a plain file name."""
-    if not _PLAIN_NAME.fullmatch(run_id):
+    if not is_plain_name(run_id):
         raise UsageError(
             f"run name {run_id!r} is not a plain file name: use up to 100 letters, digits, '.', '_'"
             " and '-', starting with a letter or digit"
         )
     return run_id
+
+
+def is_plain_name(run_id: str) -> bool:
+    return _PLAIN_NAME.fullmatch(run_id) is not None
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.losses import Pass, first_known, mean_losses, passes
+from harness.analysis.losses import Pass, first_known, loss_deviations, mean_losses, passes
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
@@ -34,7 +34,6 @@ from harness.parity.verdict import (
     capped,
     distance_to_fp32,
     in_fp32,
-    loss_deviations,
     no_more_than_noise,
     noise_of,
     unverifiable,

@@ -89,6 +89,8 @@ def rounding_alone(precision: str, reason: str) -> bool:
 EXACT = Tolerance(
     loss=1e-6, update=1e-4, reason="the same training; only the order of additions differs"
 )
+WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
+"""Loss and update deviations by precision up to which noise widens a limit."""
 
 
 @dataclass(frozen=True)

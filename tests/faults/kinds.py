@@ -70,7 +70,7 @@ def damage(change: Callable[[bytearray, random.Random], bytes]) -> Inject:
         file.write_bytes(content)
         problems = check_folder(place.store).problems
         assert [place.store.folder / problem.file for problem in problems] == [file], problems
-        assert quarantine(place.store, problems[0]).read_bytes() == content
+        assert quarantine(place.store, problems[0].file).read_bytes() == content
         place.taken_out.add(str(file))
 
     return inject

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.analysis.losses import loss_deviations
 from harness.host.packages import show
-from harness.parity.verdict import loss_deviations
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT
 from harness.workloads import make_workload, prepare_data

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from harness.analysis.losses import loss_deviations
 from harness.export import export_files, write_files
 from harness.host.packages import show
-from harness.parity.verdict import loss_deviations
 from harness.strategy.registry import make_strategy
 from tests.ranks.conftest import RunCells, cell
 

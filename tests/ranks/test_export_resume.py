@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from harness.analysis.losses import loss_deviations
 from harness.export import export_files, write_files
 from harness.launch.launcher import Launcher
-from harness.parity.verdict import loss_deviations
 from tests.ranks.conftest import cell
 from tests.ranks.test_export import by_warm_ranks
 

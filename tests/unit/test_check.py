@@ -1,5 +1,5 @@
 """Damaged files: found, left out by readers with a warning, moved away; none is read as if it were
-whole."""
+whole. Intact files whose values contradict each other are found too."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bench.cli.doctor import doctor
-from harness.record.files import DamagedFile, OtherSchema, read_file
+from bench.cli.check import check
+from harness.analysis import consistency
+from harness.record.files import DamagedFile, OtherSchema, read_file, write_file
 from harness.record.integrity import check_folder, quarantine
 from harness.record.run_record import RunRecord
-from harness.record.schema import VERSION, VERSION_KEY
+from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -25,6 +26,15 @@ from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 CELL = Cell(strategy="single")
 KEYS = [TrialKey(CELL.id, trial) for trial in range(3)]
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+RUN = "20261125T060908-d185"
+VERIFIED = {
+    "losses": [4.0, 3.5],
+    "reference_losses": [4.0, 3.5],
+    "parity_max_update_deviation": 0.0,
+    "parity_loss_tolerance": 1e-6,
+    "parity_update_tolerance": 1e-4,
+}
 
 
 @pytest.fixture
@@ -34,7 +44,7 @@ def store(tmp_path: Path) -> Store:
     for run_id in ("run-0", "run-1"):
         made.write_run(RunRecord(**one_cell_run(run_id)))
     for key in KEYS:
-        made.write_trial(TrialRecord(**trial_row(CELL, key.trial)), [step(key)])
+        made.write_trial(TrialRecord(**trial_row(CELL, key.trial, **VERIFIED)), [step(key)])
     return made
 
 
@@ -54,9 +64,10 @@ def test_a_good_folder_has_no_problem(store: Store) -> None:
     assert (checked.files, checked.problems) == (10, ())
 
 
-def test_the_reference_run_is_good() -> None:
-    folder = Path(__file__).parents[2] / "results" / "reference"
-    assert check_folder(Store(folder)).problems == ()
+def test_the_reference_runs_are_good() -> None:
+    checked = consistency.check(REFERENCE.parent)
+    assert checked.files > 20
+    assert checked.problems == ()
 
 
 def test_flipped_bits_are_found_wherever_they_are(store: Store) -> None:
@@ -132,17 +143,17 @@ def test_the_command_moves_what_is_damaged_and_nothing_else(store: Store) -> Non
     file = trial_file(store, 1)
     content = file.read_bytes()[:-1]
     file.write_bytes(content)
-    code, shown = ask(doctor, "--results", str(store.folder))
-    assert code == 1
-    assert f"{file.relative_to(store.folder)}:" in shown.replace("\n", "")
+    code, shown = ask(check, str(store.folder))
+    assert code == 2
+    assert f"{file}:" in shown.replace("\n", "")
     assert file.exists()
-    code, shown = ask(doctor, "--results", str(store.folder), "--repair", "--json")
+    code, shown = ask(check, str(store.folder), "--repair", "--json")
     assert code == 0
     (row,) = json.loads(shown)["problems"]
     assert Path(row["moved_to"]).read_bytes() == content
     assert not file.exists()
     assert sorted(store.load().trials["trial"]) == [0, 2]
-    assert ask(doctor, "--results", str(store.folder))[0] == 0
+    assert ask(check, str(store.folder))[0] == 0
 
 
 def test_what_is_moved_replaces_nothing(store: Store) -> None:
@@ -150,5 +161,86 @@ def test_what_is_moved_replaces_nothing(store: Store) -> None:
     for _ in range(3):
         trial_file(store, 1).write_bytes(b"")
         (problem,) = check_folder(store).problems
-        places.add(quarantine(store, problem))
+        places.add(quarantine(store, problem.file))
     assert len([place for place in places if place.exists()]) == 3
+
+
+@pytest.fixture(scope="module")
+def rows() -> pa.Table:
+    """Trials of the reference run: the first that was verified, and the first that diverged."""
+    whole = read_file("trials", REFERENCE / "gathered" / RUN / "trials.parquet")
+    verdicts = whole.column("parity_verdict").to_pylist()
+    return whole.take([verdicts.index("exact"), verdicts.index("diverged")])
+
+
+def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
+    """A file in which a row has other values."""
+    changed = rows.to_pylist()
+    changed[row] |= values
+    schema = arrow_schema("trials")
+    nullable = pa.schema([f.with_nullable(True) for f in schema], metadata=schema.metadata)
+    return write_file(file, nullable, [pa.Table.from_pylist(changed, schema=nullable)])
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "column"),
+    [
+        (0, {"parity_max_update_deviation": 0.5}, "parity_verdict"),
+        (0, {"parity_max_loss_deviation": 0.5}, "parity_max_loss_deviation"),
+        (0, {"parity_max_update_deviation": None}, "parity_max_update_deviation"),
+        (0, {"reference_losses": []}, "reference_losses"),
+        (0, {"parity_verdict": "verified"}, "parity_verdict"),
+        (0, {"parity_verdict": "diverged", "parity_reason": "x"}, "parity_verdict"),
+        (1, {"parity_verdict": "exact"}, "parity_verdict"),
+        (1, {"parity_reason": ""}, "parity_reason"),
+        (1, {"reason": ""}, "reason"),
+        (0, {"samples_per_second": 1e5, "tokens_per_second": None}, "samples_per_second"),
+        (0, {"samples_per_second": None, "tokens_per_second": None}, "samples_per_second"),
+        (0, {"tokens_per_second": 1.0}, "tokens_per_second"),
+        (0, {"step_seconds_p95": 1e-9}, "step_seconds_p95"),
+        (0, {"peak_memory_bytes": 1}, "peak_memory_bytes"),
+        (0, {"wall_seconds": -1.0}, "wall_seconds"),
+        (0, {"mfu": 1.5}, "mfu"),
+        (0, {"strategy": "magic"}, "strategy"),
+        (0, {"cell_id": "0123456789ab"}, "cell_id"),
+        (0, {"cell": "{}"}, "cell"),
+        (0, {"data_fingerprint": "none"}, "data_fingerprint"),
+        (0, {"schema_version": 3}, "schema_version"),
+        (0, {"workload": None}, "workload"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_value_that_contradicts_others_is_a_problem(
+    rows: pa.Table, tmp_path: Path, row: int, values: dict[str, object], column: str
+) -> None:
+    assert consistency.check(planted(rows, tmp_path / "good.parquet", row)).problems == ()
+    found = consistency.check(planted(rows, tmp_path / "trials.parquet", row, **values)).problems
+    assert column in {problem.column for problem in found}
+    assert {problem.row for problem in found} <= {row, None}
+
+
+def test_a_file_of_no_table_is_a_problem(tmp_path: Path) -> None:
+    file = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"a": [1]}), file)
+    assert len(consistency.check(file).problems) == 1
+    file.write_text("hello")
+    assert len(consistency.check(file).problems) == 1
+
+
+def test_rows_that_were_removed_or_repeated_are_found(store: Store) -> None:
+    store.gather("run-1")
+    for file in (store.folder / "trials" / "run-1").iterdir():
+        file.unlink()
+    assert consistency.check(store.folder).problems == ()
+    copy = store.folder / "gathered" / "run-1" / "trials.parquet"
+    whole = pq.read_table(copy)
+    for kept in ([0, 1], [0, 1, 2, 2]):
+        write_file(copy, whole.schema, [whole.take(kept)])
+        assert consistency.check(store.folder).problems
+        assert ask(check, str(store.folder))[0] == 2
+
+
+def test_trials_without_their_run_are_a_problem(store: Store) -> None:
+    (store.folder / "runs" / "run-1.parquet").unlink()
+    folders = {problem.file.name for problem in consistency.check(store.folder).problems}
+    assert folders == {"run-1"}

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
+from harness.analysis.losses import loss_deviations
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Noise
 from harness.parity.verdict import (
     PRECISION,
     allowed_deviation,
-    loss_deviations,
     parity_verdict,
     widened,
     widest,

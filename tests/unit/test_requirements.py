@@ -128,7 +128,7 @@ def test_commands_that_train_name_torch_and_transformers(words: list[str]) -> No
         ["plan", "--model", "llama-8b", "--devices", "8"],
         ["show", "e99c3a968048", "--results", str(REFERENCE)],
         ["compare", "--cells", "ddp", "fsdp2", "--results", str(REFERENCE)],
-        ["doctor", "--results", str(REFERENCE)],
+        ["check", str(REFERENCE)],
         ["report", "--results", "{results}", "--out", "{out}"],
     ],
     ids=lambda words: words[0],

@@ -1,0 +1,93 @@
+"""bench check: whether result files are intact and agree with themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bench.cli.options import Json
+
+if TYPE_CHECKING:
+    from harness.record.integrity import Checked
+
+
+def check(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER|FILE",
+            help="Results folder, a folder that contains several, or one parquet file.",
+        ),
+    ],
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move damaged files to the results folder's subfolder quarantine; a resumed run"
+            " repeats their trials.",
+        ),
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Check that result files are intact and consistent, such as those that others send.
+
+    Checks checksums, schema, columns, digests, and whether figures and verdicts agree with each
+    other. Rows are numbered from 0. The exit code is 2 if a problem remains.
+
+    Example: [bold]python -m bench check results --repair[/bold]
+    """
+    from rich.markup import escape
+
+    from bench.cli import terminal
+    from harness.analysis.consistency import check as check_path
+    from harness.spec.errors import UsageError
+
+    if not path.exists():
+        raise UsageError(f"there is no results folder or file {str(path)!r}")
+    if repair and path.is_file():
+        raise UsageError("--repair moves files of a results folder: name the folder")
+    checked = check_path(path)
+    if not checked.files:
+        raise UsageError(f"{str(path)!r} has no results: they are in runs/RUN.parquet and trials/")
+    moved = _quarantined(path, checked) if repair else {}
+    console = terminal.console(quiet=json_output)
+    for problem in checked.problems:
+        where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
+        console.print(escape(f"{problem}{where}"), highlight=False, soft_wrap=True)
+    remaining = [problem for problem in checked.problems if problem.file not in moved]
+    console.print(
+        f"read {checked.files} files, found {len(checked.problems)} problems"
+        + (f", moved {len(moved)} files" if moved else ""),
+        highlight=False,
+    )
+    if json_output:
+        rows = [
+            {
+                "file": str(problem.file),
+                "column": problem.column or None,
+                "row": problem.row,
+                "problem": problem.what,
+                "damaged": problem.damaged,
+                "moved_to": str(moved[problem.file]) if problem.file in moved else None,
+            }
+            for problem in checked.problems
+        ]
+        print(json.dumps({"files": checked.files, "problems": rows}))
+    raise typer.Exit(2 if remaining else 0)
+
+
+def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:
+    """Moves damaged files; returns their new paths."""
+    from harness.analysis.consistency import stores
+    from harness.record.integrity import quarantine
+
+    damaged = {problem.file for problem in checked.problems if problem.damaged}
+    return {
+        file: quarantine(store, file.relative_to(store.folder))
+        for store in stores(path)
+        for file in sorted(damaged)
+        if file.is_relative_to(store.folder) and file.exists()
+    }

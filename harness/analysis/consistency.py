@@ -1,0 +1,269 @@
+"""Checks that recorded rows agree with themselves, such as a verdict with its deviations."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from pydantic import ValidationError
+
+from harness.analysis.cell_result import VERIFIED
+from harness.analysis.losses import loss_deviations
+from harness.record.files import copied_digest, names_digest, read_file
+from harness.record.integrity import (
+    GATHERED,
+    QUARANTINE,
+    Checked,
+    Problem,
+    check_folder,
+    file_problems,
+    files_of,
+    table_of,
+)
+from harness.record.run_record import RunRecord
+from harness.record.schema import TABLES, VERSION
+from harness.record.store import Store, TrialKey, is_plain_name
+from harness.record.trial import TrialRecord, cell_columns
+from harness.record.trial_status import WORST_FIRST
+from harness.spec.cell import Cell
+from harness.spec.redaction import REDACTED
+from harness.spec.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Finding: TypeAlias = tuple[str, str]
+"""Column, and what is wrong with its value."""
+VOCABULARY: dict[str, tuple[str, ...]] = {
+    "status": WORST_FIRST,
+    "parity_verdict": (*VERIFIED, "diverged", "unknown"),
+    "device": ("cpu", "cuda"),
+    "regime": ("strong", "weak"),
+    "phase": ("warmup", "settling", "timed"),
+}
+SIZES = re.compile(
+    r".*(_seconds|_seconds_p50|_seconds_p95|_bytes|_per_second|_per_step|_deviation|_tolerance)"
+)
+"""Columns of finite numbers that are not negative."""
+HEX = {"data_fingerprint": r"[0-9a-f]{64}", "git_commit": r"[0-9a-f]{7,40}\+?"}
+NEAR = 1e-6
+"""Relative difference up to which two figures are equal."""
+CYCLES = 2.0
+"""Factor by which a strategy's cycle of steps may move throughput from that of a median step."""
+
+
+def check(path: Path) -> Checked:
+    """Checks a parquet file, or every results folder at or below a folder."""
+    if path.is_file():
+        return _checked_file(path)
+    parts = [_checked_store(store) for store in stores(path)]
+    return Checked(
+        sum(part.files for part in parts), tuple(p for part in parts for p in part.problems)
+    )
+
+
+def stores(folder: Path) -> Iterator[Store]:
+    """Yields the results folders at or below a folder."""
+    inside = {*TABLES, GATHERED, QUARANTINE}
+    for root, names, _ in os.walk(folder):
+        if {"runs", "trials", GATHERED} & set(names):
+            yield Store(root)
+        names[:] = sorted(set(names) - inside)
+
+
+def _checked_file(file: Path) -> Checked:
+    table, problems = table_of(file)
+    problems = problems or list(file_problems(table, file))
+    return Checked(1, tuple(problems or row_problems(table, file)))
+
+
+def _checked_store(store: Store) -> Checked:
+    checked = check_folder(store)
+    problems = [_within(store, problem) for problem in checked.problems]
+    skipped = {problem.file for problem in problems}
+    runs = {file.stem for file in (store.folder / "runs").glob("*.parquet")}
+    missing = set()
+    for table, file in files_of(store.folder):
+        if file not in skipped:
+            problems += row_problems(table, file)
+        if table != "runs" and file.parent.name not in runs:
+            missing.add(file.parent)
+    problems += [
+        Problem(folder, f"runs/{folder.name}.parquet is missing, without which it is not read")
+        for folder in sorted(missing)
+    ]
+    return Checked(checked.files, tuple(problems))
+
+
+def _within(store: Store, problem: Problem) -> Problem:
+    return Problem(
+        store.folder / problem.file, problem.what, problem.damaged, problem.column, problem.row
+    )
+
+
+def row_problems(table: str, file: Path) -> Iterator[Problem]:
+    """Yields what is wrong with the rows of an undamaged file."""
+    rows = read_file(table, file)
+    for column, row, what in _column_findings(rows):
+        yield Problem(file, what, False, column, row)
+    rules = RUN_RULES if table == "runs" else TRIAL_RULES if table == "trials" else ()
+    if rules:
+        records = TABLES[table].from_frame(rows.to_pandas())
+        for row, record in enumerate(records):
+            for rule in rules:
+                for column, what in rule(record):
+                    yield Problem(file, what, False, column, row)
+    if table == "trials":
+        yield from _keys(file, rows)
+
+
+def _keys(file: Path, rows: pa.Table) -> Iterator[Problem]:
+    columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
+    keys = [TrialKey(*key) for key in zip(*columns, strict=True)]
+    for key, count in Counter(keys).items():
+        if count > 1:
+            what = f"{count} rows have cell {key.cell_id}, trial {key.trial}, attempt {key.attempt}"
+            yield Problem(file, what, False, "trial", len(keys) - 1 - keys[::-1].index(key))
+    digest = copied_digest(file)
+    if digest is not None and digest != names_digest(f"{key.stem}.parquet" for key in keys):
+        yield Problem(file, "the digest of its trials differs: rows were added or removed", False)
+
+
+def _column_findings(rows: pa.Table) -> Iterator[tuple[str, int, str]]:
+    """Yields column, row and what is wrong with the value by itself."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        allowed, wrong = "", None
+        if name in VOCABULARY:
+            words = VOCABULARY[name]
+            wrong = pc.and_(column.is_valid(), pc.invert(pc.is_in(column, pa.array(words))))
+            allowed = f"one of: {', '.join(words)}"
+        elif name == "schema_version":
+            wrong, allowed = pc.not_equal(column, VERSION), str(VERSION)
+        elif name in HEX:
+            wrong = pc.invert(pc.match_substring_regex(column, f"^{HEX[name]}$"))
+            allowed = "a digest in hex digits"
+        elif SIZES.fullmatch(name) and not pa.types.is_list(column.type):
+            wrong = pc.or_(pc.less(column, 0), pc.invert(pc.is_finite(column)))
+            allowed = "a finite number that is not negative"
+        if wrong is not None:
+            for row in pc.indices_nonzero(wrong.combine_chunks().fill_null(False)).to_pylist():
+                yield name, row, f"{column[row].as_py()!r} is not {allowed}"
+
+
+def _run_texts(run: RunRecord) -> Iterator[Finding]:
+    if not is_plain_name(run.run_id):
+        yield "run_id", f"{run.run_id!r} is not a plain file name"
+    for name in ("plan", "libraries", "gpu_facts", "gpu_topology", "numa", "allocation"):
+        try:
+            json.loads(getattr(run, name) or "{}")
+        except ValueError as error:
+            yield name, f"it is not JSON: {error}"
+
+
+def _identity(trial: TrialRecord) -> Iterator[Finding]:
+    """Compares the trial's columns with its cell; a redacted cell cannot be compared.
+
+    A library may replace the cell's launcher.
+    """
+    if REDACTED in trial.cell:
+        return
+    try:
+        cell = Cell.model_validate_json(trial.cell)
+    except ValidationError as error:
+        yield "cell", f"it does not describe a cell: {error.errors()[0]['msg']}"
+        return
+    if cell.id != trial.cell_id:
+        yield "cell_id", f"it is {trial.cell_id}, but the cell has id {cell.id}"
+    for name, value in cell_columns(cell).items():
+        recorded = getattr(trial, name)
+        if name not in ("cell", "cell_id", "launcher") and recorded != value:
+            yield name, f"it is {recorded!r}, but the cell has {value!r}"
+
+
+def _outcome(trial: TrialRecord) -> Iterator[Finding]:
+    verdict = trial.parity_verdict
+    if trial.status == "ok":
+        for name in ("samples_per_second", "step_seconds_p50"):
+            if not getattr(trial, name):
+                yield name, "it is missing, though status is ok"
+    elif not trial.reason:
+        yield "reason", f"it is empty, though status is {trial.status}"
+    if (trial.status == "diverged") != (verdict == "diverged"):
+        yield "parity_verdict", f"it is {verdict or 'missing'}, though status is {trial.status}"
+    elif verdict and trial.status not in ("ok", "diverged"):
+        yield "parity_verdict", f"it is {verdict}, though status is {trial.status}"
+
+
+def _verdict(trial: TrialRecord) -> Iterator[Finding]:
+    verdict, loss = trial.parity_verdict, trial.parity_max_loss_deviation
+    if trial.reference_losses and loss is not None:
+        found = max(loss_deviations(trial.losses, trial.reference_losses))
+        if not math.isclose(found, loss, rel_tol=NEAR, abs_tol=1e-12):
+            yield (
+                "parity_max_loss_deviation",
+                f"it is {loss:.3g}, but losses and reference_losses differ by {found:.3g}",
+            )
+    if verdict == "diverged" and not trial.parity_reason:
+        yield "parity_reason", "it is empty, though parity_verdict is diverged"
+    if verdict not in VERIFIED:
+        return
+    if not trial.reference_losses:
+        yield "reference_losses", f"they are missing, though parity_verdict is {verdict}"
+    for name in ("loss", "update"):
+        column = f"parity_max_{name}_deviation"
+        deviation, limit = getattr(trial, column), getattr(trial, f"parity_{name}_tolerance")
+        if deviation is None or limit is None:
+            yield column, f"it or its tolerance is missing, though parity_verdict is {verdict}"
+        elif deviation > limit:
+            yield (
+                "parity_verdict",
+                f"it is {verdict}, but {column} {deviation:.3g} exceeds its tolerance {limit:.3g}",
+            )
+    exact = EXACT.loss if trial.precision in HALF_PRECISIONS else WIDEST_BY_NOISE["fp32"][0]
+    if verdict == "exact" and loss is not None and loss > exact:
+        yield (
+            "parity_verdict",
+            f"it is exact, but parity_max_loss_deviation {loss:.3g} exceeds {exact:.0e}",
+        )
+
+
+def _figures(trial: TrialRecord) -> Iterator[Finding]:
+    rate, step, tokens = trial.samples_per_second, trial.step_seconds_p50, trial.tokens_per_second
+    if rate and step:
+        expected = trial.global_batch / step
+        if not 1 / CYCLES <= rate / expected <= CYCLES:
+            reached = f"{trial.global_batch} samples in {step:.4g} s are {expected:.4g}"
+            yield "samples_per_second", f"it is {rate:.4g}, but {reached}"
+        slow = trial.step_seconds_p95
+        if slow is not None and slow < step:
+            yield "step_seconds_p95", f"it is {slow:.4g}, less than step_seconds_p50 {step:.4g}"
+    if rate and tokens:
+        expected = rate * trial.sequence_length
+        if not math.isclose(tokens, expected, rel_tol=NEAR):
+            yield (
+                "tokens_per_second",
+                f"it is {tokens:.6g}, but samples_per_second x sequence_length is {expected:.6g}",
+            )
+    ranks, peak = trial.peak_memory_bytes_by_rank, trial.peak_memory_bytes
+    if ranks and peak != max(ranks):
+        yield "peak_memory_bytes", f"it is {peak}, but the largest peak of a rank is {max(ranks)}"
+    if trial.mfu is not None and not 0 <= trial.mfu <= 1:
+        yield "mfu", f"{trial.mfu:.3g} is not between 0 and 1"
+
+
+RUN_RULES: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (_run_texts,)
+TRIAL_RULES: tuple[Callable[[TrialRecord], Iterator[Finding]], ...] = (
+    _identity,
+    _outcome,
+    _verdict,
+    _figures,
+)
