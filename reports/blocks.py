@@ -193,6 +193,8 @@ class Row:
     cells: Sequence[Td]
     attributes: Mapping[str, str] = field(default_factory=dict)
     """`id`, `class` and `data-` attributes."""
+    group: Words = ""
+    """Heading of the rows that this one is sorted among; equal for consecutive rows."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
             "against itself, and against the plain process, on one device",
         ),
         ReportColumn(
-            "Parity", _parity, "or status", "whether it trained the same as the reference"
+            "Parity", parity_td, "or status", "whether it trained the same as the reference"
         ),
         figure(
             "Loss deviation",
@@ -174,7 +174,7 @@ def _place(cell: CellResult) -> ui.Td:
     return ui.Td([place, f" ≈ {above}"], tip=tip)
 
 
-def _parity(cell: CellResult) -> ui.Td:
+def parity_td(cell: CellResult) -> ui.Td:
     if cell.status not in ("ok", "diverged"):
         return ui.Td(data(STATUS[cell.status]), kind="bad")
     kinds = {"exact": "good", "within tolerance": "good", "diverged": "bad"}

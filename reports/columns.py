@@ -157,11 +157,11 @@ def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]
 
 def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
     """Returns the throughput column, with the unit in its heading if shared."""
-    kinds = {_throughput(cell) for cell in cells if cell.speed.samples_per_second is not None}
+    kinds = {throughput_of(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return ReportColumn(
         "Throughput",
-        lambda cell: interval(cell, same or _throughput(cell), with_unit=not same),
+        lambda cell: interval(cell, same or throughput_of(cell), with_unit=not same),
         unit(same) if same else "",
         "with its 95 % interval over trials",
     )
@@ -182,7 +182,8 @@ def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[Cel
     return [figure("Unadjusted", f"raw_{name}", unit=unit(name), tip=tip)]
 
 
-def _throughput(cell: CellResult) -> str:
+def throughput_of(cell: CellResult) -> str:
+    """Returns the column of the cell's throughput: tokens if it has any, else samples."""
     return "samples_per_second" if cell.speed.tokens_per_second is None else "tokens_per_second"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -234,13 +235,25 @@ class _HtmlWriter:
 
     def _table(self, table: ui.Table) -> str:
         heads = "".join(map(self._column, (ui.ColumnHead(table.first, kind=""), *table.columns)))
-        rows = "\n".join(map(self._row, table.rows))
-        filters = "" if table.filters is None else _filters(table.filters)
+        grouped = any(row.group for row in table.rows)
+        groups = itertools.groupby(table.rows, key=lambda row: row.group)
+        bodies = "\n".join(self._body(group, rows, table) for group, rows in groups)
+        filters = "" if table.filters is None else _filters(table.filters, grouped)
         return (
             f'{filters}<div class="scroll tall" role="region" aria-label="{escape(table.label)}"'
             f' tabindex="0">\n<table{_attributes({"class": table.kind, "id": table.name})}>\n'
-            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+            f"<thead><tr>{heads}</tr></thead>\n{bodies}\n</table>\n</div>"
         )
+
+    def _body(self, group: ui.Words, rows: Iterable[ui.Row], table: ui.Table) -> str:
+        heading = ""
+        if group:
+            heading = (
+                f'<tr class="group"><th scope="rowgroup" colspan="{len(table.columns) + 1}">'
+                f"<div>{self.words(group)}</div></th></tr>\n"
+            )
+        lines = "\n".join(map(self._row, rows))
+        return f"<tbody>\n{heading}{lines}\n</tbody>"
 
     @staticmethod
     def _column(column: ui.ColumnHead) -> str:
@@ -264,16 +277,20 @@ class _HtmlWriter:
         return f'<td class="{td.kind}"{more}>{self.words(parts)}</td>'
 
 
-def _filters(filters: Sequence[tuple[str, str, Sequence[str]]]) -> str:
+def _filters(filters: Sequence[tuple[str, str, Sequence[str]]], grouped: bool) -> str:
+    """Returns the controls above a table. Only cells of one run can be compared side by side."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
         f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"
         for name, title, choices in filters
         if len(choices) > 1
     )
+    hinted = "strategy, model, host" if grouped else "strategy, option, flag"
+    hint = "click a heading to sort"
+    hint += " within each run" if grouped else ", tick cells to compare them"
+    chosen = "" if grouped else '<div id="chosen" aria-live="polite" hidden></div>\n'
     return (
         '<div class="filters" hidden>\n<label>Search <input type="search" id="search"'
-        f' placeholder="strategy, option, flag"></label>\n{selects}<output id="shown"></output>'
-        ' <button id="more" hidden></button> <span class="small">click a heading to sort, tick'
-        ' cells to compare them</span>\n</div>\n<div id="chosen" aria-live="polite" hidden></div>\n'
+        f' placeholder="{hinted}"></label>\n{selects}<output id="shown"></output>'
+        f' <button id="more" hidden></button> <span class="small">{hint}</span>\n</div>\n{chosen}'
     )

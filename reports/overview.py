@@ -16,6 +16,7 @@ from harness.spec.errors import UsageError
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import BREAK, data, prose, small
+from reports.columns import ReportColumn
 from reports.groups import RankedGroup
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import named
@@ -52,15 +53,20 @@ Earlier = Sequence[tuple[RunRecord, RunSelection]]
 
 def entries(store: Store, folder: Path) -> list[Entry]:
     """Returns all runs, newest first. `folder`: of the index and the reports."""
-    entries: list[Entry] = []
+    return [entry for _, entry in reported(store, folder)][::-1]
+
+
+def reported(store: Store, folder: Path) -> list[tuple[RunReport, Entry]]:
+    """Returns all runs, oldest first. `folder`: of the index and the reports."""
+    pairs: list[tuple[RunReport, Entry]] = []
     earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
     for run_id in whole.runs["run_id"]:
         report = ran(only(whole, [run_id]))
         now = select(run_id, report.results)
-        entries.append(_entry(report, folder, *_against(earlier, report, now)))
+        pairs.append((report, _entry(report, folder, *_against(earlier, report, now))))
         earlier.append((report.run, now))
-    return entries[::-1]
+    return pairs
 
 
 def _against(
@@ -135,8 +141,9 @@ def page(store: Store, folder: Path) -> str:
         facts += [f"newest {_date(shown[0])} UTC", f"failures in {failing}"]
     footer = prose("index footer")
     title = f"Reports of {len(shown)} runs"
+    small_print = ui.Paragraph(prose("index"), "small")
     head = PageHead(title, "All reports", facts, footer, navigation=False)
-    sections = [PageSection("runs", "Runs, newest first", _blocks(shown))]
+    sections = [PageSection("runs", "Runs, newest first", [runs_table(shown), small_print])]
     if others:
         links = ui.Bullets([ui.Span(name, "data", quote(name)) for name in others])
         sections.append(PageSection("others", "Other pages of this folder", [links]))
@@ -147,40 +154,57 @@ def _date(entry: Entry) -> str:
     return f"{entry.run.started_at:%Y-%m-%d %H:%M}"
 
 
-def _blocks(shown: Sequence[Entry]) -> list[ui.Block]:
-    columns = ui.heads(
-        "Failures (of cells)",
-        "Against the run before: prose",
-        "Verdict: prose",
-        "Matrix: word",
-        "Hardware: prose",
-    )
-    rows = [_row(entry) for entry in shown]
-    table = ui.Table("all-runs", "Runs, newest first", "Run", columns, rows)
-    return [table, ui.Paragraph(prose("index"), "small")]
+def runs_table(shown: Sequence[Entry], titles: Sequence[str] = ()) -> ui.Table:
+    """Returns a row per run. `titles`: columns to show, by default all."""
+    by_title = {column.title: column for column in _COLUMNS}
+    columns = [by_title[title] for title in titles or by_title]
+    rows = [
+        ui.Row(
+            _head(entry), [column.make(entry) for column in columns], {"data-run": entry.run.run_id}
+        )
+        for entry in shown
+    ]
+    heads = [
+        ui.ColumnHead(column.title, column.unit, column.tip, cell.kind.split()[0])
+        for column, cell in zip(columns, rows[0].cells if rows else (), strict=bool(rows))
+    ]
+    return ui.Table("all-runs", "Runs, newest first", "Run", heads, rows)
 
 
-def _row(entry: Entry) -> ui.Row:
+def _head(entry: Entry) -> list[ui.Inline]:
     head: list[ui.Inline] = [ui.Span(_date(entry), "data", entry.link), BREAK]
     head.append(data(entry.run.run_id, "small"))
-    if not entry.link:
-        head.append(small(", no report here"))
+    return head if entry.link else [*head, small(", no report here")]
+
+
+def _failures(entry: Entry) -> ui.Td:
     failures = ui.Span(str(entry.failures), field="failures", value=str(entry.failures))
     bad = " bad" if entry.failures else ""
+    return ui.Td([failures, small(f" of {entry.cells}")], f"number{bad}")
+
+
+def _change(entry: Entry) -> ui.Td:
     change: list[ui.Inline] = [DASH]
     if entry.before:
         change = [entry.change, BREAK, data(entry.before, "small")]
-    verdict_words: list[ui.Inline] = [data(entry.verdict)]
+    return ui.Td(change, f"prose{' bad' if entry.regressions else ''}")
+
+
+def _verdict_td(entry: Entry) -> ui.Td:
+    words: list[ui.Inline] = [data(entry.verdict)]
     if entry.details:
-        verdict_words += [BREAK, data(entry.details, "small")]
-    return ui.Row(
-        head,
-        [
-            ui.Td([failures, small(f" of {entry.cells}")], f"number{bad}"),
-            ui.Td(change, f"prose{' bad' if entry.regressions else ''}"),
-            ui.Td(verdict_words, "prose"),
-            ui.Td(data(entry.run.matrix), "word"),
-            ui.Td(data(entry.hardware), "prose"),
-        ],
-        {"data-run": entry.run.run_id},
-    )
+        words += [BREAK, data(entry.details, "small")]
+    return ui.Td(words, "prose")
+
+
+def _hardware(entry: Entry) -> ui.Td:
+    return ui.Td([data(entry.hardware), BREAK, data(entry.run.host, "small")], "prose")
+
+
+_COLUMNS: tuple[ReportColumn[Entry], ...] = (
+    ReportColumn("Failures", _failures, "of cells"),
+    ReportColumn("Against the run before", _change),
+    ReportColumn("Verdict", _verdict_td),
+    ReportColumn("Matrix", lambda entry: ui.Td(data(entry.run.matrix), "word")),
+    ReportColumn("Hardware", _hardware),
+)

@@ -25,10 +25,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const down = head.getAttribute("aria-sort") === "ascending";
       heads.forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const body = table.tBodies[0];
-      const rows = [...body.rows].map((row) => [key(row, column), row]);
-      rows.sort((a, b) => compare(a[0], b[0], down ? -1 : 1));
-      body.append(...rows.map((pair) => pair[1]));
+      for (const body of table.tBodies) {
+        const rows = [...body.querySelectorAll("tr:not(.group)")].map((row) => [key(row, column), row]);
+        rows.sort((a, b) => compare(a[0], b[0], down ? -1 : 1));
+        body.append(...rows.map((pair) => pair[1]));
+      }
       table.dispatchEvent(new Event("sorted"));
     });
   });
@@ -55,12 +56,15 @@ if (all) {
   const selects = [...document.querySelectorAll("[data-filter]")];
   const shown = document.getElementById("shown");
   const more = document.getElementById("more");
-  const texts = new Map([...all.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]));
+  const rows = () => all.querySelectorAll("tbody tr:not(.group)");
+  const groups = [...all.querySelectorAll("tr.group")];
+  const heading = (row) => row.parentElement.querySelector(".group")?.textContent ?? "";
+  const texts = new Map([...rows()].map((row) => [row, `${row.textContent} ${heading(row)}`.toLowerCase()]));
   let linked = null;
   const filter = (most) => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     let count = 0;
-    for (const row of all.tBodies[0].rows) {
+    for (const row of rows()) {
       const content = texts.get(row);
       const fits = words.every((word) => content.includes(word))
         && selects.every((select) => !select.value || row.dataset[select.dataset.filter] === select.value);
@@ -68,6 +72,11 @@ if (all) {
       const later = fits && count > most && row !== linked;
       if (row.hidden === fits) row.hidden = !fits;
       if (row.classList.contains("later") !== later) row.classList.toggle("later", later);
+    }
+    for (const group of groups) {
+      const body = group.parentElement;
+      body.hidden = !body.querySelector("tr:not(.group):not([hidden])");
+      body.classList.toggle("later", !body.querySelector("tr:not(.group):not([hidden]):not(.later)"));
     }
     shown.value = `${count} of ${texts.size} cells${count > most ? `, the first ${most} shown` : ""}`;
     more.hidden = count <= most;

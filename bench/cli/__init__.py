@@ -49,6 +49,7 @@ COMMANDS = {
     "Use elsewhere": {
         "export": "export:export",
         "publish": "publish:publish",
+        "site": "site:site",
         "submit": "slurm:submit",
         "slurm status": "slurm:status",
     },

@@ -1,8 +1,7 @@
-"""bench check: whether result files are intact and agree with themselves."""
-
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,9 +38,6 @@ def check(
 
     Example: [bold]python -m bench check results --repair[/bold]
     """
-    from rich.markup import escape
-
-    from bench.cli import terminal
     from harness.analysis.consistency import check as check_path
     from harness.spec.errors import UsageError
 
@@ -53,41 +49,48 @@ def check(
     if not checked.files:
         raise UsageError(f"{str(path)!r} has no results: they are in runs/RUN.parquet and trials/")
     moved = _quarantined(path, checked) if repair else {}
+    _show(checked, moved, json_output)
+    raise typer.Exit(2 if any(problem.file not in moved for problem in checked.problems) else 0)
+
+
+def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> None:
+    from rich.markup import escape
+
+    from bench.cli import terminal
+
     console = terminal.console(quiet=json_output)
     for problem in checked.problems:
         where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
         console.print(escape(f"{problem}{where}"), highlight=False, soft_wrap=True)
-    remaining = [problem for problem in checked.problems if problem.file not in moved]
     console.print(
         f"read {checked.files} files, found {len(checked.problems)} problems"
         + (f", moved {len(moved)} files" if moved else ""),
         highlight=False,
     )
-    if json_output:
-        rows = [
-            {
-                "file": str(problem.file),
-                "column": problem.column or None,
-                "row": problem.row,
-                "problem": problem.what,
-                "damaged": problem.damaged,
-                "moved_to": str(moved[problem.file]) if problem.file in moved else None,
-            }
-            for problem in checked.problems
-        ]
-        print(json.dumps({"files": checked.files, "problems": rows}))
-    raise typer.Exit(2 if remaining else 0)
+    if not json_output:
+        return
+    rows = [
+        {
+            "file": str(problem.file),
+            "column": problem.column or None,
+            "row": problem.row,
+            "problem": problem.what,
+            "damaged": problem.damaged,
+            "moved_to": str(moved[problem.file]) if problem.file in moved else None,
+        }
+        for problem in checked.problems
+    ]
+    print(json.dumps({"files": checked.files, "problems": rows}))
 
 
 def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:
     """Moves damaged files; returns their new paths."""
-    from harness.analysis.consistency import stores
-    from harness.record.integrity import quarantine
+    from harness.record.integrity import quarantine, stores_below
 
     damaged = {problem.file for problem in checked.problems if problem.damaged}
     return {
         file: quarantine(store, file.relative_to(store.folder))
-        for store in stores(path)
+        for store in stores_below(path)
         for file in sorted(damaged)
         if file.is_relative_to(store.folder) and file.exists()
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,13 +16,12 @@ from harness.analysis.cell_result import VERIFIED
 from harness.analysis.losses import loss_deviations
 from harness.record.files import copied_digest, names_digest, read_file
 from harness.record.integrity import (
-    GATHERED,
-    QUARANTINE,
     Checked,
     Problem,
     check_folder,
     file_problems,
     files_of,
+    stores_below,
     table_of,
 )
 from harness.record.run_record import RunRecord
@@ -62,19 +60,10 @@ def check(path: Path) -> Checked:
     """Checks a parquet file, or every results folder at or below a folder."""
     if path.is_file():
         return _checked_file(path)
-    parts = [_checked_store(store) for store in stores(path)]
+    parts = [_checked_store(store) for store in stores_below(path)]
     return Checked(
         sum(part.files for part in parts), tuple(p for part in parts for p in part.problems)
     )
-
-
-def stores(folder: Path) -> Iterator[Store]:
-    """Yields the results folders at or below a folder."""
-    inside = {*TABLES, GATHERED, QUARANTINE}
-    for root, names, _ in os.walk(folder):
-        if {"runs", "trials", GATHERED} & set(names):
-            yield Store(root)
-        names[:] = sorted(set(names) - inside)
 
 
 def _checked_file(file: Path) -> Checked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,15 @@ def check_folder(store: Store) -> Checked:
             for problem in file_problems(table, file)
         )
     return Checked(count, tuple(problems))
+
+
+def stores_below(folder: Path) -> Iterator[Store]:
+    """Yields the results folders at or below a folder."""
+    inside = {*TABLES, GATHERED, QUARANTINE}
+    for root, names, _ in os.walk(folder):
+        if {"runs", "trials", GATHERED} & set(names):
+            yield Store(root)
+        names[:] = sorted(set(names) - inside)
 
 
 def file_problems(table: str, file: Path) -> Iterator[Problem]:

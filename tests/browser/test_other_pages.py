@@ -10,12 +10,14 @@ import pytest
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
 from harness.planner.local.local_plan import ScalingCurve
+from harness.record.integrity import stores_below
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
 from reports.prediction_page import WonSquare, plan_page, plan_row, scaling_page
 from reports.run_report import only
 from reports.runs import runs_page
-from tests.browser.conftest import Watched, serious_faults
+from reports.site import write_site
+from tests.browser.conftest import REFERENCE, Watched, serious_faults
 from tests.unit.test_prediction_page import points
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
@@ -57,3 +59,71 @@ def test_reads_well_and_asks_for_nothing(
     assert opened.requests == [pages[name].as_uri()]
     assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= width
     assert serious_faults(opened.page) == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kept runs of two machines, and one that was made here."""
+    made = tmp_path_factory.mktemp("made") / "results"
+    add(Store(made), 0, trials(DDP, 100.0), host="elsewhere")
+    stores = [*stores_below(REFERENCE), *stores_below(made)]
+    return write_site(stores, tmp_path_factory.mktemp("site")).index
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_site_reads_well(
+    open_page: Callable[..., Watched], site: Path, width: int, scheme: str
+) -> None:
+    opened = open_page(site, width, color_scheme=scheme)
+    assert opened.page.locator("#all tbody").count() == 8
+    assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert serious_faults(opened.page) == []
+    assert opened.said == []
+    assert opened.requests == [site.as_uri()]
+
+
+def test_a_site_is_filtered_and_sorted_within_runs(
+    open_page: Callable[..., Watched], site: Path
+) -> None:
+    page = open_page(site).page
+    rows = "#all tbody tr:not(.group)"
+    whole = page.locator(rows).count()
+    seen = page.locator(f"{rows}:visible")
+    for name in ("model", "machine", "strategy"):
+        select = page.locator(f"[data-filter={name}]")
+        choices = select.locator("option").all_inner_texts()[1:]
+        assert len(choices) > 1
+        for choice in (choices[0], choices[-1]):
+            select.select_option(choice)
+            found = seen.evaluate_all(f"rows => rows.map(row => row.dataset.{name})")
+            assert set(found) == {choice}
+            assert len(found) < whole
+            for body in page.locator("#all tbody:visible").all():
+                assert body.locator("tr:not(.group):visible").count() > 0
+        select.select_option("")
+    page.locator("#search").fill("elsewhere")
+    assert seen.count() == 1
+    page.locator("#search").fill("")
+    heads = page.locator("#all thead th")
+    head = heads.filter(has_text="Throughput")
+    column = head.evaluate("head => head.cellIndex")
+    before = page.locator("#all .group").all_inner_texts()
+    head.get_by_role("button").click()
+    assert page.locator("#all .group").all_inner_texts() == before
+    for body in page.locator("#all tbody").all():
+        keys = body.locator("tr:not(.group)").evaluate_all(
+            f"rows => rows.map(row => key(row, {column}))"
+        )
+        known = [float(key) for key in keys if key not in ("", "—")]
+        assert known == sorted(known)
+    link = seen.first.locator("a")
+    link.click()
+    assert "#cell-" in page.url
+    assert page.locator("tr:target").count() == 1
+
+
+def test_a_site_reads_without_a_script(open_page: Callable[..., Watched], site: Path) -> None:
+    page = open_page(site, java_script_enabled=False).page
+    rows = page.locator("#all tbody tr")
+    assert rows.count() == page.locator("#all tbody tr:visible").count() > 180
+    assert not page.locator(".filters").is_visible()

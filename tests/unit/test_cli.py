@@ -100,6 +100,8 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["compare", "--history"], ["results"]),
         (["compare", "--history", "--fail-on", "regression"], ["--history", "--figure"]),
         (["check", "nowhere"], ["nowhere"]),
+        (["site", "nowhere"], ["nowhere"]),
+        (["site", "empty"], ["no runs", "empty"]),
         (["check", "empty"], ["empty", "runs/"]),
         (["check", "file", "--repair"], ["--repair", "folder"]),
         (["validate"], ["--data", "--results"]),

@@ -1,0 +1,164 @@
+"""Static site of several machines' runs: an index with all their cells, and each run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.analysis.cell_result import CellResult
+from harness.record.run_record import RunRecord
+from harness.record.store import Store
+from harness.record.trial_status import NOT_LAUNCHED
+from harness.spec.errors import UsageError
+from reports import blocks as ui
+from reports import overview, write_report, write_whole
+from reports.blocks import BREAK, data, phrase, prose, small, strong
+from reports.cells_sections import parity_td
+from reports.columns import (
+    ReportColumn,
+    interval,
+    mebibytes,
+    over_baseline,
+    throughput_of,
+    word,
+)
+from reports.html_writer import PageHead, PageSection, html_page
+from reports.names import device_words, named
+from reports.overview import Entry
+from reports.run_report import RunReport
+from reports.text import plural
+
+USAGE = "python -m bench site RESULTS --out FOLDER"
+FILTERS = {"model": "Model", "machine": "GPU and host", "strategy": "Strategy"}
+
+
+@dataclass(frozen=True)
+class Site:
+    index: Path
+    runs: tuple[str, ...]
+    machines: tuple[str, ...]
+
+
+def write_site(stores: Sequence[Store], folder: Path) -> Site:
+    """Writes a report per run and the index; returns what it has.
+
+    Raises UsageError if two different runs share an id, or if a file cannot be written.
+    """
+    chosen = _distinct(stores)
+    for store, run_ids in chosen:
+        for run_id in run_ids:
+            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", USAGE)
+    shown = [
+        pair
+        for store, run_ids in chosen
+        for pair in overview.reported(store, folder)
+        if pair[1].run.run_id in run_ids
+    ]
+    shown.sort(key=lambda pair: pair[1].run.started_at, reverse=True)
+    index = write_whole(page(shown), folder / overview.INDEX, USAGE)
+    machines = dict.fromkeys(_machine(entry) for _, entry in shown)
+    return Site(index, tuple(entry.run.run_id for _, entry in shown), tuple(machines))
+
+
+def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
+    """Returns each store's runs that no earlier store has."""
+    seen: dict[str, tuple[Store, RunRecord]] = {}
+    chosen = []
+    for store in stores:
+        new = []
+        for run_id in store.run_ids():
+            run = RunRecord.from_row(store.run_row(run_id))
+            earlier, same = seen.setdefault(run_id, (store, run))
+            if earlier is store:
+                new.append(run_id)
+            elif (same.host, same.started_at) != (run.host, run.started_at):
+                raise UsageError(
+                    f"{str(earlier.folder)!r} and {str(store.folder)!r} each have a run {run_id!r},"
+                    " but of different machines or times; leave one of them out"
+                )
+        chosen.append((store, new))
+    return chosen
+
+
+def page(shown: Sequence[tuple[RunReport, Entry]]) -> str:
+    """Returns the index of these runs, with their cells grouped by run."""
+    by_machine = sorted(shown, key=lambda pair: _machine(pair[1]))
+    rows = [row for report, entry in by_machine for row in _rows(report, entry)]
+    machines = {_machine(entry) for _, entry in shown}
+    facts = [plural(len(shown), "run"), plural(len(machines), "machine"), plural(len(rows), "cell")]
+    heads = [ui.ColumnHead(column.title, column.unit, column.tip, "") for column in COLUMNS]
+    filters = [
+        (name, title, sorted({row.attributes[f"data-{name}"] for row in rows}))
+        for name, title in FILTERS.items()
+    ]
+    table = ui.Table("all", "Cells by run", "Strategy", heads, rows, "sortable full", filters)
+    titles = ("Verdict", "Hardware", "Failures", "Matrix")
+    runs = overview.runs_table([entry for _, entry in shown], titles)
+    sections = [
+        PageSection("runs", "Runs and their advice", [runs]),
+        PageSection("cells", "Cells by run", [ui.Paragraph(prose("site"), "small"), table]),
+    ]
+    head = PageHead("Results of several machines", "What was measured", facts, prose("site footer"))
+    return html_page(head, sections)
+
+
+def _machine(entry: Entry) -> str:
+    return f"{entry.hardware}, host {entry.run.host}"
+
+
+def _throughput(cell: CellResult) -> ui.Td:
+    return interval(cell, throughput_of(cell), with_unit=True)
+
+
+def _setting(cell: CellResult) -> ui.Td:
+    weak = " (weak)" if cell.cell.regime == "weak" else ""
+    words = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
+    return ui.Td(data(words), "word")
+
+
+COLUMNS: tuple[ReportColumn[CellResult], ...] = (
+    word("Model", "workload"),
+    ReportColumn("Setting", _setting),
+    ReportColumn("Throughput", _throughput, "95 %", "of this machine; compare within a run"),
+    ReportColumn("Over baseline", over_baseline, "95 %", "in the same run and setting"),
+    mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
+    ReportColumn("Parity", parity_td, "or status", "whether it trained the same as the reference"),
+)
+
+
+def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
+    """Returns a row per launched cell, ranked ones first; none for a search."""
+    if report.is_search:
+        return []
+    group = _heading(entry)
+    ranked = [cell for one in report.groups for cell in one.rows]
+    seen = {cell.cell_id for cell in ranked}
+    rest = [cell for cell in report.cells if cell.cell_id not in seen]
+    return [
+        ui.Row(
+            ui.Span(named(cell), "data", f"{entry.link}#cell-{cell.cell_id}"),
+            [column.make(cell) for column in COLUMNS],
+            {
+                "class": "" if cell.ranked else "unranked",
+                "data-model": cell.cell.workload_name,
+                "data-machine": _machine(entry),
+                "data-strategy": cell.cell.strategy,
+            },
+            group,
+        )
+        for cell in (*ranked, *rest)
+        if cell.status not in NOT_LAUNCHED
+    ]
+
+
+def _heading(entry: Entry) -> ui.Words:
+    run = entry.run
+    advice = data(f"{entry.verdict}{', ' if entry.details else ''}{entry.details}")
+    return phrase(
+        strong(entry.hardware),
+        small(f", host {run.host}, {run.started_at:%Y-%m-%d}, PyTorch {run.torch_version}, "),
+        ui.Span(f"report of {run.run_id}", "data small", entry.link),
+        BREAK,
+        advice,
+    )
