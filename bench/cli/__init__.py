@@ -45,6 +45,7 @@ COMMANDS = {
         "whatif": "whatif:whatif",
         "rehearse": "rehearse:rehearse",
         "validate": "validate:validate",
+        "reproduce": "reproduce:reproduce",
     },
     "Use elsewhere": {
         "export": "export:export",

@@ -106,6 +106,7 @@ def test_the_same_seed_gives_the_same_weights(name: str) -> None:
         ("gpt2-small", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
         ("llama-7b", 6_738_415_616),
+        ("llama-8b", 8_030_261_248),
         ("bert-base", 109_489_930),
         ("resnet-50", 25_557_032),
     ],

@@ -123,6 +123,7 @@ FAMILY = Family(
         "1b": _size(16, 2048, 32, 8192, 8, vocabulary=32000, positions=4096),
         "3b": _size(28, 3072, 24, 8192, 8, vocabulary=32000, positions=4096),
         "7b": _size(32, 4096, 32, 11008, vocabulary=32000, positions=4096),
+        "8b": _size(32, 4096, 32, 14336, 8, vocabulary=128256, positions=8192),
     },
     common={
         "attention_dropout": 0.0,
