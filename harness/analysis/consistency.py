@@ -25,7 +25,7 @@ from harness.record.integrity import (
     table_of,
 )
 from harness.record.run_record import RunRecord
-from harness.record.schema import TABLES, VERSION
+from harness.record.schema import VERSION
 from harness.record.store import Store, TrialKey, is_plain_name
 from harness.record.trial import TrialRecord, cell_columns
 from harness.record.trial_status import WORST_FIRST
@@ -101,15 +101,22 @@ def row_problems(table: str, file: Path) -> Iterator[Problem]:
     rows = read_file(table, file)
     for column, row, what in _column_findings(rows):
         yield Problem(file, what, False, column, row)
-    rules = RUN_RULES if table == "runs" else TRIAL_RULES if table == "trials" else ()
-    if rules:
-        records = TABLES[table].from_frame(rows.to_pandas())
-        for row, record in enumerate(records):
-            for rule in rules:
-                for column, what in rule(record):
-                    yield Problem(file, what, False, column, row)
+    for row, findings in enumerate(_record_findings(table, rows)):
+        for column, what in findings:
+            yield Problem(file, what, False, column, row)
     if table == "trials":
         yield from _keys(file, rows)
+
+
+def _record_findings(table: str, rows: pa.Table) -> list[list[Finding]]:
+    """Returns the findings of each row of runs or trials."""
+    if table == "runs":
+        runs = RunRecord.from_frame(rows.to_pandas())
+        return [[found for rule in RUN_RULES for found in rule(run)] for run in runs]
+    if table == "trials":
+        trials = TrialRecord.from_frame(rows.to_pandas())
+        return [[found for rule in TRIAL_RULES for found in rule(trial)] for trial in trials]
+    return []
 
 
 def _keys(file: Path, rows: pa.Table) -> Iterator[Problem]:
