@@ -29,7 +29,6 @@ from reports.overview import Entry
 from reports.run_report import RunReport
 from reports.text import plural
 
-USAGE = "python -m bench site RESULTS --out FOLDER"
 FILTERS = {"model": "Model", "machine": "GPU and host", "strategy": "Strategy"}
 
 
@@ -40,15 +39,17 @@ class Site:
     machines: tuple[str, ...]
 
 
-def write_site(stores: Sequence[Store], folder: Path) -> Site:
+def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> Site:
     """Writes a report per run and the index; returns what it has.
+
+    `instead`: the command that a message about a failure shows.
 
     Raises UsageError if two different runs share an id, or if a file cannot be written.
     """
     chosen = _distinct(stores)
     for store, run_ids in chosen:
         for run_id in run_ids:
-            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", USAGE)
+            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", instead)
     shown = [
         pair
         for store, run_ids in chosen
@@ -56,7 +57,7 @@ def write_site(stores: Sequence[Store], folder: Path) -> Site:
         if pair[1].run.run_id in run_ids
     ]
     shown.sort(key=lambda pair: pair[1].run.started_at, reverse=True)
-    index = write_whole(page(shown), folder / overview.INDEX, USAGE)
+    index = write_whole(page(shown), folder / overview.INDEX, instead)
     machines = dict.fromkeys(_machine(entry) for _, entry in shown)
     return Site(index, tuple(entry.run.run_id for _, entry in shown), tuple(machines))
 

@@ -36,7 +36,7 @@ def site(
     stores = [store for folder in results for store in stores_below(folder) if store.run_ids()]
     if not stores:
         raise NoRuns(f"no runs in {', '.join(repr(str(folder)) for folder in results)}")
-    written = write_site(stores, out)
+    written = write_site(stores, out, "python -m bench site RESULTS --out FOLDER")
     if json_output:
         machines, runs = list(written.machines), list(written.runs)
         print(json.dumps({"site": str(written.index), "runs": runs, "machines": machines}))
