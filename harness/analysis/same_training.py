@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import series, setting
-from harness.spec.training import HALF_PRECISIONS, rounding_alone
+from harness.spec.training import HALF_PRECISIONS, emulated, rounding_alone
 
 _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches", "nodes", "links")
 """Fields in which a twin may differ, such as the model's size."""
@@ -36,6 +36,7 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
             precision, parity.reason or ""
         )
         same &= twin in ("", "exact")
+    same &= not emulated(parity.reason or "")
     parity = dataclasses.replace(parity, fp32_twin=twin, same_training=same)
     return dataclasses.replace(cell, parity=parity)
 

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from harness.parity.deviations import Deviations
-from harness.parity.reference import Reference, digest
+from harness.parity.reference import Reference, digest, of_replica
 from harness.strategy.job import TrainState
 from harness.strategy.whole_state import MOMENTS, full_moments, full_parameters, trained_buffers
 
@@ -27,6 +27,7 @@ def deviations_from(
     workload: Workload,
     replicas: int | None,
     *,
+    share: int = 0,
     decay: float = 0.0,
     ahead: bool = False,
 ) -> Deviations:
@@ -35,14 +36,14 @@ def deviations_from(
     `decay`: share of the weights that decayed in the segment, in half precision. `ahead`: compares
     with the reference's replay ahead (see `Reference.save_ahead`). `replicas`: how many normalise
     samples of their own; None if this rank's buffers do not count, because it is not the first of
-    them. Directions with an analytically zero gradient are exempt:
-    AdamW turns their rounding noise into full-size steps.
+    them. `share`: number of this rank's replica, if the reference emulates several. Directions with
+    an analytically zero gradient are exempt: AdamW turns their rounding noise into full-size steps.
     """
     from safetensors import safe_open
 
     file = reference.ahead_file if ahead else reference.final_file
     with safe_open(file, framework="pt") as final:
-        comparison = _Comparison(final, reference, workload, decay)
+        comparison = _Comparison(final, reference, workload, decay, share)
         found = {
             name: comparison.parameter(name, tensor)
             for name, tensor in full_parameters(train_state)
@@ -62,9 +63,13 @@ def deviations_from(
 
 
 class _Comparison:
-    def __init__(self, final: Any, reference: Reference, workload: Workload, decay: float) -> None:
+    def __init__(
+        self, final: Any, reference: Reference, workload: Workload, decay: float, share: int
+    ) -> None:
         self.decay = decay
         self.final, self.workload, facts = final, workload, reference.facts
+        self.emulated: int = facts["replicas"]
+        self.replica = share % self.emulated
         self.norms: dict[str, float] = facts["update_norms"]
         self.frozen: dict[str, str] = facts["frozen"]
         self.buffer_norms: dict[str, float] = facts["buffer_norms"]
@@ -76,11 +81,12 @@ class _Comparison:
         return name if name in self.norms else self.tied.get(name, name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        key = f"parameters/{self.known(name)}"
+        key = of_replica(self.replica, f"parameters/{self.known(name)}")
         return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
 
     def expected(self, key: str, like: Tensor) -> Tensor | None:
         """Returns the reference's tensor; None if it is missing or has another shape."""
+        key = of_replica(self.replica, key)
         if key not in self.names:
             return None
         tensor: Tensor = self.final.get_tensor(key).to(like.device)
@@ -123,7 +129,7 @@ class _Comparison:
         if replicas is None:
             return found
         for name, buffer in trained_buffers(train_state.model):
-            key = f"{replicas}/{name}"
+            key = f"{1 if self.emulated > 1 else replicas}/{name}"
             if key in self.buffer_norms:
                 expected = self.expected(f"buffers/{key}", buffer)
                 moved = self.buffer_norms[key]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 UNIT = 2.0**-23
 """Largest relative distance of neighbouring fp32 numbers; rounding errs by half of it."""
-VERSION = 5  # raise it when the contents of reference files change meaning
+VERSION = 6  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Reference:
             for key, buffer in buffers.items()
         }
         self._save_tensors(
-            train_state,
-            final,
+            (train_state, *train_state.replicas),
+            frozen,
             {f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved},
             self.final_file,
         )
@@ -109,7 +109,7 @@ class Reference:
         }
         self._write(
             {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
-            | {"gradient_norms": gradient_norms}
+            | {"gradient_norms": gradient_norms, "replicas": 1 + len(train_state.replicas)}
             | {"buffer_norms": {key: moved for key, (moved, _) in changed.items() if moved}}
         )
 
@@ -117,31 +117,37 @@ class Reference:
         """Writes the segment's end with optimizers and schedules far ahead, for models whose
         optimizer states are compared."""
         facts = self.facts
-        parameters = {
-            name: parameter.cpu().contiguous()
-            for name, parameter in full_parameters(train_state)
-            if name not in facts["frozen"]
-        }
-        if sum(tensor.nbytes for tensor in parameters.values()) <= MOMENTS_UP_TO:
-            self._save_tensors(train_state, parameters, {}, self.ahead_file)
+        states = (train_state, *train_state.replicas)
+        trained = (p for name, p in full_parameters(train_state) if name not in facts["frozen"])
+        if sum(tensor.nbytes for tensor in trained) <= MOMENTS_UP_TO:
+            self._save_tensors(states, facts["frozen"], {}, self.ahead_file)
             self._write(facts | {"ahead_losses": losses})
 
     def _save_tensors(
         self,
-        train_state: TrainState,
-        parameters: Mapping[str, Tensor],
+        replicas: Sequence[TrainState],
+        frozen: Collection[str],
         others: Mapping[str, Tensor],
         file: Path,
     ) -> None:
-        """Writes parameters, optimizer states and others; array tasks may do so concurrently."""
+        """Writes each replica's parameters and optimizer states, and others; array tasks may do so
+        concurrently."""
         from safetensors.torch import save_file
 
-        tensors = {f"parameters/{name}": tensor for name, tensor in parameters.items()}
-        tensors.update(others)
-        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-        if sum(tensor.nbytes for tensor in parameters.values()) <= MOMENTS_UP_TO:
-            for name, kind, tensor in full_moments(train_state, shapes.get):
-                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+        tensors = dict(others)
+        for number, state in enumerate(replicas):
+            parameters = {
+                name: tensor.cpu().contiguous()
+                for name, tensor in full_parameters(state)
+                if name not in frozen
+            }
+            for name, tensor in parameters.items():
+                tensors[of_replica(number, f"parameters/{name}")] = tensor
+            shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+            if sum(tensor.nbytes for tensor in parameters.values()) <= MOMENTS_UP_TO:
+                for name, kind, tensor in full_moments(state, shapes.get):
+                    key = of_replica(number, f"{kind}/{name}")
+                    tensors[key] = tensor.cpu().contiguous()
         temporary = file.with_suffix(f".{platform.node()}.{os.getpid()}.tmp")
         save_file(tensors, temporary)
         temporary.replace(file)
@@ -212,6 +218,11 @@ class Reference:
 
 def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]]) -> Noise:
     return Noise(loss, Deviations(**deviations))
+
+
+def of_replica(number: int, key: str) -> str:
+    """Returns the key of a replica's tensor in the files of a reference that emulates several."""
+    return f"replica {number}/{key}" if number else key
 
 
 def digest(tensor: Tensor) -> str:

@@ -39,10 +39,12 @@ def reference_cell(cell: Cell) -> Cell:
     """Returns the reference: the training in one process.
 
     On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
-    in the tokens, get the parts of the batch that they get in the cell.
+    in the tokens, get the parts of the batch that they get in the cell. A strategy's own
+    reference may ask for some.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
+    least = reference.micro_batches
     if cell.balance_weight:
         parts = strategy.layout(cell.devices).data * cell.micro_batches
         return reference.model_copy(update={"micro_batches": parts})
@@ -54,7 +56,7 @@ def reference_cell(cell: Cell) -> Cell:
     parts = next(
         n
         for n in _divisors(cell.global_batch)
-        if _tokens(cell, n) <= MICRO_BATCH_TOKENS or n == cell.global_batch
+        if n % least == 0 and (_tokens(cell, n) <= MICRO_BATCH_TOKENS or n == cell.global_batch)
     )
     return reference.model_copy(update={"micro_batches": parts})
 
@@ -173,7 +175,11 @@ def kept_bytes(cell: Cell) -> int:
     """Returns the disk bytes of a cell's reference: its trained tensors and optimizer states."""
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
     moments = cell.moments if facts.trained_bytes <= MOMENTS_UP_TO else 0
-    return (1 + moments) * facts.trained_bytes
+    return _copies(reference_cell(cell)) * (1 + moments) * facts.trained_bytes
+
+
+def _copies(reference: Cell) -> int:
+    return make_strategy(reference).emulated_ranks
 
 
 def memory_bytes(reference: Cell) -> int:
@@ -190,7 +196,7 @@ def memory_bytes(reference: Cell) -> int:
     states = facts.parameter_bytes + (1 + moments) * facts.trained_bytes + facts.buffer_bytes
     samples = reference.global_batch // reference.micro_batches
     activations = samples * activation_bytes(base, 1, reference.sequence_length)
-    return CONTEXT_BYTES + states + max(activations, facts.trained_bytes)
+    return CONTEXT_BYTES + _copies(reference) * states + max(activations, facts.trained_bytes)
 
 
 def limit_bytes() -> int:

@@ -287,7 +287,9 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
             later += since
             verdict = judging.with_later(verdict, since)
     ends = [rank.sketches or {} for rank in outcome.trained]
-    verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
+    last = len(steps) - 1 if steps[-1] is None else steps[-1]
+    if make_strategy(reference_cell(cell)).ranks_agree(last):
+        verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
 

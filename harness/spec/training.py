@@ -91,6 +91,16 @@ EXACT = Tolerance(
 )
 WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
 """Loss and update deviations by precision up to which noise widens a limit."""
+EMULATED = Tolerance(
+    EXACT.loss,
+    EXACT.update,
+    "a different training by design, which the reference emulates rank by rank",
+)
+
+
+def emulated(reason: str) -> bool:
+    """Returns whether a tolerance's reason says that the reference emulates another training."""
+    return EMULATED.reason in reason
 
 
 @dataclass(frozen=True)

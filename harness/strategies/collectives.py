@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Batch, Layout, Tolerance, TrainStep
+from harness.spec.training import EMULATED, EXACT, Batch, Layout, Tolerance, TrainStep
+from harness.strategies._replicas import replicas_of
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced
 from harness.strategy.job import standard_step
@@ -18,19 +19,12 @@ from harness.workloads import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-REASON = "ranks update with their own gradients and average parameters, so the optimizer sees other"
-LOCAL = {  # number of optimizer moments: AdamW 2, SGD 1
-    2: Tolerance(0.3, 0.75, f"{REASON} gradients"),
-    1: Tolerance(0.3, 1.5, f"{REASON} gradients"),
-}
-
 
 class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum), unlike AdamW's or a clipped one. Without any averaging, ranks deviate by
-    0.8 to 1.2 times the update.
+    (SGD with momentum), unlike AdamW's or a clipped one.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"
@@ -48,14 +42,27 @@ class Collectives(Strategy):
                 "between averages every rank has different parameters, and torch would save only"
                 " one rank's; use average gradients, or post_local_sgd"
             )
+        if self.average == "parameters" and self.period > cell.parity_steps:
+            raise Refused(
+                f"period={self.period}: none of the {cell.parity_steps} verified steps would end"
+                " with an average; choose a shorter one"
+            )
         if self.average == "gradients" and self.period > 1:
             only = f"period={self.period} needs average=parameters"
             raise Refused(f"gradients are averaged at every step: {only}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        return EXACT if self._averages_gradients(cell) else EMULATED
+
+    def reference(self, cell: Cell) -> Cell:
+        if self._averages_gradients(cell):
+            return cell.reference()
+        return replicas_of(cell, self.period, self.period - 1)
+
+    def _averages_gradients(self, cell: Cell) -> bool:
+        """Returns whether it does, or does what is equivalent."""
         linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
-        same = self.average == "gradients" or linear or cell.devices == 1
-        return EXACT if same else LOCAL[cell.moments]
+        return self.average == "gradients" or linear or cell.devices == 1
 
     @property
     def costs(self) -> CollectivesCosts:
@@ -66,10 +73,7 @@ class Collectives(Strategy):
         parameters = list(model.parameters())
         broadcast(parameters)
         optimizer = job.optimizer(parameters)
-        if self.average == "gradients":
-            job.register(model, optimizer)
-        else:  # each rank's optimizer has states of its own
-            job.register(model, optimizer, moments=tuple)
+        job.register(model, optimizer)
         if self.average == "gradients":
             gradients = functools.partial(average_gradients, parameters)
             return standard_step(job, model, optimizer, before_update=gradients)

@@ -7,25 +7,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
+from harness.spec.training import EMULATED, EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
 from harness.strategy.job import standard_step
+from harness.strategy.registry import POWER_SGD
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
 
 
+DEFAULT_BUCKETS_MIB = 1, 25
 COMPRESSED = {
     "fp16": Tolerance(1e-4, 0.03, "gradients travel in fp16"),
     "bf16": Tolerance(1e-3, 0.2, "gradients travel in bf16"),
-    "powersgd": Tolerance(
-        2e-2, 2.0, "PowerSGD sends a rank-4 approximation of each gradient and feeds the error back"
-    ),
+    "powersgd": EMULATED,
 }
 
 
@@ -66,6 +67,19 @@ class Ddp(Strategy):
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return COMPRESSED.get(self.comm_hook, EXACT)
 
+    def reference(self, cell: Cell) -> Cell:
+        if self.comm_hook != "powersgd":
+            return cell.reference()
+        mib = self.bucket_cap_mb or least_bucket_mib("powersgd", cell, make_workload(cell.workload))
+        first, later = (mib, mib) if mib else DEFAULT_BUCKETS_MIB
+        options = {
+            "ranks": cell.devices,
+            "first_bucket_bytes": int(first * 2**20),
+            "bucket_bytes": int(later * 2**20),
+        }
+        reference = cell.reference(POWER_SGD, options)
+        return reference.model_copy(update={"micro_batches": cell.devices})
+
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
         return None if self.model_fields_set else names[cell.launcher]
@@ -91,16 +105,20 @@ class Ddp(Strategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        if self.comm_hook != "none":
-            compress(model, self.comm_hook)
+        state = None if self.comm_hook == "none" else compress(model, self.comm_hook)
         optimizer = job.optimizer_of(model)
-        job.register(model, optimizer, library=lambda: ddp_buckets(model))
+        job.register(
+            model, optimizer, library=lambda: [*ddp_buckets(model), *power_sgd_memory(state)]
+        )
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 
 class DdpCosts(CostModel[Ddp]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
+        if self.strategy.comm_hook == "powersgd":
+            errors = facts.trained_bytes
+            whole = dataclasses.replace(whole, library=whole.library + errors)
         views = self.strategy.gradient_as_bucket_view
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
@@ -172,7 +190,17 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20)
 
 
-def compress(model: DistributedDataParallel, hook: str) -> None:
+def power_sgd_memory(state: PowerSGDState | None) -> Iterator[Retained]:
+    """Yields what PowerSGD keeps between steps: errors and factors by bucket."""
+    if state is None:
+        return
+    for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+        for bucket, tensor in getattr(state, name).items():
+            yield "library", f"PowerSGD's {name}, bucket {bucket}", tensor
+
+
+def compress(model: DistributedDataParallel, hook: str) -> PowerSGDState | None:
+    """Registers a hook that compresses gradients; returns PowerSGD's state."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":
@@ -180,6 +208,7 @@ def compress(model: DistributedDataParallel, hook: str) -> None:
             None, matrix_approximation_rank=4, start_powerSGD_iter=2
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return
+        return state
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     model.register_comm_hook(None, hooks[hook])
+    return None

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from harness.host.tcp_store import LOOPBACK, open_store
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.spec.training import EMULATED, EXACT, Layout, States, Tolerance, TrainStep
+from harness.strategies._replicas import replicas_of
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.formulas import model_states
@@ -62,18 +63,19 @@ class DiLoCo(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        return EXACT if self._averages_gradients(cell) else EMULATED
+
+    def reference(self, cell: Cell) -> Cell:
+        if self._averages_gradients(cell):
+            return cell.reference()
+        outer = self.outer_learning_rate, self.outer_momentum
+        return replicas_of(cell, self.period, self.period - 1, outer=outer)
+
+    def _averages_gradients(self, cell: Cell) -> bool:
+        """Returns whether it does what is equivalent."""
         mean = self.outer_learning_rate == 1 and self.outer_momentum == 0
         linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
-        if mean and (linear or cell.devices == 1):
-            return EXACT
-        periods = max(1, cell.parity_steps // self.period)  # fewer are refused
-        gain = outer_gain(self.outer_learning_rate, self.outer_momentum, periods)
-        return Tolerance(
-            0.3,
-            0.75 + abs(gain - 1),
-            "ranks train on their own gradients for a period, and the outer optimizer then takes"
-            " a larger or smaller step than they did",
-        )
+        return mean and (linear or cell.devices == 1)
 
     @property
     def costs(self) -> DiLoCoCosts:
@@ -107,7 +109,6 @@ class DiLoCo(Strategy):
             library=lambda: [("library", f"began.{name}", t) for name, t in began.items()],
             waits=[(manager, name, "communication") for name in ("start_quorum", "should_commit")],
             counters=counters,
-            moments=tuple,  # each replica's own
             save=files.save,
             load=files.load,
         )
@@ -128,18 +129,6 @@ class DiLoCoCosts(CostModel[DiLoCo]):
             library=inner.library + facts.parameter_bytes,
             transient=inner.transient + 2 * facts.parameter_bytes,
         )
-
-
-def outer_gain(learning_rate: float, momentum: float, periods: int) -> float:
-    """Returns how far the outer optimizer moves over these periods, relative to the ranks.
-
-    Assumes equal displacement in each period, and torch's Nesterov momentum.
-    """
-    buffer, way = 0.0, 0.0
-    for _ in range(periods):
-        buffer = momentum * buffer + 1
-        way += learning_rate * (1 + momentum * buffer)
-    return way / periods
 
 
 def manager_of(job: Job) -> Manager:

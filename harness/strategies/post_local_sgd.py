@@ -7,20 +7,14 @@ from typing import Any
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep
+from harness.strategies._replicas import replicas_of
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
-# Under AdamW, ranks that never average deviate by 0.8 to 1.2 times the update.
-LOCAL = Tolerance(
-    0.3,
-    0.6,
-    "after its start step ranks update on their own gradients and average parameters every few"
-    " steps",
-)
 EARLY_START = 4
 """Latest start step at which all repeated steps are local."""
 
@@ -55,7 +49,12 @@ class PostLocalSgd(Strategy):
         return "gradients are averaged only until a later step" if late else ""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return EXACT if cell.devices == 1 else LOCAL
+        return EXACT if cell.devices == 1 else EMULATED
+
+    def reference(self, cell: Cell) -> Cell:
+        if cell.devices == 1:
+            return cell.reference()
+        return replicas_of(cell, self.period, self.start_step, self.start_step)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)

@@ -101,8 +101,17 @@ class Strategy(BaseModel, ABC):
 
     def reference(self, cell: Cell) -> Cell:
         """Returns the cell to compare with: the same training in one process, `single` unless it
-        rounds elsewhere."""
+        rounds elsewhere or is another training by design."""
         return cell.reference()
+
+    @property
+    def emulated_ranks(self) -> int:
+        """Number of ranks that it emulates in one process, each with its part of the batch."""
+        return 1
+
+    def ranks_agree(self, step: int) -> bool:
+        """Returns whether the ranks that it emulates have equal parameters after this step."""
+        return True
 
     def stand_in(self, cell: Cell) -> str | None:
         """Returns what replaces the strategy on this device, if anything."""

@@ -99,6 +99,8 @@ class TrainState:
     """Step counters outside the optimizers that affect a step, as (object, attribute name)."""
     schedules: Sequence[LambdaLR] = ()
     """The cell's schedulers, filled in by the harness."""
+    replicas: Sequence[TrainState] = ()
+    """Further replicas that this process trains, in a reference run."""
     save: Save | None = None
     """Saves a checkpoint by the library's own means; called on all ranks."""
     load: Load | None = None
@@ -123,6 +125,7 @@ class TrainStateOptions(TypedDict, total=False):
     routers: Mapping[int, Router] | None
     over_tcp: bool
     counters: Sequence[tuple[object, str]]
+    replicas: Sequence[TrainState]
     save: Save | None
     load: Load | None
     loads_in_setup: bool
@@ -295,6 +298,46 @@ def standard_step(
     after the last backward; `around_update` wraps the update. `scaler` replaces the default,
     `clear` the optimizer's `zero_grad`, `job.recipe.clip` torch's clipping.
     """
+    halves = step_halves(
+        job,
+        model,
+        optimizer,
+        no_sync=no_sync,
+        around_update=around_update,
+        scaler=scaler,
+        clear=clear,
+    )
+
+    def step(batch: Batch) -> Tensor:
+        loss = halves.backward(batch)
+        if before_update:
+            before_update()
+        halves.update()
+        return loss
+
+    return step
+
+
+@dataclass(frozen=True)
+class StepHalves:
+    """A step until its gradients are complete, and the rest of it."""
+
+    backward: Callable[[Batch], Tensor]
+    """Returns the mean loss."""
+    update: Callable[[], None]
+
+
+def step_halves(
+    job: Job,
+    model: Callable[[Tensor], Tensor | HasLogits],
+    optimizer: Optimizer,
+    *,
+    no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+    around_update: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    scaler: GradScaler | None = None,
+    clear: Callable[[], object] | None = None,
+) -> StepHalves:
+    """Returns the halves of `standard_step`."""
     import torch
 
     scaler = scaler or loss_scaler(job)
@@ -303,15 +346,16 @@ def standard_step(
     scheduler = job.scheduler(optimizer)
     parts, max_norm = job.cell.micro_batches, job.cell.clip_norm
 
-    def step(batch: Batch) -> Tensor:
+    def backward(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
         for index, part in enumerate(batch.split(parts)):
             with no_sync() if no_sync and index < parts - 1 else contextlib.nullcontext():
                 loss = job.loss(model, part) / parts
                 scaler.scale(loss).backward()
             total += loss.detach()
-        if before_update:
-            before_update()
+        return total
+
+    def update() -> None:
         with around_update():
             if max_norm is not None:
                 scaler.unscale_(optimizer)
@@ -321,9 +365,8 @@ def standard_step(
         if scheduler:
             scheduler.step()
         clear()
-        return total
 
-    return step
+    return StepHalves(backward, update)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -29,7 +29,11 @@ GRAPH_WARMUP = 3
 """Warm-up steps of a CUDA graph: normal, recorded, replayed."""
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
-"""Strategy for measuring parity limits; no matrix offers it."""
+"""Strategy for measuring parity limits."""
+REPLICAS, POWER_SGD = "replicas", "power_sgd"
+"""References that emulate ranks in one process."""
+HIDDEN = (NO_EXCHANGE, REPLICAS, POWER_SGD)
+"""Strategies that no matrix offers."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -67,6 +71,8 @@ def strategies() -> dict[str, type[Strategy]]:
 def _strategy_class(name: str) -> type[Strategy]:
     if names_user_class(name):
         return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
+    if name in HIDDEN:
+        return _load(f"{HOME}._{name}", name)
     known = strategies()
     if name not in known:
         raise UsageError(
@@ -84,8 +90,6 @@ def _require_strategy(loaded: object, named: str) -> type[Strategy]:
 
 def make_strategy(cell: Cell) -> Strategy:
     """Returns the cell's strategy; raises UsageError for an unknown name or option."""
-    if cell.strategy == NO_EXCHANGE:
-        return _load(f"{HOME}._{NO_EXCHANGE}", NO_EXCHANGE)()
     cls = _strategy_class(cell.strategy)
     for option in cell.options:
         if option not in cls.model_fields:

@@ -108,9 +108,10 @@ class Loop:
         cell = job.cell
         self.statistics: RunningStatistics | None = None
         if spec.reference_output and job.train_state is not None:
-            self.statistics = RunningStatistics(job.train_state.model, cell.micro_batches)
-        self.before_ahead: MemoryCheckpoint | None = None
-        """State before the last steps of a reference run's segment."""
+            parts = cell.micro_batches // (1 + len(job.train_state.replicas))
+            self.statistics = RunningStatistics(job.train_state.model, parts)
+        self.before_ahead: list[MemoryCheckpoint] = []
+        """Each replica's state before the last steps of a reference run's segment."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         self.settling = False
@@ -257,7 +258,7 @@ class Loop:
             self.job.cell.parity_steps
         ):
             assert self.job.train_state is not None
-            self.before_ahead = MemoryCheckpoint(self.job.train_state)
+            self.before_ahead = _copies(self.job.train_state)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
@@ -363,6 +364,7 @@ class Loop:
                         train_state,
                         workload,
                         replicas,
+                        share=self.job.layout.share(self.job.rank),
                         decay=0.0 if cell.precision == "fp32" else decayed(cell),
                         ahead=ahead,
                     )
@@ -376,12 +378,14 @@ class Loop:
         """Replays the end of a reference's segment AHEAD, saves the result, and undoes it."""
         if not (self.before_ahead and numbers_steps(train_state, self.job.cell)):
             return
-        after = MemoryCheckpoint(train_state)
-        self.before_ahead.restore(train_state, AHEAD)
+        after, states = _copies(train_state), (train_state, *train_state.replicas)
+        for before, state in zip(self.before_ahead, states, strict=True):
+            before.restore(state, AHEAD)
         steps = range(first_replayed(self.job.cell.parity_steps), self.job.cell.parity_steps)
         losses = [self.step(self.batches.fetch(step, step)) for step in steps]
         reference.save_ahead(train_state, [float(loss) for loss in losses if loss is not None])
-        after.restore(train_state)
+        for copy, state in zip(after, states, strict=True):
+            copy.restore(state)
 
     def _replicas(self) -> int | None:
         """Returns how many replicas have running statistics; None unless this is its share's first
@@ -392,6 +396,10 @@ class Loop:
         if not self.job.workload.batch_norm:
             return 1
         return batches_normalised(make_strategy(cell), cell, layout) // cell.micro_batches
+
+
+def _copies(train_state: TrainState) -> list[MemoryCheckpoint]:
+    return [MemoryCheckpoint(state) for state in (train_state, *train_state.replicas)]
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

@@ -47,23 +47,6 @@ def test_a_strategy_of_another_installed_package_runs(run_cells: RunCells) -> No
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact")
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("collectives", {"average": "parameters"}), ("post_local_sgd", {"start_step": 0})],
-)
-def test_local_steps_that_are_never_averaged_diverge(
-    run_cells: RunCells, name: str, options: dict[str, object]
-) -> None:
-    """The declared deviation of local steps is wide, but not that wide."""
-    axes = {"workload": "llama-micro", "timed_steps": 10, "parity_steps": 13}
-    trials = run_cells(
-        *(cell(name, options={**options, "period": period}, **axes) for period in (4, 1000))
-    ).trials
-    assert {
-        json.loads(row["options"])["period"]: row["status"] for _, row in trials.iterrows()
-    } == {4: "ok", 1000: "diverged"}
-
-
 def test_a_divergence_is_exit_code_1_and_an_expected_one_is_not(
     launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from harness.run.allocation import (
     worth_launching,
 )
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, rounding_alone
+from harness.spec.training import EMULATED, EXACT, rounding_alone
 from harness.strategy.optimizers import TOLERANCES
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
@@ -122,6 +122,14 @@ def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
     reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
     rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **reason)
     (cell,) = cell_results(stored(tmp_path, rows).trials)
+    assert not cell.parity.same_training
+
+
+def test_a_training_that_the_reference_emulates_is_not_one_processes(tmp_path: Path) -> None:
+    reason = {"parity_verdict": "exact", "parity_reason": EMULATED.reason}
+    (cell,) = cell_results(
+        stored(tmp_path, trial_rows(Cell(strategy="diloco"), [10.0, 10.1], **reason)).trials
+    )
     assert not cell.parity.same_training
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from harness.analysis.losses import loss_deviations
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Noise
+from harness.parity.reference_runs import reference_cell
 from harness.parity.verdict import (
     PRECISION,
     allowed_deviation,
@@ -253,3 +254,27 @@ def test_what_one_process_deviates_by_itself_is_not_the_strategys_divergence(
     facts = SimpleNamespace(trainable=names)
     with mock.patch("harness.parity.verdict.model_facts", return_value=facts):
         assert judging.of([1.0], [off_by(0.05)]).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "agree"),
+    [
+        ("diloco", {"period": 3}, [2, 5, 8]),
+        ("collectives", {"average": "parameters", "period": 3}, [2, 5, 8]),
+        ("post_local_sgd", {"start_step": 2, "period": 3}, [0, 1, 2, 5, 8]),
+        ("ddp", {"comm_hook": "powersgd"}, list(range(9))),
+        ("ddp", {}, list(range(9))),
+    ],
+)
+def test_a_reference_emulates_ranks_that_train_apart(
+    strategy: str, options: dict[str, object], agree: list[int]
+) -> None:
+    cell = Cell(strategy=strategy, options=options, devices=2, workload="llama-nano")
+    reference = reference_cell(cell)
+    emulates = make_strategy(reference)
+    ranks = 1 if options == {} else 2
+    assert (reference.devices, reference.micro_batches) == (1, ranks)
+    assert emulates.emulated_ranks == ranks
+    assert [step for step in range(9) if emulates.ranks_agree(step)] == agree
+    large = {"device": "cuda", "global_batch": 6, "sequence_length": 1024}
+    assert reference_cell(cell.model_copy(update=large)).micro_batches == {1: 3, 2: 6}[ranks]

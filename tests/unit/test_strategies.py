@@ -243,6 +243,15 @@ def test_local_steps_begin_among_those_that_are_verified(start_step: int, refuse
         validate(cell, make_workload(cell.workload))
 
 
+def test_an_average_of_parameters_is_among_the_steps_that_are_verified() -> None:
+    axes: dict[str, Any] = {"strategy": "collectives", "devices": 2, "parity_steps": 8}
+    for period in (8, 9):
+        cell = Cell(**axes, options={"average": "parameters", "period": period})
+        context = pytest.raises(Refused) if period > 8 else contextlib.nullcontext()
+        with context:
+            validate(cell, make_workload(cell.workload))
+
+
 def test_powersgd_gets_one_bucket_on_cpus() -> None:
     """The gradients of the model are 3.5 MiB; several buckets abort on gloo."""
     workload = make_workload("llama-micro")

@@ -1,0 +1,178 @@
+"""Ranks that exchange gradients by PowerSGD, in one process: a reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from harness.spec.training import Batch, Retained, TrainStep
+from harness.strategy import Capabilities, Job, Strategy
+from harness.strategy.job import step_halves
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+RANK, FIRST_COMPRESSED = 4, 2
+"""Rank of the approximation, and the first step that uses it, because DDP arranges its buckets in
+the second backward."""
+LEAST_SAVING = 2
+"""Factor by which compression must shrink a matrix, as in torch."""
+SEED, SEEDS = 0, 1_000_000_000
+"""torch's seed for the buckets' seeds, and the number of those."""
+
+
+class PowerSgd(Strategy):
+    """PowerSGD (arXiv 1905.13727) between ranks that one process trains one after the other.
+
+    Follows torch's hook: error feedback, factors kept between steps, and random numbers in the
+    order in which gradients are complete.
+    """
+
+    capabilities = Capabilities(process_group=False)
+
+    ranks: int = Field(ge=1)
+    first_bucket_bytes: int
+    """Size of DDP's first gradient bucket."""
+    bucket_bytes: int
+    """Size of the others."""
+
+    @property
+    def emulated_ranks(self) -> int:
+        return self.ranks
+
+    def setup(self, job: Job) -> TrainStep:
+        import torch
+
+        parts = job.cell.micro_batches // self.ranks
+        model = job.model()
+        optimizer = job.optimizer(model.parameters())
+        buckets: list[Bucket] = []
+        job.register(model, optimizer, library=lambda: [t for b in buckets for t in b.kept()])
+        own = dataclasses.replace(job, cell=job.cell.model_copy(update={"micro_batches": parts}))
+        halves = step_halves(own, model, optimizer)
+        completed = completion_order(model)
+
+        def step(batch: Batch) -> Tensor:
+            losses, gradients = [], []
+            for part in batch.split(self.ranks):
+                optimizer.zero_grad()
+                losses.append(halves.backward(part))
+                gradients.append([gradient_of(parameter) for parameter in completed])
+            if batch.step >= FIRST_COMPRESSED and not buckets:
+                sizes = self.first_bucket_bytes, self.bucket_bytes
+                buckets.extend(buckets_of(list(completed), *sizes, self.ranks))
+            exchange(gradients, buckets if batch.step >= FIRST_COMPRESSED else [])
+            for parameter, gradient in zip(completed, gradients[0], strict=True):
+                parameter.grad = gradient
+            halves.update()
+            return torch.stack(losses).mean()
+
+        return step
+
+
+def completion_order(model: nn.Module) -> Collection[Tensor]:
+    """Returns a collection that the first backward fills with the parameters, in the order in
+    which their gradients are complete."""
+    completed: dict[Tensor, None] = {}
+
+    def note(parameter: Tensor) -> None:
+        completed.setdefault(parameter)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
+    return completed.keys()
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+class Bucket:
+    """PowerSGD's state for some consecutive gradients."""
+
+    def __init__(self, shapes: Sequence[Tensor], places: range, ranks: int, seed: int) -> None:
+        import torch
+
+        by_shape = defaultdict[tuple[int, ...], list[int]](list)
+        for place in places:
+            rows, columns = shape = _matrix(shapes[place]).shape
+            rank = min(rows, columns, RANK)
+            if (rows + columns) * rank * LEAST_SAVING < rows * columns:
+                by_shape[shape].append(place)
+        generator = torch.Generator().manual_seed(seed)
+        self.factors = {
+            place: torch.randn(columns, min(rows, columns, RANK), generator=generator)
+            for (rows, columns), alike in by_shape.items()
+            for place in alike
+        }
+        self.errors = {
+            place: [torch.zeros_like(_matrix(shapes[place])) for _ in range(ranks)]
+            for place in self.factors
+        }
+
+    def kept(self) -> Iterator[Retained]:
+        for place, factor in self.factors.items():
+            yield "library", f"factor of gradient {place}", factor
+            for error in self.errors[place]:
+                yield "library", f"error of gradient {place}", error
+
+    def compress(self, place: int, gradients: Sequence[Tensor]) -> None:
+        """Replaces every rank's matrix by the approximation of their mean."""
+        import torch
+
+        errors = self.errors[place]
+        for matrix, error in zip(gradients, errors, strict=True):
+            matrix += error
+        device = gradients[0].device
+        right = torch.linalg.qr(self.factors[place].to(device))[0]
+        left = torch.linalg.qr(sum_of([matrix @ right for matrix in gradients]))[0]
+        right = sum_of([matrix.t() @ left for matrix in gradients]) / len(gradients)
+        self.factors[place] = right
+        approximation = left @ right.t()
+        for number, matrix in enumerate(gradients):
+            errors[number] = matrix - approximation
+            matrix.copy_(approximation)
+
+
+def exchange(gradients: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> None:
+    """Replaces every rank's gradients by their mean, or by its approximation in these buckets."""
+    by_place = {place: bucket for bucket in buckets for place in bucket.factors}
+    for place, copies in enumerate(zip(*gradients, strict=True)):
+        if place in by_place:
+            by_place[place].compress(place, [_matrix(copy) for copy in copies])
+        else:
+            mean = sum_of(copies) / len(copies)
+            for copy in copies:
+                copy.copy_(mean)
+
+
+def buckets_of(
+    gradients: Sequence[Tensor], first_limit: int, later_limit: int, ranks: int
+) -> Iterator[Bucket]:
+    """Yields DDP's buckets: each is complete when it has its bytes."""
+    import numpy as np
+
+    seeds = np.random.RandomState(SEED)
+    first, size, limit = 0, 0, first_limit
+    for place, gradient in enumerate(gradients):
+        size += gradient.nbytes
+        if size >= limit or place == len(gradients) - 1:
+            yield Bucket(gradients, range(first, place + 1), ranks, int(seeds.randint(SEEDS)))
+            first, size, limit = place + 1, 0, later_limit
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _matrix(gradient: Tensor) -> Tensor:
+    return gradient.view(gradient.shape[0], -1)
