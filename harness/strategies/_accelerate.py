@@ -71,7 +71,7 @@ class AccelerateEngine(Strategy):
         if self.zero:
             return self.zero.reference(cell)
         wholly = self.engine == "fsdp2" and cell.precision != "fp32"
-        return half_throughout(cell) if wholly else cell.reference()
+        return half_throughout(cell, self.layout(cell.devices)) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
         if self.engine != "fsdp2" or cell.device != "cpu":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Tolerance
+from typing import Literal
 
+from harness.spec.cell import Cell
+from harness.spec.training import EXACT, Layout, Tolerance
+from harness.strategy.registry import HALF_RANKS
+
+Order = Literal["ranks", "micro_batches", "fp32"]
 WHOLLY = Tolerance(
     EXACT.loss,
     EXACT.update,
@@ -12,7 +16,16 @@ WHOLLY = Tolerance(
 )
 
 
-def half_throughout(cell: Cell, rounded_masters: bool = False) -> Cell:
-    """Returns apex-style O2 in one process; see `Amp.rounded_masters`."""
-    rounded = {"rounded_masters": True} if rounded_masters else {}
-    return cell.reference("amp", {"opt_level": "O2", **rounded})
+def half_throughout(
+    cell: Cell, layout: Layout, rounded_masters: bool = False, order: Order = "ranks"
+) -> Cell:
+    """Returns apex-style O2 of the cell's ranks in one process.
+
+    For `rounded_masters` and `order`, see `Amp` and `HalfRanks`.
+    """
+    options: dict[str, object] = {"opt_level": "O2", "ranks": layout.data}
+    options |= {"rounded_masters": True} if rounded_masters else {}
+    if order == "fp32" or cell.micro_batches > 1:
+        options["order"] = order
+    reference = cell.reference(HALF_RANKS, options)
+    return reference.model_copy(update={"micro_batches": layout.data * cell.micro_batches})

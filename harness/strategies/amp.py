@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused
@@ -15,6 +16,8 @@ from harness.workloads.low_precision import halve
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
 LOST = Tolerance(
     EXACT.loss,
@@ -53,7 +56,7 @@ class Amp(Strategy):
 
     def reference(self, cell: Cell) -> Cell:
         if self.opt_level == "O2":
-            return half_throughout(cell, self.rounded_masters)
+            return half_throughout(cell, self.layout(cell.devices), self.rounded_masters)
         if self.opt_level == "O3":
             return cell.reference("amp", {"opt_level": "O3"})
         return cell.reference()
@@ -83,11 +86,6 @@ class Amp(Strategy):
             job = own_precision(job) if half else job
             return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
-        def hand_over() -> None:
-            for master, parameter in zip(masters, parameters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-
         def copy_back(*_: object) -> None:
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.detach().copy_(master.detach())
@@ -103,6 +101,23 @@ class Amp(Strategy):
             save=files.save,
             load=files.load,
         )
+        return self.step_by_masters(job, model, optimizer, masters)
+
+    def step_by_masters(
+        self,
+        job: Job,
+        model: DistributedDataParallel,
+        optimizer: Optimizer,
+        masters: Sequence[Tensor],
+    ) -> TrainStep:
+        """Returns O2's step, which moves gradients to the master weights."""
+        parameters = list(model.parameters())
+
+        def hand_over() -> None:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+
         plain, scaler = own_precision(job), loss_scaler(job)
         return standard_step(
             plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler

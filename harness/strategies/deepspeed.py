@@ -42,7 +42,12 @@ class Deepspeed(ZeroOptions):
     def reference(self, cell: Cell) -> Cell:
         if cell.precision == "fp32":
             return cell.reference()
-        return half_throughout(cell, rounded_masters=True)
+        return half_throughout(
+            cell,
+            self.layout(cell.devices),
+            rounded_masters=True,
+            order="micro_batches" if self.stage >= 2 else "ranks",
+        )
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         plain = self.stage == 0 and self.model_fields_set <= {"stage"}

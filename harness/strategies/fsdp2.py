@@ -66,7 +66,11 @@ class Fsdp2(Strategy):
         return WHOLLY if self.mixed_precision else EXACT
 
     def reference(self, cell: Cell) -> Cell:
-        return half_throughout(cell) if self.mixed_precision else cell.reference()
+        return (
+            half_throughout(cell, self.layout(cell.devices), order="fp32")
+            if self.mixed_precision
+            else cell.reference()
+        )
 
     def stand_in(self, cell: Cell) -> str | None:
         offload = self.cpu_offload and cell.device == "cpu"

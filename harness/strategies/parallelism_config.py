@@ -44,7 +44,7 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
 
     def reference(self, cell: Cell) -> Cell:
         wholly = self.tensor == 1 and cell.precision != "fp32"
-        return half_throughout(cell) if wholly else cell.reference()
+        return half_throughout(cell, self.layout(cell.devices)) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
         real = "Accelerate takes a ParallelismConfig on GPUs only; it is told that it is on one,"

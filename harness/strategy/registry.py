@@ -30,9 +30,9 @@ GRAPH_WARMUP = 3
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
 """Strategy for measuring parity limits."""
-REPLICAS, POWER_SGD = "replicas", "power_sgd"
+REPLICAS, POWER_SGD, HALF_RANKS = "replicas", "power_sgd", "half_ranks"
 """References that emulate ranks in one process."""
-HIDDEN = (NO_EXCHANGE, REPLICAS, POWER_SGD)
+HIDDEN = (NO_EXCHANGE, REPLICAS, POWER_SGD, HALF_RANKS)
 """Strategies that no matrix offers."""
 
 

@@ -278,3 +278,21 @@ def test_a_reference_emulates_ranks_that_train_apart(
     assert [step for step in range(9) if emulates.ranks_agree(step)] == agree
     large = {"device": "cuda", "global_batch": 6, "sequence_length": 1024}
     assert reference_cell(cell.model_copy(update=large)).micro_batches == {1: 3, 2: 6}[ranks]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "order"),
+    [
+        ("deepspeed", {"stage": 1}, "ranks"),
+        ("deepspeed", {"stage": 2}, "micro_batches"),
+        ("amp", {"opt_level": "O2"}, "ranks"),
+        ("fsdp2", {"mixed_precision": True}, "fp32"),
+    ],
+)
+def test_a_reference_in_half_precision_adds_parts_as_the_ranks_do(
+    strategy: str, options: dict[str, object], order: str
+) -> None:
+    axes: dict[str, Any] = {"options": options, "devices": 2, "micro_batches": 2}
+    reference = reference_cell(Cell(strategy=strategy, precision="bf16", **axes))
+    assert (reference.devices, reference.micro_batches) == (1, 4)
+    assert (reference.options["ranks"], reference.options["order"]) == (2, order)
