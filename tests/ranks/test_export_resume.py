@@ -37,7 +37,9 @@ def run(
 @pytest.mark.parametrize(
     ("strategy", "to", "axes"),
     [
+        ("single", "torchrun", {"devices": 1}),
         ("ddp", "torchrun", {}),
+        ("fsdp1", "torchrun", {}),
         ("fsdp2", "torchrun", {}),
         ("deepspeed", "deepspeed", {"options": {"stage": 3}}),
     ],
