@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.planner.local.measurements import LocalMeasurements
 
 DATA_VARIABLE = "BENCH_PLANNER_DATA"
+MORE_NODES = "each number of nodes predicted from smaller ones"
 
 Data: TypeAlias = Annotated[
     Path | None,
@@ -124,6 +125,7 @@ def _validate_cluster(
             for name, parts in (("model", by_model), ("number of nodes", by_nodes))
             if len(parts) > 1
         }
+    more_nodes = None if calibration else scores.extrapolate(runs, cluster)
     if not held:
         raise UsageError(
             f"{str(file)!r} has runs of only one model and number of nodes, so none can be"
@@ -133,6 +135,8 @@ def _validate_cluster(
     errors = {
         name: scores.errors_by(runs, part, {**by_model, **by_nodes}) for name, part in held.items()
     }
+    if more_nodes:
+        errors[MORE_NODES] = scores.errors_by(runs, more_nodes, {**by_model, **by_nodes})
     noise = scores.noise_of_twins(runs)
     if json_output:
         document = {
@@ -145,9 +149,10 @@ def _validate_cluster(
         print(json.dumps(_without_nan(document)))
         return
     console = terminal.console()
-    for name in held:
-        console.print(_scores(name, scored[name]))
-        console.print(_errors(name, errors[name]))
+    for name, parts in errors.items():
+        if name in scored:
+            console.print(_scores(name, scored[name]))
+        console.print(_errors(name, parts))
     listed = ", ".join(f"{value:.1%} on {nodes}" for nodes, value in noise.items())
     console.print(f"noise of a row, from pairs that differ only in ZeRO stage: {listed}")
 
@@ -189,8 +194,8 @@ def _scores(name: str, scores: ClusterScores) -> Table:
 def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
     from bench.cli import terminal
 
-    columns = ("part", "rows", "time, consistent rows", "time, all rows", "memory")
-    table = terminal.table(f"{name}: median errors", *columns)
+    columns = ("part", "rows", "time", "all rows", "memory", "in 80 %", "all rows", "memory")
+    table = terminal.table(f"{name}: median errors, and rows in intervals", *columns)
     for part in parts:
         table.add_row(
             part.part,
@@ -198,6 +203,9 @@ def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
             f"{part.time:.1%}",
             f"{part.time_all:.1%}",
             f"{part.memory:.1%}",
+            f"{part.covered:.0%}",
+            f"{part.covered_all:.0%}",
+            f"{part.memory_covered:.0%}",
         )
     return table
 

@@ -60,12 +60,13 @@ def fit(
     effects: Ints | None = None,
     effect_spread: float | Floats = 1.0,
     scale: float = SCALE,
+    start: Constants | None = None,
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring log predictions closest to measurements.
 
     `predict` returns predictions in the shape and unit of `measured`. Effects have prior 0 and
     standard deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds])
-    numbers each row's effects from 0.
+    numbers each row's effects from 0. The search begins at the prior, or at `start`.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -103,11 +104,14 @@ def fit(
 
     lowest = np.concatenate([low - 1e-6, -free])
     highest = np.concatenate([high + 1e-6, free])
-    start = np.zeros(len(prior) + count)
+    first = np.zeros(len(prior) + count)
+    if start is not None:
+        values = np.array([getattr(start, name) for name in priors])
+        first[: len(prior)] = (values - prior) / spread
     if effects is not None:
-        solution = _descend(residuals, slopes, start, lowest, highest, scale)
+        solution = _descend(residuals, slopes, first, lowest, highest, scale)
     else:
-        solution = _descend_numerically(residuals, start, (lowest, highest), scale)
+        solution = _descend_numerically(residuals, first, (lowest, highest), scale)
     return constants(solution[: len(prior)]), solution[len(prior) :] * effect_spread
 
 

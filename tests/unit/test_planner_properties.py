@@ -136,7 +136,8 @@ def test_every_step_away_from_the_data_counts(
             np.array([most * 2 ** int(by)]) for most, by in zip(mosts, outside[1:], strict=True)
         ]
         larger, smaller = high * 2 ** outside[0], low / 2 ** outside[0]
-        results = [float(seen.beyond(size, *sizes)[0]) for size in (larger, smaller)]
+        more = float(seen.layout_beyond(*sizes)[0])
+        results = [seen.model_beyond(size) + more for size in (larger, smaller)]
         assert results[0] == pytest.approx(results[1])
         return results[0]
 

@@ -19,6 +19,7 @@ from harness.planner.cluster.calibration import (
     MemoryConstants,
     MemoryLimit,
     TimeConstants,
+    Widening,
 )
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import memory
@@ -27,7 +28,8 @@ from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import REFUSED_BELOW, Predictions, predict, ranked
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.step_time import step_time
-from harness.planner.fitting import LEVEL, Bools, Floats, Ints, fit
+from harness.planner.cluster.transfer import TransferWidths, transfer_widths
+from harness.planner.fitting import Bools, Floats, Ints, fit
 from harness.spec.errors import UsageError
 
 COLUMNS = (
@@ -48,6 +50,8 @@ SLOW = (float(np.log(5.0)), 0.5)
 FEW_SLOW = 5
 FEWEST = 20
 FEWEST_RANKED = 20
+FEWEST_NODE_COUNTS = 2
+"""Numbers of nodes from which a larger one can be predicted: one says nothing about networks."""
 NEAR = 0.5
 """Speed relative to the group's best that makes a layout a contender."""
 
@@ -72,6 +76,11 @@ class MeasuredRuns:
     @property
     def ran(self) -> Bools:
         return np.isfinite(self.seconds)
+
+    @property
+    def sizes(self) -> Floats:
+        """Parameters of each row's model."""
+        return np.array([self.shapes[name].parameters for name in self.models], float)
 
     @property
     def model_column(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
@@ -100,7 +109,7 @@ class MeasuredRuns:
 
         A contradicting row takes less than half the time for at least as much work.
         """
-        size = np.array([self.shapes[name].parameters for name in self.models], float)
+        size = self.sizes
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
         result = np.ones(len(self), bool)
         for row in np.flatnonzero(self.ran):
@@ -209,6 +218,28 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
         raise UsageError(
             f"{len(ran)} measured runs are too few for a calibration; give at least {FEWEST}"
         )
+    first = _fitted(ran, cluster, source)
+    fits = {np.ones(len(ran), bool).tobytes(): first}
+
+    def errors(seen: Bools, left: Bools) -> tuple[Floats, Floats] | None:
+        if seen.sum() < FEWEST:
+            return None
+        key = seen.tobytes()
+        if key not in fits:
+            fits[key] = _fitted(ran.take(seen), cluster, "left out", first)
+        return _errors(ran, cluster, fits[key], left)
+
+    widths = transfer_widths(ran.sizes, ran.nodes, errors)
+    return replace(first, spread=_spread(runs, cluster, first, widths))
+
+
+def _fitted(
+    ran: MeasuredRuns, cluster: Cluster, source: str, start: ClusterCalibration | None = None
+) -> ClusterCalibration:
+    """Returns fitted constants, with a placeholder for the spread.
+
+    The search begins at the constants of `start`, if any.
+    """
     asked = [(group, ran.layouts.take(group.rows)) for group in groups(ran, cluster)]
 
     def seconds(constants: TimeConstants, _: Floats) -> Floats:
@@ -217,7 +248,7 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
             result[group.rows] = step_time(group.question, layouts, constants).total
         return result
 
-    time, _ = fit(TimeConstants, seconds, ran.seconds)
+    time, _ = fit(TimeConstants, seconds, ran.seconds, start=start.time if start else None)
     ahead = [step_time(group.question, layouts, time).ahead for group, layouts in asked]
 
     def reserved(constants: MemoryConstants, _: Floats) -> Floats:
@@ -235,26 +266,38 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
         MemoryConstants,
         lambda constants, effects: reserved(constants, effects)[measured],
         ran.memory_bytes[measured],
+        start=start.memory if start else None,
     )
-    sizes = [runs.shapes[name].parameters for name in set(runs.models)]
     within = CalibratedRange(
-        (float(min(sizes)), float(max(sizes))),
+        (float(ran.sizes.min()), float(ran.sizes.max())),
         (int(ran.nodes.min()), int(ran.nodes.max())),
         int(ran.layouts.tensor.max()),
         int(ran.layouts.pipeline.max()),
     )
-    first = ClusterCalibration(
-        source,
-        time,
-        memory_constants,
-        ClusterSpread(0.1, 0.0, 0.1, MemoryLimit(1.0, 0.1), MemoryLimit(1.0, 0.1), *SLOW),
-        within,
-        cluster.links,
-    )
-    return replace(first, spread=_spread(runs, cluster, first))
+    limit, none = MemoryLimit(1.0, 0.1), Widening(0.0, 0.0)
+    spread = ClusterSpread(0.1, 0.0, 0.1, limit, limit, *SLOW, none, none)
+    return ClusterCalibration(source, time, memory_constants, spread, within, cluster.links)
 
 
-def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration) -> ClusterSpread:
+def _errors(
+    ran: MeasuredRuns, cluster: Cluster, fitted: ClusterCalibration, left: Bools
+) -> tuple[Floats, Floats]:
+    """Returns absolute log errors of time and memory in rows `left`.
+
+    Contradicting rows ran different code; their time has no error (NaN).
+    """
+    rows = ran.take(left)
+    time, of_memory = np.full((2, len(rows)), np.nan)
+    for group, result in predicted(rows, cluster, fitted):
+        time[group.rows] = np.abs(np.log(result.seconds / rows.seconds[group.rows]))
+        reserved = result.memory.reserved
+        of_memory[group.rows] = np.abs(np.log(reserved / rows.memory_bytes[group.rows]))
+    return np.where(ran.consistent()[left], time, np.nan), of_memory
+
+
+def _spread(
+    runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration, widths: TransferWidths
+) -> ClusterSpread:
     count = len(runs)
     seconds, reserved, demand, least = np.zeros((4, count))
     possible = np.zeros(count, bool)
@@ -265,18 +308,6 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
         demand[group.rows] = everywhere.memory.demand
         least[group.rows] = everywhere.least
         possible[group.rows] = everywhere.fits > 0
-    rows = runs.ran & runs.consistent()
-    errors = np.abs(np.log(seconds[rows] / runs.seconds[rows]))
-    doublings = np.log2(runs.nodes[rows])
-
-    def loss(x: Floats) -> float:
-        """Pinball loss of the half-width at LEVEL (Koenker and Bassett, 1978)."""
-        over = errors - (abs(x[0]) + abs(x[1]) * doublings)
-        return float(np.mean(np.maximum(LEVEL * over, (LEVEL - 1) * over)))
-
-    start = np.array([float(np.quantile(errors, LEVEL)), 0.01])
-    base, slope = np.abs(minimize(loss, start, method="Nelder-Mead").x)
-    of_memory = np.abs(np.log(reserved[rows] / runs.memory_bytes[rows]))
     consistent = runs.consistent()
     possible &= ~runs.refuted
     # Contradicting rows ran different code, so they say nothing about full speed.
@@ -287,13 +318,15 @@ def _spread(runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibratio
     times = np.log(runs.seconds[slow] / seconds[slow])
     mean, deviation = (times.mean(), times.std()) if len(times) >= FEW_SLOW else SLOW
     return ClusterSpread(
-        time=float(base),
-        time_per_doubling=float(slope),
-        memory=float(np.nanquantile(of_memory, LEVEL)),
+        time=widths.time,
+        time_per_doubling=widths.time_per_doubling,
+        memory=widths.memory,
         room=room,
         end=end,
         slow=float(mean),
         slow_spread=float(deviation),
+        nodes=widths.nodes,
+        shape=widths.shape,
     )
 
 
@@ -353,24 +386,47 @@ class ClusterScores:
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors over some rows, as shares; NaN without measurements."""
+    """Median errors over some rows, and coverage of 80 % intervals, as shares.
+
+    NaN without measurements.
+    """
 
     part: str
     rows: int
     time: float
     time_all: float
     memory: float
+    covered: float
+    """Share of consistent rows within the interval of the time."""
+    covered_all: float
+    memory_covered: float
+
+
+def inside(runs: MeasuredRuns, held: HeldOutRuns) -> tuple[Bools, Bools]:
+    """Returns which rows are within the intervals of time and of memory."""
+    with np.errstate(invalid="ignore"):
+        logs = np.log(runs.seconds / held.seconds)
+        memory_logs = np.abs(np.log(held.memory_bytes / runs.memory_bytes))
+    time: Bools = (-held.half_width <= logs) & (logs <= held.upper)
+    of_memory: Bools = memory_logs <= held.memory_half_width
+    return time, of_memory
 
 
 def errors_by(
     runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
 ) -> list[PartErrors]:
-    ran, consistent = runs.ran, runs.consistent() & runs.ran
+    predicted = np.isfinite(held.seconds)
+    ran = runs.ran & predicted
+    consistent = runs.consistent() & ran
+    in_time, in_memory = inside(runs, held)
     time = np.abs(held.seconds / runs.seconds - 1)
     of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
 
     def median(values: Floats) -> float:
         return float(np.median(values)) if len(values) else float("nan")
+
+    def share(values: Bools) -> float:
+        return float(np.mean(values)) if len(values) else float("nan")
 
     return [
         PartErrors(
@@ -379,8 +435,12 @@ def errors_by(
             median(time[part & consistent]),
             median(time[part & ran]),
             median(of_memory[part & ran]),
+            share(in_time[part & consistent]),
+            share(in_time[part & ran]),
+            share(in_memory[part & ran]),
         )
         for name, part in parts.items()
+        if (part & ran).any()
     ]
 
 
@@ -421,6 +481,20 @@ def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOu
     )
 
 
+def extrapolate(runs: MeasuredRuns, cluster: Cluster) -> HeldOutRuns | None:
+    """Predicts each number of nodes from all smaller ones, if there are at least two.
+
+    Other rows are NaN. Returns None if there are fewer than three numbers.
+    """
+    counts = np.unique(runs.nodes)[FEWEST_NODE_COUNTS:]
+    if not len(counts):
+        return None
+    parts = (
+        (runs.nodes == n, calibrate(runs.take(runs.nodes < n), cluster, "fewer")) for n in counts
+    )
+    return _predicted(runs, cluster, parts)
+
+
 def _predicted(
     runs: MeasuredRuns, cluster: Cluster, parts: Iterable[tuple[Bools, ClusterCalibration]]
 ) -> HeldOutRuns:
@@ -447,9 +521,7 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     with np.errstate(invalid="ignore"):
         errors = np.abs(held.seconds / runs.seconds - 1)
-        logs = np.log(runs.seconds / held.seconds)
         of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
-        memory_logs = np.abs(np.log(held.memory_bytes / runs.memory_bytes))
     near = np.zeros(len(runs), bool)
     correlations, picks, triples = [], [], []
     for group in groups(runs, cluster):
@@ -464,7 +536,7 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
         losses = _losses(runs, held, np.flatnonzero(rows))
         picks.append(losses[0])
         triples.append(min(losses[:3]))
-    inside = (-held.half_width <= logs) & (logs <= held.upper)
+    in_time, in_memory = inside(runs, held)
     said = held.runs < REFUSED_BELOW
     return ClusterScores(
         rows=int(ran.sum()),
@@ -479,9 +551,9 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
         failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
         false_alarms=float(np.mean(said[ran])),
         false_alarms_consistent=float(np.mean(said[consistent])),
-        covered=float(np.mean(inside[consistent])),
-        covered_all=float(np.mean(inside[ran])),
-        memory_covered=float(np.mean((memory_logs <= held.memory_half_width)[ran])),
+        covered=float(np.mean(in_time[consistent])),
+        covered_all=float(np.mean(in_time[ran])),
+        memory_covered=float(np.mean(in_memory[ran])),
     )
 
 

@@ -196,8 +196,20 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True)
+class Widening:
+    """Increases of half-widths per doubling of what was not measured."""
+
+    time: float
+    memory: float
+
+
+@dataclass(frozen=True)
 class ClusterSpread:
-    """Spread of measurements around predictions, as half-widths of log 80 % intervals."""
+    """Spread of measurements around predictions, as half-widths of log 80 % intervals.
+
+    The first three, and both widenings, follow from errors on runs that were left out of a fit
+    (transfer.py).
+    """
 
     time: float
     """Half-width for step time on one node."""
@@ -210,8 +222,10 @@ class ClusterSpread:
     slow: float
     """Mean log slowdown beyond `room`."""
     slow_spread: float
-    outside: float = 0.025
-    """Assumed increase of half-widths per doubling beyond the calibrated range."""
+    nodes: Widening
+    """Widening per doubling of nodes, or of a model-parallel axis, beyond the measured ones."""
+    shape: Widening
+    """Widening per doubling of parameters beyond the measured models."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
         """Returns the half-width above the predicted log step time, at least `half_width`.
@@ -235,14 +249,21 @@ class CalibratedRange:
     tensor: int
     pipeline: int
 
-    def beyond(self, parameters: float, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Returns the doublings outside the range, summed over its sides."""
+    def model_beyond(self, parameters: float) -> float:
+        """Returns the doublings of parameters outside the range."""
         low, high = self.parameters
-        model = max(0.0, np.log2(low / parameters), np.log2(parameters / high))
-        few, many = self.nodes
-        total: Floats = model + np.maximum(0.0, np.log2(few / np.maximum(nodes, 1)))
-        for value, most in ((nodes, many), (tensor, self.tensor), (pipeline, self.pipeline)):
-            total = total + np.maximum(0.0, np.log2(np.maximum(value, 1) / most))
+        return float(max(0.0, np.log2(low / parameters), np.log2(parameters / high)))
+
+    def layout_beyond(self, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
+        """Returns the doublings of nodes and axes above the range, summed.
+
+        Fewer nodes count as measured: leaving out the smallest number of nodes is among the errors
+        that intervals hold.
+        """
+        total: Floats = np.zeros(len(nodes))
+        most = (self.nodes[1], self.tensor, self.pipeline)
+        for value, limit in zip((nodes, tensor, pipeline), most, strict=True):
+            total = total + np.maximum(0.0, np.log2(np.maximum(value, 1) / limit))
         return total
 
 

@@ -38,19 +38,13 @@ SPREAD = 0.2
 PENDING_DONE = 0.5
 """Assumed share of pending activations that is free once the allocator waits for them."""
 REFUSED_BELOW = 1 / 3
-"""Probability of running below which layouts are refused: below one half, as false alarms are worse
-(docs/studies/planner-accuracy.md)."""
-UNMEASURED = {
-    "cluster": 0.08,
-    "precision": 0.08,
-    "shape": 0.08,
-    "sharding": 0.08,
-    "recompute": 0.08,
-    "offload": 0.2,
-    "axes": 0.1,
-}
-"""Assumed half-widths for what the calibration never saw; published tables of other software and
-devices differ by 6 to 31 % in time."""
+"""Probability of running below which layouts are refused: less than one half, because false alarms
+are worse (docs/studies/planner-accuracy.md)."""
+UNMEASURED = 0.07
+"""Half-width for each kind of thing that the calibration never saw, of `unmeasured_kinds`. Lets
+intervals hold 80 % of published runs of other programs (scripts/planner_widths.py)."""
+OFFLOADED = 0.2
+"""Assumed half-width with offload, of which no published run was found."""
 TIE = 0.01
 """Difference in log speed of tied layouts; less memory then wins."""
 TRIED = 3
@@ -167,12 +161,16 @@ def predict(
     fed |= cluster.links != calibration.links
     stored = offload_fits(cluster, layouts, time.owned, STATES[question.precision])
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
-    beyond = calibration.range.beyond(shape.parameters, nodes, layouts.tensor, layouts.pipeline)
-    unmeasured = _unmeasured(question, layouts, calibration)
-    wider = spread.outside * beyond
-    half_width = np.hypot(
-        spread.time + spread.time_per_doubling * np.log2(nodes) + wider, unmeasured
-    )
+    larger = calibration.range.model_beyond(shape.parameters)
+    more = calibration.range.layout_beyond(nodes, layouts.tensor, layouts.pipeline)
+    beyond = larger + more
+    kinds = unmeasured_kinds(question, layouts, calibration)
+    squares = UNMEASURED**2 * np.sum(list(kinds.values()), axis=0)
+    unmeasured = np.sqrt(squares + OFFLOADED**2 * (layouts.offload > 0))
+    within = spread.time + spread.time_per_doubling * np.log2(nodes)
+    within = within + spread.shape.time * larger + spread.nodes.time * more
+    half_width = np.hypot(within, unmeasured)
+    wider = spread.shape.memory * larger + spread.nodes.memory * more
     memory_half_width = np.hypot(spread.memory + wider, unmeasured)
     memory_half_width[native.rows] = ndtri(0.9) * native.spread
     certain = np.where((unmeasured > 0) | (beyond > 0), MOST_CERTAIN, 1.0)
@@ -214,23 +212,20 @@ def _chances(
     return fits, np.maximum(runs, fits)
 
 
-def _unmeasured(
+def unmeasured_kinds(
     question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
-) -> Floats:
+) -> dict[str, Bools]:
+    """Returns which layouts differ from all calibrated runs, for each kind of difference."""
     cluster, shape = question.cluster, question.shape
     seen = cluster.links == calibration.links
-    kinds = {
+    return {
         "cluster": np.full(len(layouts), not seen),
         "precision": np.full(len(layouts), question.precision != "bf16"),
         "shape": np.full(len(layouts), shape.experts > 1 or not shape.gated),
         "sharding": layouts.zero >= 2,
         "recompute": layouts.recompute > 0,
-        "offload": layouts.offload > 0,
         "axes": (layouts.context > 1) | (layouts.expert > 1) | (layouts.chunks > 1),
     }
-    squares = [UNMEASURED[name] ** 2 * present for name, present in kinds.items()]
-    result: Floats = np.sqrt(np.sum(squares, axis=0))
-    return result
 
 
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:

@@ -18,6 +18,11 @@ TENSOR_COLLECTIVES = 10.0
 """Collectives per layer with sequence parallelism: two gathers and two reduce-scatters each in
 forward and backward (arXiv 2205.05198, section 4.2.2), and two gathers of inputs for weight
 gradients."""
+NATIVE_COLLECTIVES = 8.0
+"""The same in torch's own tensor parallelism, which keeps gathered inputs."""
+CONTENTION = 0.189
+"""Mean slowdown of compute while communication runs, on 4 A100 and H100 with GPT and Llama models
+(Lee and others, arXiv 2507.03114). nanotron's is part of the fitted constants."""
 
 UNGATED = 0.4
 """Memory passes of an ungated activation relative to a gated one: SiLU has 2, its product with the
@@ -106,9 +111,14 @@ class AxisBandwidths:
         element = STATES[question.precision].element
         hidden = tokens * shape.hidden * element
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
+        collectives = collectives * c.tensor_exposed
+        # DTensor computes neither before a gather nor during a scatter has ended (PyTorch,
+        # parallelize_module without asynchronous tensor parallelism).
+        native = NATIVE_COLLECTIVES * np.where(layouts.recompute == 2, 1.5, 1.0)
+        collectives = np.where(layouts.native, native, collectives)
         # Counts the whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take about as
         # long.
-        seconds = collectives * hidden * (tensor > 1) / self.tensor * c.tensor_exposed
+        seconds = collectives * hidden * (tensor > 1) / self.tensor
         # Keys and values go around the ring once in forward and, with their gradients, twice in
         # backward, hidden behind attention to the previous part.
         passed = 6.0 * (context - 1) * tokens * shape.kv_width * element / tensor
@@ -154,10 +164,12 @@ class AxisBandwidths:
         hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
         scattered = np.where(zero >= 2, scatter, 0.0)
         gathered = np.where(zero >= 3, 2 * gather, 0.0)
+        slowed = np.where(layouts.native, CONTENTION, 0.0)
 
         def exposed(seconds: Floats) -> Floats:
             ends = seconds / question.shape.layers
-            result: Floats = ends + np.maximum(0.0, seconds - ends - hides)
+            hidden = np.minimum(seconds - ends, hides)
+            result: Floats = seconds - hidden + slowed * hidden
             return result
 
         last = exposed(scattered + gathered)

@@ -1,0 +1,129 @@
+"""Derives interval widths from errors on runs that a fit has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize
+
+from harness.planner.cluster.calibration import Widening
+from harness.planner.fitting import LEVEL, Bools, Floats, Ints
+
+ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.154, 0.015)
+"""Widening per doubling if a calibration has runs of one model, or of one number of nodes, so that
+none can be left out; those of the built-in calibration (calibration.yaml)."""
+
+Errors = Callable[[Bools, Bools], "tuple[Floats, Floats] | None"]
+"""Fits to the first rows; returns absolute log errors of time and memory in the second ones, or
+None if there are too few to fit."""
+
+
+@dataclass(frozen=True)
+class TransferWidths:
+    """Half-widths of log 80 % intervals; see ClusterSpread."""
+
+    time: float
+    time_per_doubling: float
+    memory: float
+    nodes: Widening
+    shape: Widening
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Rows left out of a fit (each of shape [rows])."""
+
+    time: Floats
+    memory: Floats
+    nodes: Floats
+    """Doublings from one node."""
+    distance: Floats
+    """Doublings beyond what the fit has seen."""
+
+
+def transfer_widths(sizes: Floats, nodes: Ints, inside: Errors) -> TransferWidths:
+    """Returns widths that hold LEVEL of the rows left out.
+
+    Each number of nodes is predicted from all others. Widenings are what larger numbers predicted
+    from each smaller range, and models (`sizes` in parameters) predicted from others, add to the
+    errors of a fit to all rows. `inside` must return errors if nothing is left out.
+    """
+    everything = np.ones(len(nodes), bool)
+    counts, models = np.unique(nodes), np.unique(sizes)
+    seen = _joined(sizes, nodes, inside, [(everything, everything)])
+    assert seen is not None
+    each = [(nodes != count, nodes == count) for count in counts] if len(counts) > 1 else []
+    left = _joined(sizes, nodes, inside, each) or seen
+    time, slope = _line(left.time, left.nodes)
+    memory = float(np.nanquantile(left.memory, LEVEL))
+    usual, rise = _line(seen.time, seen.nodes)
+    usual_memory = float(np.nanquantile(seen.memory, LEVEL))
+    larger = [(nodes <= count, nodes > count) for count in counts[:-1]]
+    others = [(sizes != size, sizes == size) for size in models] if len(models) > 1 else []
+
+    def wider(splits: list[tuple[Bools, Bools]], default: Widening) -> Widening:
+        left = _joined(sizes, nodes, inside, splits)
+        if left is None or not left.distance.any():
+            return default
+        return Widening(
+            _growth(left.time - usual - rise * left.nodes, left.distance),
+            _growth(left.memory - usual_memory, left.distance),
+        )
+
+    return TransferWidths(
+        time, slope, memory, wider(larger, ONE_NODE_COUNT), wider(others, ONE_MODEL)
+    )
+
+
+def _joined(
+    sizes: Floats, nodes: Ints, inside: Errors, splits: list[tuple[Bools, Bools]]
+) -> _Left | None:
+    parts = list(_left_out(sizes, nodes, inside, splits))
+    if not parts:
+        return None
+    return _Left(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _left_out(
+    sizes: Floats, nodes: Ints, inside: Errors, splits: list[tuple[Bools, Bools]]
+) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
+    for seen, left in splits:
+        errors = inside(seen, left)
+        if errors is None:
+            continue
+        few, many = sizes[seen].min(), sizes[seen].max()
+        size = np.maximum(np.log2(few / sizes[left]), np.log2(sizes[left] / many))
+        more = np.log2(nodes[left] / nodes[seen].max())
+        distance = np.maximum(0.0, size) + np.maximum(0.0, more)
+        yield *errors, np.log2(nodes[left]), distance
+
+
+def _line(errors: Floats, doublings: Floats) -> tuple[float, float]:
+    """Returns the half-width at one node and its increase per doubling of the nodes.
+
+    Minimises the pinball loss at LEVEL (Koenker and Bassett, 1978).
+    """
+    finite = np.isfinite(errors)
+
+    def loss(x: Floats) -> float:
+        over = errors[finite] - (abs(x[0]) + abs(x[1]) * doublings[finite])
+        return float(np.mean(np.maximum(LEVEL * over, (LEVEL - 1) * over)))
+
+    start = np.array([float(np.nanquantile(errors, LEVEL)), 0.01])
+    base, slope = np.abs(minimize(loss, start, method="Nelder-Mead").x)
+    return float(base), float(slope)
+
+
+def _growth(excess: Floats, distance: Floats) -> float:
+    """Returns the least slope whose line over `distance` holds LEVEL of the errors.
+
+    `excess` is an error minus the width without distance. The weighted quantile minimises
+    the pinball loss of a line through the origin.
+    """
+    used = np.isfinite(excess) & (distance > 0)
+    rates, weights = excess[used] / distance[used], distance[used]
+    order = np.argsort(rates)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return max(0.0, float(rates[order][np.searchsorted(share, LEVEL)]))

@@ -1,0 +1,121 @@
+"""Derives the width of intervals for software and devices that the calibration never saw.
+
+`.venv/bin/python -m scripts.planner_widths` predicts runs that others published
+(published_runs.csv) with the built-in constants, none of which was fitted to them. It prints the
+figure `UNMEASURED` of the planner, and how many runs of each table are within intervals whose
+width follows from the other tables.
+
+Sources: MPT Training Benchmarks (llm-foundry, scripts/train/benchmarking); Megatron-LM (arXiv
+2205.05198, table 5); KempnerForge (benchmarks/mfu_scaling and weak_scaling_160gpu, 2026; compiled
+but for one run); torchtitan (documents of 2024 on A100, benchmarks/llama3_h100_202412 at 500 W);
+Llama 3 (arXiv 2407.21783, table 4, without its run with split sequences; 8 chunks are assumed).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.prediction import UNMEASURED, predict, unmeasured_kinds
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
+from harness.planner.cluster.recipe import precision_named
+from harness.planner.fitting import LEVEL, Floats
+
+PUBLISHED = Path(__file__).with_name("published_runs.csv")
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    source: str
+    question: ClusterQuestion
+    layout: PlannedLayout
+    seconds: float
+
+
+def published_runs() -> Iterator[PublishedRun]:
+    for row in csv.DictReader(PUBLISHED.read_text(encoding="utf-8").splitlines()):
+        names = ("data", "pipeline", "tensor", "zero", "micro_batch", "accumulation", "recompute")
+        layout = PlannedLayout(
+            **{name: int(row[name]) for name in (*names, "chunks", "whole_gradients")}
+        )
+        question = ClusterQuestion(
+            parse_shape(row["model"]),
+            cluster_of(row["device"], int(row["per_node"]), row["link"]),
+            int(row["sequence_length"]),
+            layout.data * layout.micro_batch * layout.accumulation,
+            layout.devices,
+            precision_named(row["precision"]),
+        )
+        yield PublishedRun(row["source"], question, layout, float(row["seconds"]))
+
+
+@dataclass(frozen=True)
+class PublishedErrors:
+    """Errors of published runs (each of shape [runs])."""
+
+    sources: list[str]
+    errors: Floats
+    kinds: Floats
+    """Unmeasured kinds of each run."""
+    within: Floats
+    """Half-width for what the calibration knows."""
+
+    def width(self, left_out: str = "") -> float:
+        """Returns the half-width of one kind that lets intervals hold LEVEL of the runs.
+
+        Each table weighs the same. Kinds add in squares.
+        """
+        used = np.array([source != left_out for source in self.sources])
+        excess = np.maximum(0.0, self.errors**2 - self.within**2) / self.kinds
+        weights = np.array([used[i] / self.sources.count(s) for i, s in enumerate(self.sources)])
+        order = np.argsort(excess)
+        share = np.cumsum(weights[order]) / weights.sum()
+        return float(np.sqrt(excess[order][np.searchsorted(share, LEVEL)]))
+
+    def widest(self) -> float:
+        """Returns the largest width without one of the tables, as the next one is unseen, too."""
+        return max(self.width(source) for source in self.sources)
+
+    def covered(self, source: str, width: float) -> float:
+        rows = np.array([one == source for one in self.sources])
+        held = np.abs(self.errors) <= np.sqrt(self.within**2 + width**2 * self.kinds) + 1e-9
+        return float(np.mean(held[rows]))
+
+
+def published_errors() -> PublishedErrors:
+    """Returns the errors of runs on no more nodes than were calibrated."""
+    calibration = load()
+    sources, errors, kinds, within = [], [], [], []
+    for run in published_runs():
+        if run.question.nodes > calibration.range.nodes[1]:
+            continue
+        layouts = PlannedLayouts.of([run.layout])
+        found = predict(run.question, layouts, calibration)
+        present = unmeasured_kinds(run.question, layouts, calibration)
+        count = float(sum(bool(one[0]) for one in present.values()))
+        sources.append(run.source)
+        errors.append(float(np.log(found.seconds[0] / run.seconds)))
+        kinds.append(count)
+        within.append(float(np.sqrt(found.half_width[0] ** 2 - UNMEASURED**2 * count)))
+    return PublishedErrors(sources, np.array(errors), np.array(kinds), np.array(within))
+
+
+def main() -> None:
+    errors = published_errors()
+    print(f"UNMEASURED = {errors.widest():.2f}")
+    for source in dict.fromkeys(errors.sources):
+        rows = np.array([one == source for one in errors.sources])
+        median = float(np.median(np.abs(np.expm1(errors.errors[rows]))))
+        held = errors.covered(source, errors.width(source))
+        print(f"{source}: {rows.sum()} runs, median error {median:.0%}, {held:.0%} in intervals")
+
+
+if __name__ == "__main__":
+    main()
