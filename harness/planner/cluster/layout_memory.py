@@ -249,25 +249,34 @@ def native_memory(
     part = layouts.take(rows)
     # Accumulation beyond 2 changes nothing, so fewer recipes need counting.
     part = dataclasses.replace(part, accumulation=np.minimum(part.accumulation, 2))
-    counted: dict[tuple[int, ...], tuple[float, ...]] = {}
-    columns = [getattr(part, field.name).tolist() for field in dataclasses.fields(part)]
+    first, places = _different_recipes(part)
     figures = []
-    for key in zip(*columns, strict=True):
-        if key not in counted:
-            recipe = recipe_of(PlannedLayout(*key), sequence, precision)
-            found = footprint(shape, recipe)
-            deviation = math.hypot(spread(shape, recipe), CODE_SPREAD)
-            states = found.kept - WORKSPACE_BYTES + found.gradients
-            work = WORKSPACE_BYTES + found.gathered
-            work = min(work, found.peak - states)
-            activations = found.peak - states - work
-            counted[key] = (states, activations, work, found.demand, deviation)
-        figures.append(counted[key])
-    totals = np.array(figures, float).reshape(-1, 5).T
+    for row in first:
+        recipe = recipe_of(part[int(row)], sequence, precision)
+        found = footprint(shape, recipe)
+        deviation = math.hypot(spread(shape, recipe), CODE_SPREAD)
+        states = found.kept - WORKSPACE_BYTES + found.gradients
+        work = min(WORKSPACE_BYTES + found.gathered, found.peak - states)
+        figures.append((states, found.peak - states - work, work, found.demand, deviation))
+    totals = np.array(figures, float).reshape(-1, 5)[places].T
     reserved = np.minimum(totals[3], cluster.memory_bytes)
     none = np.zeros(len(rows))
     memory = LayoutMemory(totals[0], totals[1], none, totals[2], totals[3], reserved)
     return NativeMemory(rows, memory, totals[4])
+
+
+def _different_recipes(part: PlannedLayouts) -> tuple[Ints, Ints]:
+    """Returns the first layout of each recipe, and each layout's place among them."""
+    columns = (
+        *(part.data * part.context, part.context, part.tensor, part.expert, part.zero == 2),
+        *(part.micro_batch, part.accumulation, part.recompute, part.whole_gradients),
+    )
+    code = np.zeros(len(part), np.int64)
+    for column in columns:
+        values, places = np.unique(column, return_inverse=True)
+        code = code * len(values) + places
+    _, first, places = np.unique(code, return_index=True, return_inverse=True)
+    return first, places
 
 
 def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:

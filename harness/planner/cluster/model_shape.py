@@ -88,7 +88,7 @@ class ModelShape:
     def expert_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer, including all experts."""
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -104,7 +104,7 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return self.vocabulary * self.hidden
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters, counting a tied matrix once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
