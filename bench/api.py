@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
-METHODS = ("full", "lora", "qlora")
+METHODS = ("full", "lora", "dora", "qlora", "qdora")
 MAX_PRICE = 1e9
 """Highest price of a device-hour, in any currency."""
 

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 USUAL = Path(__file__).parents[1] / "fits.yaml"
 """Default strategy for each way of sharding states."""
 GIB = 2**30
+VARIANTS = {
+    "full": "",
+    "lora": "+lora",
+    "dora": "+dora",
+    "qlora": "+nf4+lora",
+    "qdora": "+nf4+dora",
+}
+"""Suffixes of the workload that trains by each method."""
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 
 Model: TypeAlias = Annotated[
@@ -30,7 +38,7 @@ Gpus: TypeAlias = Annotated[
     str, typer.Option("--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090'.")
 ]
 MethodOption: TypeAlias = Annotated[
-    str, typer.Option("--method", help="Fine-tuning method: full, lora or qlora.")
+    str, typer.Option("--method", help="Fine-tuning method: full, lora, dora, qlora or qdora.")
 ]
 MicroBatch: TypeAlias = Annotated[
     int, typer.Option("--batch", help="Micro-batch: sequences that each GPU processes at once.")
@@ -123,7 +131,7 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
 
     if result.verdict == "no":
         return ""
-    variant = {"full": "", "lora": "+lora", "qlora": "+nf4+lora"}[question.method]
+    variant = VARIANTS[question.method]
     precision = "bf16"
     if question.method == "full":
         if question.precision not in SUITE_CELLS:

@@ -3,9 +3,9 @@
 A variant's reference is the same variant in one process. Sizes are fixed, so that cells of
 different hosts are comparable:
 
-- adapters (peft): LoRA of rank 8, scaled by 2, on all attention and MLP matrices. Prompt tuning,
-  P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on peft's
-  default matrices. No dropout.
+- adapters (peft): LoRA and DoRA of rank 8, scaled by 2, on all attention and MLP matrices. Prompt
+  tuning, P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on
+  peft's default matrices. No dropout.
 - `bf16`, `fp16`: parameters, gradients, optimizer state and arithmetic in half precision; fp32
   buffers.
 - `float8` (torchao): float8 products of attention and MLP matrices, with a scale per row and
@@ -53,6 +53,7 @@ STORAGES = {
 }
 ADAPTERS = {
     "lora": "rank 8 on every attention and MLP matrix",
+    "dora": "LoRA with learned norms",
     "prompt": "prompt tuning, 16 virtual tokens",
     "p_tuning": "16 virtual tokens from an MLP",
     "p_tuning_lstm": "16 virtual tokens from an LSTM",
@@ -246,7 +247,7 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
     )
     if adapter is None:
         return variant
-    wrapper = "base_model.model." if adapter in ("lora", "ia3") else "base_model."
+    wrapper = "base_model.model." if adapter in ("lora", "dora", "ia3") else "base_model."
     return dataclasses.replace(
         variant,
         without_zero_gradient=lambda name, tensor: tensor,
@@ -327,7 +328,7 @@ def _config(model: PreTrainedModel, adapter: str) -> PeftConfig:
 
     task = "CAUSAL_LM"
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
-    if adapter == "lora":
+    if adapter in ("lora", "dora"):
         return peft.LoraConfig(
             task_type=task,
             r=RANK,
@@ -335,6 +336,7 @@ def _config(model: PreTrainedModel, adapter: str) -> PeftConfig:
             lora_dropout=0.0,
             target_modules="all-linear",
             fan_in_fan_out=transposed,
+            use_dora=adapter == "dora",
         )
     if adapter == "ia3":
         return peft.IA3Config(task_type=task, fan_in_fan_out=transposed)

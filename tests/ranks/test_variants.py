@@ -65,6 +65,11 @@ def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
     )
 
 
+def test_dora_is_exact_in_shards(run_cells: RunCells) -> None:
+    trial = run_cells(cell("fsdp2", 2, "llama-nano+dora")).trials.iloc[0]
+    assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
+
+
 def test_lora_saves_against_the_whole_model(run_cells: RunCells) -> None:
     trials = run_cells(
         cell("ddp", workload="llama-micro"), cell("ddp", workload="llama-micro+lora")
@@ -121,6 +126,7 @@ def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workl
     [
         ("llama-micro+int8+lora", {}, 1),
         ("llama-micro+nf4+lora", {}, 0.5),
+        ("llama-micro+nf4+dora", {}, 0.5),
         ("gpt2-micro+nf4+prefix", {}, 0.5),
         ("llama-micro+int8+ia3", {}, 1),
     ],

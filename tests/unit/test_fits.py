@@ -175,6 +175,20 @@ def test_public_questions() -> None:
     assert not [row for row in wrong if row[2] == "yes"], wrong
 
 
+def test_dora_learns_norms_and_needs_more_than_lora() -> None:
+    shape = parse_shape("llama-8b")
+    learned = [Adapter(16, dora=dora).parameters(shape) for dora in (False, True)]
+    outputs = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    assert learned[1] - learned[0] == 32 * outputs
+    answers = {}
+    for method in ("lora", "dora", "qlora", "qdora"):
+        answers[method] = verdict_of(f"llama-8b --gpus a100-80gb --method {method}")[1]
+    for plain, dora in (("lora", "dora"), ("qlora", "qdora")):
+        assert float(str(answers[dora]["peak_bytes"])) > float(str(answers[plain]["peak_bytes"]))
+        speeds = [float(str(answers[name]["tokens_per_second"])) for name in (plain, dora)]
+        assert speeds[0] > speeds[1]
+
+
 def test_probabilities_are_never_certain() -> None:
     _, easy = verdict_of("llama-3.2-1b --gpus h200 --method qlora")
     _, never = verdict_of("llama-405b --gpus t4 --method full")

@@ -242,6 +242,7 @@ LSTM = (
     ("suffix", "trained"),
     [
         ("lora", LORA),
+        ("dora", LORA + 4 * (4 * 256 + 2 * 704 + 256)),
         ("prompt", 16 * 256),
         ("p_tuning", 16 * 256 + 3 * (256 * 256 + 256)),
         ("p_tuning_lstm", 16 * 256 + LSTM),
@@ -252,8 +253,8 @@ LSTM = (
     ],
 )
 def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, trained: int) -> None:
-    """LoRA (2106.09685) r (in + out); prefix tuning (2101.00190) tokens x 2 x layers x hidden; IA3
-    (2205.05638) keys, values, MLP."""
+    """LoRA (2106.09685) r (in + out); DoRA (2402.09353) a norm per output more; prefix tuning
+    (2101.00190) tokens x 2 x layers x hidden; IA3 (2205.05638) keys, values, MLP."""
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     assert sum(facts.sizes) == trained
     assert facts.parameters == (3_344_640 if suffix == "bf16" else 3_344_640 + trained)

@@ -36,6 +36,9 @@ WORKSPACE_BYTES = 67.1e6
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
 """Memory that torch's allocator cannot use: the CUDA context, a desktop on consumer cards,
 collective buffers on several GPUs."""
+DORA_BYTES = 12.0
+"""Temporary bytes per element of a target whose norms peft 0.21 computes: the weight, the adapter's
+product, and their sum in fp32."""
 FRAGMENTED = 0.05
 """Share of a step's temporary bytes that stays unusable after the allocator frees its cache."""
 MOST_CERTAIN = 0.98
@@ -133,6 +136,8 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         ends = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
     if recipe.base != "bf16":
         ends += 2.0 * shape.hidden * shape.feed_forward
+    if recipe.adapter and recipe.adapter.dora:
+        ends += DORA_BYTES * shape.hidden * shape.feed_forward
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
@@ -227,7 +232,9 @@ def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
         inputs += 2.0 * width * ("o" in targets)
         product = 2.0 * feed * (tensors - 1 + ("down" in targets))
         norms = 4.0 if recipe.library in ("transformers", "transformers-2024") else 2.0
-        return 2 * norms * hidden + inputs + attention + product
+        # DoRA scales both the target's output and the adapter's, and keeps them for backward.
+        scaled = 4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0
+        return 2 * norms * hidden + inputs + attention + product + scaled
     if recipe.precision == "fp32":
         return 24.0 * hidden + 2 * attention + 4.0 * tensors * feed
     if recipe.precision == "bf16" and recipe.sharding == "none":

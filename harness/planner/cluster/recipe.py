@@ -90,12 +90,19 @@ class Adapter:
 
     rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR
+    dora: bool = False
+    """Whether each target also learns the norms of its rows (DoRA, arXiv 2402.09353)."""
 
     def parameters(self, shape: ModelShape) -> int:
         """Returns the trained parameters: rank x (inputs + outputs) of each target matrix."""
         sizes = matrix_sizes(shape)
-        each = sum(sum(sizes[name]) for name in self.targets if name in sizes)
-        return shape.layers * self.rank * each
+        each = self.rank * sum(sum(sizes[name]) for name in self.targets if name in sizes)
+        return shape.layers * (each + self.dora * self.outputs(shape))
+
+    def outputs(self, shape: ModelShape) -> int:
+        """Returns the outputs of all targets in a layer."""
+        sizes = matrix_sizes(shape)
+        return sum(sizes[name][1] for name in self.targets if name in sizes)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from harness.planner.cluster.recipe import Adapter, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
 
 Verdict = Literal["yes", "no", "uncertain"]
-Method = Literal["full", "lora", "qlora"]
+Method = Literal["full", "lora", "dora", "qlora", "qdora"]
 
 SURE, HARDLY = 0.9, 0.1
 MOST_SEQUENCE, STEP = 2**20, 256
@@ -72,8 +72,10 @@ class FitQuestion:
     def recipe(self, **fields: object) -> Recipe:
         plain = Recipe(
             precision=self.precision,
-            adapter=None if self.method == "full" else Adapter(self.rank),
-            base="nf4-double" if self.method == "qlora" else "bf16",
+            adapter=None
+            if self.method == "full"
+            else Adapter(self.rank, dora="dora" in self.method),
+            base="nf4-double" if self.method.startswith("q") else "bf16",
             sequence=self.sequence,
             micro_batch=self.micro_batch,
             gpus=self.gpus,
@@ -191,7 +193,10 @@ def _remedies(question: FitQuestion) -> Iterator[Option]:
         )
     if question.method == "full":
         changed.append(("method", "lora", dataclasses.replace(question, method="lora")))
-    if question.method != "qlora":
+    if "dora" in question.method:
+        plain: Method = "qlora" if question.method == "qdora" else "lora"
+        changed.append(("method", plain, dataclasses.replace(question, method=plain)))
+    if not question.method.startswith("q"):
         changed.append(("method", "qlora", dataclasses.replace(question, method="qlora")))
     shorter = question.sequence // 2
     if shorter >= STEP:

@@ -18,6 +18,9 @@ rotary angles and residuals. Feed-forward size: activation and product."""
 ADAPTER_BYTES = 13.0
 """Bytes per token and element of each target's input and output: casts, scaling and sum."""
 UPDATE_BYTES = 22.0
+DEQUANTISED_BYTES, NORM_BYTES = 4.6, 26.0
+"""Bytes moved per element of a quantised matrix that is unpacked, and of a target whose norm DoRA
+computes: the weight and the adapter's product are written and read, as are their sum and square."""
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
 """Seconds to launch forward and backward of a layer, an adapter's target (some 36 kernels), and a
 quantised matrix (unpacked in Python)."""
@@ -52,7 +55,7 @@ def tokens_per_second(
     """Returns each GPU's tokens per second; `link`: collectives' bus bytes per second."""
     tokens = recipe.tokens * recipe.accumulation
     device = recipe.tokens * _seconds_per_token(shape, recipe, gpu)
-    compute = max(device + _dequantising(shape, recipe, gpu), _launches(shape, recipe))
+    compute = max(device + _weight_passes(shape, recipe, gpu), _launches(shape, recipe))
     total = recipe.accumulation * compute
     trained = trained_parameters(shape, recipe)
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
@@ -111,12 +114,15 @@ def _launches(shape: ModelShape, recipe: Recipe) -> float:
     return shape.layers * seconds * again
 
 
-def _dequantising(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
-    if recipe.base == "bf16" or not recipe.adapter:
+def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
+    """Returns the seconds for dequantising matrices, and for DoRA's norms in each forward."""
+    if not recipe.adapter:
         return 0.0
-    passes = 3 if recipe.recompute == "full" else 2
+    again = recipe.recompute == "full"
+    moved = (2 + again) * DEQUANTISED_BYTES * (recipe.base != "bf16")
+    moved += (1 + again) * NORM_BYTES * recipe.adapter.dora
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
-    return passes * 4.6 * quantised_parameters(shape) / bandwidth
+    return moved * quantised_parameters(shape) / bandwidth
 
 
 def _exchange(
