@@ -257,8 +257,7 @@ class CalibratedRange:
     def layout_beyond(self, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
         """Returns the doublings of nodes and axes above the range, summed.
 
-        Fewer nodes count as measured: leaving out the smallest number of nodes is among the errors
-        that intervals hold.
+        Fewer nodes than measured have the width of the fewest.
         """
         total: Floats = np.zeros(len(nodes))
         most = (self.nodes[1], self.tensor, self.pipeline)

@@ -167,7 +167,8 @@ def predict(
     kinds = unmeasured_kinds(question, layouts, calibration)
     squares = UNMEASURED**2 * np.sum(list(kinds.values()), axis=0)
     unmeasured = np.sqrt(squares + OFFLOADED**2 * (layouts.offload > 0))
-    within = spread.time + spread.time_per_doubling * np.log2(nodes)
+    measured = np.maximum(nodes, calibration.range.nodes[0])
+    within = spread.time + spread.time_per_doubling * np.log2(measured)
     within = within + spread.shape.time * larger + spread.nodes.time * more
     half_width = np.hypot(within, unmeasured)
     wider = spread.shape.memory * larger + spread.nodes.memory * more

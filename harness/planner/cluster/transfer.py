@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from harness.planner.cluster.calibration import Widening
 from harness.planner.fitting import LEVEL, Bools, Floats, Ints
 
-ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.154, 0.015)
+ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.08, 0.019)
 """Widening per doubling if a calibration has runs of one model, or of one number of nodes, so that
 none can be left out; those of the built-in calibration (calibration.yaml)."""
 
@@ -64,13 +64,14 @@ def transfer_widths(sizes: Floats, nodes: Ints, inside: Errors) -> TransferWidth
     others = [(sizes != size, sizes == size) for size in models] if len(models) > 1 else []
 
     def wider(splits: list[tuple[Bools, Bools]], default: Widening) -> Widening:
-        left = _joined(sizes, nodes, inside, splits)
-        if left is None or not left.distance.any():
+        parts = [_joined(sizes, nodes, inside, [split]) for split in splits]
+        used = [part for part in parts if part is not None and part.distance.any()]
+        if not used:
             return default
-        return Widening(
-            _growth(left.time - usual - rise * left.nodes, left.distance),
-            _growth(left.memory - usual_memory, left.distance),
-        )
+        # Each range counts the same, however many rows are beyond it.
+        times = [_growth(p.time - usual - rise * p.nodes, p.distance) for p in used]
+        of_memory = [_growth(p.memory - usual_memory, p.distance) for p in used]
+        return Widening(float(np.mean(times)), float(np.mean(of_memory)))
 
     return TransferWidths(
         time, slope, memory, wider(larger, ONE_NODE_COUNT), wider(others, ONE_MODEL)
