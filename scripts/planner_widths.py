@@ -5,10 +5,14 @@
 figure `UNMEASURED` of the planner, and how many runs of each table are within intervals whose
 width follows from the other tables.
 
-Sources: MPT Training Benchmarks (llm-foundry, scripts/train/benchmarking); Megatron-LM (arXiv
-2205.05198, table 5); KempnerForge (benchmarks/mfu_scaling and weak_scaling_160gpu, 2026; compiled
-but for one run); torchtitan (documents of 2024 on A100, benchmarks/llama3_h100_202412 at 500 W);
-Llama 3 (arXiv 2407.21783, table 4, without its run with split sequences; 8 chunks are assumed).
+Sources:
+
+- MPT Training Benchmarks (llm-foundry, scripts/train/benchmarking)
+- Megatron-LM (arXiv 2205.05198, table 5)
+- KempnerForge (benchmarks/mfu_scaling, weak_scaling_160gpu and 175b_360gpu, 2026); all but one run
+  are compiled
+- torchtitan (documents of 2024 on A100, benchmarks/llama3_h100_202412 at 500 W)
+- Llama 3 (arXiv 2407.21783, table 4, without its run with split sequences; 8 chunks are assumed)
 """
 
 from __future__ import annotations

@@ -49,6 +49,17 @@ Price: TypeAlias = Annotated[
     float | None, typer.Option("--price", help="Price of one device per hour.")
 ]
 
+Rehearse: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--rehearse",
+        min=0,
+        max=20,
+        help="Number of layouts, best first, whose memory is also found by running the suite's code"
+        " on fake tensors. Needs torch, and takes seconds for each.",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Files:
@@ -73,6 +84,7 @@ def plan(
     matrix: WrittenMatrix = None,
     export: ExportFolder = None,
     html: Html = None,
+    rehearse: Rehearse = 0,
     json_output: Json = False,
 ) -> None:
     """Predict the best layout for GPUs that you do not have yet.
@@ -99,6 +111,8 @@ def plan(
         top=top,
         calibration=calibration,
     )
+    if rehearse:
+        answer = _rehearsed(answer, model, rehearse)
     constants = load(calibration_file(calibration))
     sentences = explanation(answer)
     written = _written(answer, sentences, constants, Files(matrix, export, html), model)
@@ -111,6 +125,15 @@ def plan(
         print(json.dumps(document))
         return
     _show(answer, sentences, constants.source, written)
+
+
+def _rehearsed(answer: ClusterPlan, model: str, count: int) -> ClusterPlan:
+    from harness.planner.follow_up import rehearsed, workload_of
+
+    workload_of(model)
+    tried = tried_options()
+    first = [rehearsed(answer.question, model, row, tried) for row in answer.candidates[:count]]
+    return dataclasses.replace(answer, candidates=(*first, *answer.candidates[count:]))
 
 
 def _written(
@@ -149,7 +172,7 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
 
     console = terminal.console()
     console.print(_table(answer))
-    for sentence in sentences:
+    for sentence in (*sentences, *_not_rehearsed(answer)):
         console.print(escape(sentence))
     dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
@@ -158,6 +181,14 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
     console.print(escape(f"constants: {source}"))
     for sentence in written:
         console.print(escape(sentence))
+
+
+def _not_rehearsed(answer: ClusterPlan) -> list[str]:
+    return [
+        f"not rehearsed: {row.layout.text}: {row.rehearsal}"
+        for row in answer.candidates
+        if row.rehearsal and row.rehearsed_bytes is None
+    ]
 
 
 def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
@@ -215,6 +246,9 @@ def _table(answer: ClusterPlan) -> Table:
         table.add_column("price of 1e9 tokens", justify="right")
     if answer.goal == "energy":
         table.add_column("J/token", justify="right")
+    with_rehearsals = any(row.rehearsed_bytes is not None for row in answer.candidates)
+    if with_rehearsals:
+        table.add_column("allocated, rehearsed (GB)", justify="right")
     for row in answer.candidates:
         table.add_row(
             f"{escape(row.strategy)}: {escape(row.layout.text)}",
@@ -225,8 +259,15 @@ def _table(answer: ClusterPlan) -> Table:
             f"{row.fits:.0%}",
             *([f"{row.price:.2f}"] if priced else []),
             *([_joules(row)] if row.joules_per_token is not None else []),
+            *([_against_rehearsal(row)] if with_rehearsals else []),
         )
     return table
+
+
+def _against_rehearsal(row: ClusterCandidate) -> str:
+    if row.rehearsed_bytes is None:
+        return ""
+    return f"{row.allocated_bytes / 1e9:.1f}\n{row.rehearsed_bytes / 1e9:.1f}"
 
 
 def _joules(row: ClusterCandidate) -> str:

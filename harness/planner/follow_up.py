@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from harness.export import TARGETS, export_files, plan_of, write_files
+from harness.planner.cluster.cluster_plan import ClusterCandidate
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
 from harness.spec.cell import Cell
@@ -125,12 +127,56 @@ def cells_of_layout(
             and (layout.accumulation == 1 or _whole_gradients(strategy) == layout.whole_gradients)
         )
     ]
+    if _gathers_bf16(question, layout):
+        fitting = [pair for pair in fitting if _mixed(pair[0])] or fitting
     fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
     plain = [pair for pair in fitting if len(pair[1].requires) == fewest]
     exported = [pair for pair in plain if _has_export(pair[0])]
     chosen = exported or plain
     least = min((len(cell.options) for cell, _ in chosen), default=0)
     return [cell for cell, _ in chosen if len(cell.options) == least]
+
+
+def rehearsed(
+    question: ClusterQuestion,
+    model: str,
+    candidate: ClusterCandidate,
+    tried: Sequence[StrategyOptions],
+) -> ClusterCandidate:
+    """Returns the candidate with the memory that its first cell's code allocates on fake tensors.
+
+    Imports torch, and takes seconds. The model must be a workload of the suite or `hf:PATH`.
+    """
+    cells = cells_of_layout(question, model, candidate.layout, tried)
+    if not cells:
+        return dataclasses.replace(candidate, rehearsal="no strategy of the suite trains with it")
+    try:
+        peak = rehearsed_bytes(cells[0], every_rank=candidate.layout.pipeline > 1)
+    except (Refused, Unavailable, UsageError) as reason:
+        return dataclasses.replace(candidate, rehearsal=str(reason))
+    return dataclasses.replace(candidate, rehearsed_bytes=peak, rehearsal=cells[0].label)
+
+
+def rehearsed_bytes(cell: Cell, every_rank: bool = False) -> float:
+    """Returns the peak of a cell's fullest rank, or of its first; raises what `rehearse` does."""
+    from harness.planner.rehearsal.rehearse import rehearse
+    from harness.planner.rehearsal.world import quiet
+
+    on_cpu = cell.model_copy(update={"device": "cpu", "nodes": 1})
+    with quiet():
+        return float(rehearse(on_cpu, () if every_rank else (0,)).fullest.peak_bytes)
+
+
+def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
+    """Returns whether a layout keeps fp32 shards and gathers bf16 parameters, without autocast.
+
+    Under autocast, FSDP gathers fp32 parameters, and backward keeps a bf16 copy of all of them.
+    """
+    return question.precision == "bf16" and layout.data > 1 and layout.zero >= 2
+
+
+def _mixed(cell: Cell) -> bool:
+    return bool(cell.options.get("mixed_precision"))
 
 
 def _whole_gradients(strategy: Strategy) -> bool:
@@ -146,11 +192,11 @@ def cells_of_layouts(
 ) -> Iterator[tuple[Cell, float]]:
     """Yields the cells of many layouts, each with its layout's value.
 
-    Skips layouts with the axes of one that had no exportable strategy.
+    If a layout has no exportable strategy, later ones that differ in micro-batches are skipped.
     """
-    without: set[tuple[int, ...]] = set()
+    without: set[PlannedLayout] = set()
     for layout, value in layouts:
-        key = (layout.data, layout.pipeline, layout.tensor, layout.zero, layout.whole_gradients)
+        key = dataclasses.replace(layout, micro_batch=1, accumulation=1)
         if key in without:
             continue
         cells = cells_of_layout(question, model, layout, tried)
@@ -178,6 +224,8 @@ def _matching(
         fields = strategies()[choice.strategy].model_fields
         sizes = {axis: size for axis, size in vars(layout).items() if axis in fields}
         further = {"no_sync": False} if reduced and "no_sync" in fields else {}
+        if _gathers_bf16(question, layout) and "mixed_precision" in fields:
+            further["mixed_precision"] = True
         try:
             cell = with_defaults(
                 Cell(

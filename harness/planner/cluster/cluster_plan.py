@@ -89,6 +89,10 @@ class ClusterCandidate:
     """Energy of all devices."""
     joules_low: float | None = None
     joules_high: float | None = None
+    rehearsed_bytes: float | None = None
+    """Peak that a rehearsal of the suite's code found, if asked for."""
+    rehearsal: str = ""
+    """Rehearsed strategy, or the reason why there is no rehearsal."""
 
 
 @dataclass(frozen=True)

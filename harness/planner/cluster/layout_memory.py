@@ -11,7 +11,14 @@ from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, spread
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
 from harness.planner.cluster.question import PlannedLayout, PlannedLayouts
-from harness.planner.cluster.recipe import RECOMPUTE, STATES, Precision, Recipe, StateBytes
+from harness.planner.cluster.recipe import (
+    RECOMPUTE,
+    STATES,
+    Library,
+    Precision,
+    Recipe,
+    StateBytes,
+)
 from harness.planner.fitting import Bools, Floats, Ints
 
 UNGATED = 0.5
@@ -209,8 +216,10 @@ def memory(
     return LayoutMemory(states, kept, late, work, demand, reserved)
 
 
-def recipe_of(layout: PlannedLayout, sequence: int, precision: Precision) -> Recipe:
-    """Returns the recipe of torch's own code for a layout."""
+def recipe_of(
+    layout: PlannedLayout, sequence: int, precision: Precision, library: Library = "native"
+) -> Recipe:
+    """Returns the recipe of FSDP2, or of one device, for a layout; `library` has the layers."""
     shards = layout.data * layout.context
     return Recipe(
         precision=precision,
@@ -224,7 +233,7 @@ def recipe_of(layout: PlannedLayout, sequence: int, precision: Precision) -> Rec
         tensor=layout.tensor,
         expert=layout.expert,
         resharded=layout.zero != 2,
-        library="native",
+        library=library,
     )
 
 

@@ -163,18 +163,10 @@ def predict(
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     larger = calibration.range.model_beyond(shape.parameters)
     more = calibration.range.layout_beyond(nodes, layouts.tensor, layouts.pipeline)
-    beyond = larger + more
-    kinds = unmeasured_kinds(question, layouts, calibration)
-    squares = UNMEASURED**2 * np.sum(list(kinds.values()), axis=0)
-    unmeasured = np.sqrt(squares + OFFLOADED**2 * (layouts.offload > 0))
-    measured = np.maximum(nodes, calibration.range.nodes[0])
-    within = spread.time + spread.time_per_doubling * np.log2(measured)
-    within = within + spread.shape.time * larger + spread.nodes.time * more
-    half_width = np.hypot(within, unmeasured)
-    wider = spread.shape.memory * larger + spread.nodes.memory * more
-    memory_half_width = np.hypot(spread.memory + wider, unmeasured)
+    unmeasured = _unmeasured(question, layouts, calibration)
+    half_width, memory_half_width = _half_widths(calibration, nodes, larger, more, unmeasured)
     memory_half_width[native.rows] = ndtri(0.9) * native.spread
-    certain = np.where((unmeasured > 0) | (beyond > 0), MOST_CERTAIN, 1.0)
+    certain = np.where((unmeasured > 0) | (larger + more > 0), MOST_CERTAIN, 1.0)
     fits, runs = certain * _chances(question, needed, least, calibration, native, unmeasured)
     slow = 1 - fits / np.maximum(runs, 1e-12)
     return Predictions(
@@ -191,7 +183,7 @@ def predict(
         filled=filled,
         fed=fed,
         stored=stored,
-        beyond=beyond,
+        beyond=larger + more,
     )
 
 
@@ -211,6 +203,30 @@ def _chances(
     for limited, demand in ((runs, least), (fits, needed.demand)):
         limited[native.rows] = ndtr(np.log(room / demand[native.rows]) / native.spread)
     return fits, np.maximum(runs, fits)
+
+
+def _half_widths(
+    calibration: ClusterCalibration, nodes: Ints, larger: float, more: Floats, unmeasured: Floats
+) -> tuple[Floats, Floats]:
+    """Returns the half-widths of time and memory.
+
+    `larger` and `more` are the doublings beyond the measured models and nodes.
+    """
+    spread = calibration.spread
+    doublings = np.log2(np.maximum(nodes, calibration.range.nodes[0]))
+    time = spread.time + spread.time_per_doubling * doublings
+    time = time + spread.shape.time * larger + spread.nodes.time * more
+    of_memory = spread.memory + spread.shape.memory * larger + spread.nodes.memory * more
+    return np.hypot(time, unmeasured), np.hypot(of_memory, unmeasured)
+
+
+def _unmeasured(
+    question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
+) -> Floats:
+    kinds = unmeasured_kinds(question, layouts, calibration)
+    squares = UNMEASURED**2 * np.sum(list(kinds.values()), axis=0)
+    result: Floats = np.sqrt(squares + OFFLOADED**2 * (layouts.offload > 0))
+    return result
 
 
 def unmeasured_kinds(

@@ -19,7 +19,7 @@ TENSOR_COLLECTIVES = 10.0
 forward and backward (arXiv 2205.05198, section 4.2.2), and two gathers of inputs for weight
 gradients."""
 NATIVE_COLLECTIVES = 8.0
-"""The same in torch's own tensor parallelism, which keeps gathered inputs."""
+"""Collectives per layer in torch's own tensor parallelism, which keeps gathered inputs."""
 CONTENTION = 0.189
 """Mean slowdown of compute while communication runs, on 4 A100 and H100 with GPT and Llama models
 (Lee and others, arXiv 2507.03114). nanotron's is part of the fitted constants."""
