@@ -154,6 +154,10 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     import torch
 
     data = prepare_data(cell.data, workload, cell.sequence_length)
+    if workload.kind == "image" and data.tokens_file:
+        raise UsageError(
+            f"{cell.name} has no export: a script generates its images; use data: images"
+        )
     factory, given = Job(
         cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()
     ).optimizer_class()

@@ -46,7 +46,7 @@ class Cell(BaseModel):
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
-    """`stdlib`, `images`, `text:FILE`, `parquet:FILE` or `hf:DATASET`."""
+    """`stdlib`, `images`, `images:FOLDER`, `text:FILE`, `parquet:FILE` or `hf:DATASET`."""
     sequence_length: int = Field(default=64, ge=2)
     """Tokens per sample (ignored by image workloads)."""
     devices: int = Field(default=1, ge=1)
@@ -209,7 +209,7 @@ class Cell(BaseModel):
     @property
     def has_tokens(self) -> bool:
         """Whether samples are sequences of tokens; False for a user's own data."""
-        return self.data != "images" and not self.workload_digest
+        return not self.data.startswith("images") and not self.workload_digest
 
     @property
     def total_steps(self) -> int:

@@ -135,14 +135,17 @@ def source_of(name: str) -> tuple[str, str]:
 def _from_hub(name: str) -> Workload:
     path = name.removeprefix(HUB)
     config = read_config(f"workload {name!r}", path)
-    kind = _kind(name, config)
+    kind = require_kind(name, config)
     if Path(path).is_dir() and (lacks := lacking_weights(path)):
         raise UsageError(f"workload {name!r}: {lacks}")
     return from_config(name, path, config, kind, families())
 
 
-def _kind(name: str, config: PretrainedConfig) -> Kind:
-    """Returns what the config's architecture, or else its model type, is trained for."""
+def require_kind(name: str, config: PretrainedConfig) -> Kind:
+    """Returns what the config's architecture is trained for, or without one, its model type.
+
+    Raises UsageError if that is neither text nor images.
+    """
     import transformers
 
     able: list[Kind] = [

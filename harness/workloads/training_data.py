@@ -19,6 +19,7 @@ import numpy as np
 from harness.host.folders import cache_folder
 from harness.host.user_code import one_line
 from harness.spec.errors import UsageError
+from harness.workloads.image_folder import image_files, read_images
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,10 +50,11 @@ class DataSource:
     fingerprint: str
     """sha256 of the tokens, or of the parameters that generate images."""
     tokens_file: str | None
+    """Path of the array of tokens or images; None for generated images."""
     token_dtype: str
     """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
-    """Start and stop of each class's tokens; one range for causal models."""
+    """Start and stop of each class's tokens or images; one range for causal models."""
     sequence_length: int
     image_size: int = 0
     num_labels: int = 0
@@ -63,7 +65,7 @@ class DataSource:
 
     @functools.cached_property
     def tokens(self) -> Array:
-        """All tokens (shape [tokens]), memory-mapped."""
+        """All tokens (shape [tokens]) or images (shape [images, 3, size, size]), memory-mapped."""
         assert self.tokens_file is not None
         # Slicing a plain array is ten times as fast as slicing a memmap.
         return np.asarray(np.load(self.tokens_file, mmap_mode="r"))
@@ -78,7 +80,8 @@ class DataSource:
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
-            return self._images(rng, global_batch, rows)
+            images = self._images if self.tokens_file is None else self._stored_images
+            return images(rng, global_batch, rows)
         length = self.sequence_length
         labels = rng.integers(0, len(self.ranges), global_batch)
         starts = np.array([r[0] for r in self.ranges])[labels]
@@ -159,6 +162,16 @@ class DataSource:
             )
         return np.stack(images).astype(np.float32), labels[rows]
 
+    def _stored_images(
+        self, rng: np.random.Generator, global_batch: int, rows: slice
+    ) -> tuple[Array, Array]:
+        labels = self._ordered(rng.integers(0, len(self.ranges), global_batch))[rows]
+        starts, stops = np.array(self.ranges)[labels].T
+        numbers = starts + (
+            self._ordered(rng.random(global_batch))[rows] * (stops - starts)
+        ).astype(np.int64)
+        return self.tokens[numbers].astype(np.float32) / 127.5 - 1, labels
+
 
 @dataclass(frozen=True)
 class UserData(DataSource):
@@ -214,10 +227,13 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
             f"sequence_length {sequence_length} is longer than the {workload.max_tokens} positions"
             f" of {workload.name}"
         )
-    tokens_file, encoding = _tokens_file(name, workload)
-    facts = json.loads(tokens_file.with_suffix(".json").read_text())
+    texts, version = texts_of(name, workload)
+    encode, encoding = _encoder(workload)
+    tokens_file, fingerprint, ranges = _cached(
+        f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}",
+        lambda: [encode(text) for text in texts()],
+    )
     _check_ids(name, np.load(tokens_file, mmap_mode="r"), workload)
-    ranges = tuple((a, b) for a, b in facts["ranges"])
     short = min((b - a for a, b in ranges), default=0)
     if short < sequence_length + 2:
         raise UsageError(
@@ -227,7 +243,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
     return DataSource(
         kind=workload.kind,
         name=name,
-        fingerprint=facts["fingerprint"],
+        fingerprint=fingerprint,
         tokens_file=str(tokens_file),
         token_dtype=encoding,
         ranges=ranges,
@@ -251,36 +267,49 @@ def _check_ids(name: str, tokens: Array, workload: Workload) -> None:
 
 
 def _image_source(name: str, workload: Workload) -> DataSource:
-    if name not in ("stdlib", "images"):
+    kind, _, where = name.partition(":")
+    if kind not in ("stdlib", "images") or (kind == "stdlib" and where):
         raise UsageError(
-            f"data {name!r}: image workload {workload.name} takes generated images only; use"
-            " data: images"
+            f"data {name!r}: {workload.name} classifies images; use data: images, which generates"
+            " some, or images:FOLDER"
         )
     generator = f"gratings-1 {workload.image_size} {workload.num_labels}"
+    fingerprint, file = hashlib.sha256(generator.encode()).hexdigest(), None
+    ranges: tuple[tuple[int, int], ...] = ()
+    if where:
+        files = image_files(name, Path(where), workload.num_labels)
+        version = " ".join(_version(file) for of_class in files for file in of_class)
+        identity = f"1 {name} {version} {workload.image_size}"
+        file, fingerprint, ranges = _cached(
+            identity, lambda: read_images(name, files, workload.image_size)
+        )
     return DataSource(
         kind="image",
-        name="images",
-        fingerprint=hashlib.sha256(generator.encode()).hexdigest(),
-        tokens_file=None,
+        name=name if where else "images",
+        fingerprint=fingerprint,
+        tokens_file=str(file) if file else None,
         token_dtype="",
-        ranges=(),
+        ranges=ranges,
         sequence_length=0,
         image_size=workload.image_size,
         num_labels=workload.num_labels,
     )
 
 
-def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
-    """Returns the cached token file, next to a `.json` of facts, and its encoding."""
-    texts, version = texts_of(name, workload)
-    encode, encoding = _encoder(workload)
-    identity = f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}"
+def _version(file: Path) -> str:
+    return f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
+
+
+def _cached(
+    identity: str, read_parts: Callable[[], list[Array]]
+) -> tuple[Path, str, tuple[tuple[int, int], ...]]:
+    """Returns the cached file of the joined arrays, their fingerprint, and each one's range."""
     key = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "data"
     folder.mkdir(exist_ok=True)
     tokens_file, facts_file = folder / f"{key}.npy", folder / f"{key}.json"
     if not (tokens_file.exists() and facts_file.exists()):
-        parts = [encode(text) for text in texts()]
+        parts = read_parts()
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
         edges = np.cumsum([0, *(len(part) for part in parts)]).tolist()
         facts = {
@@ -292,7 +321,8 @@ def _tokens_file(name: str, workload: Workload) -> tuple[Path, str]:
         temporary.replace(tokens_file)
         temporary.write_text(json.dumps(facts))
         temporary.replace(facts_file)
-    return tokens_file, encoding
+    facts = json.loads(facts_file.read_text())
+    return tokens_file, facts["fingerprint"], tuple((a, b) for a, b in facts["ranges"])
 
 
 def _encoder(workload: Workload) -> tuple[Callable[[bytes], Array], str]:
@@ -337,23 +367,37 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
     kind, _, where = name.partition(":")
     if name == "stdlib":
         return (lambda: _stdlib(workload.num_labels if labelled else 0)), sys.version
+    if kind == "images":
+        raise UsageError(
+            f"data {name!r}: {workload.name} reads text; use stdlib, text:FILE, parquet:FILE or"
+            " hf:DATASET"
+        )
     if kind not in ("text", "parquet", "hf") or not where:
         raise UsageError(
-            f"unknown data {name!r}; use stdlib, images, text:FILE, parquet:FILE or hf:DATASET"
+            f"unknown data {name!r}; use stdlib, images, images:FOLDER, text:FILE, parquet:FILE or"
+            " hf:DATASET"
         )
     if kind != "hf" and not Path(where).is_file():
         raise UsageError(f"data {name!r}: there is no file {where!r}")
-    version = "" if kind == "hf" else str(Path(where).stat().st_mtime_ns)
+    of_folder = sorted(Path(where).rglob("*")) if kind == "hf" and Path(where).is_dir() else []
+    version = " ".join(_version(file) for file in ([Path(where)] if kind != "hf" else of_folder))
     if kind == "text":
         if labelled:
             raise UsageError(
                 f"data {name!r} has no labels, which {workload.name} needs; use parquet:FILE with"
                 " columns text and label"
             )
-        return (lambda: [Path(where).read_bytes()]), version
+        return (lambda: [_read_text(name, Path(where))]), version
     read_rows = _parquet_rows if kind == "parquet" else _hub_rows
     rows = read_rows(name, where, labelled)
     return (lambda: _by_label(name, rows, workload.num_labels if labelled else 0)), version
+
+
+def _read_text(name: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"data {name!r} cannot be read: {error.strerror}") from None
 
 
 def _stdlib(num_labels: int) -> Iterator[bytes]:
@@ -384,18 +428,12 @@ def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
         table = pq.read_table(where)
     except (OSError, pa.ArrowInvalid) as error:
         raise UsageError(
-            f"data {name!r} is not a readable parquet file: {str(error).splitlines()[0]}"
+            f"data {name!r} is not a readable parquet file: {one_line(error)}"
         ) from None
 
-    def read(column: str) -> Column:
-        try:
-            return list(table.column(column).to_pylist())
-        except Exception as error:  # a column given twice, or values that Python does not have
-            raise UsageError(
-                f"data {name!r}, column {column!r} cannot be read: {one_line(error)}"
-            ) from None
-
-    return _columns(name, table.column_names, read, labelled)
+    return _columns(
+        name, table.column_names, lambda column: list(table.column(column).to_pylist()), labelled
+    )
 
 
 def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
@@ -406,11 +444,13 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
             f"data {name!r} needs the package datasets: pip install 'parallelism-bench[datasets]'"
         ) from None
     try:
-        loaded = datasets.load_dataset(where, split="train")
+        if any(Path(where, file).is_file() for file in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(where)
+            loaded = loaded["train"] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            loaded = datasets.load_dataset(where, split="train")
     except Exception as error:  # the library's own, urllib's and OS errors
-        raise UsageError(
-            f"data {name!r} could not be loaded: {str(error).splitlines()[0]}"
-        ) from None
+        raise UsageError(f"data {name!r} could not be loaded: {one_line(error)}") from None
     return _columns(name, loaded.column_names, lambda column: list(loaded[column]), labelled)
 
 
@@ -422,7 +462,10 @@ def _columns(
             raise UsageError(
                 f"data {name!r} has no column {column!r}; its columns are: {', '.join(present)}"
             )
-    return read("text"), read("label") if labelled else None
+    try:
+        return read("text"), read("label") if labelled else None
+    except Exception as error:  # a column given twice, or values that Python does not have
+        raise UsageError(f"data {name!r}: a column cannot be read: {one_line(error)}") from None
 
 
 def _require_kind(

@@ -166,7 +166,7 @@ def test_hub_datasets_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("stdlib:", "llama-nano", "unknown data"),
         ("text:{small}", "llama-nano", "too few"),
         ("text:{small}", "bert-micro", "has no labels"),
-        ("text:{small}", "resnet-micro", "generated images only"),
+        ("text:{small}", "resnet-micro", "classifies images"),
         ("parquet:{small}", "llama-nano", "not a readable parquet file"),
         ("parquet:{columns}", "llama-nano", "no column 'text'"),
     ],
