@@ -66,7 +66,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 256}
 _BART: dict[str, Any] = {
     "vocab_size": 256,
     "d_model": 32,
@@ -77,6 +76,12 @@ _BART: dict[str, Any] = {
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
     "max_position_embeddings": 256,
+}
+_WHISPER = _BART | {
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 64,
+    "pad_token_id": 0,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 256}
 _HYBRID: dict[str, Any] = _DECODER | {

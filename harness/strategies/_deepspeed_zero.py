@@ -146,10 +146,10 @@ class ZeroOptions(Strategy):
                 "DeepSpeed has no fp16 on this CPU: use one with AVX512-FP16 or AMX-FP16, a GPU, or"
                 " bf16"
             )
-        if cell.precision != "fp32" and workload.kind == "image":
+        if cell.precision != "fp32" and workload.kind in ("image", "speech"):
             raise Refused(
-                "DeepSpeed keeps images and BatchNorm's statistics in fp32 but halves the weights,"
-                " and torch does not mix them; use amp"
+                "DeepSpeed keeps images, spectra and BatchNorm's statistics in fp32 but halves the"
+                " weights, and torch does not mix them; use amp"
             )
         if cell.recompute == "selective" and self.stage == 3:
             raise Refused(

@@ -10,6 +10,7 @@ from harness.strategies._accelerate import AccelerateEngine
 from harness.strategies.ddp import ddp_buckets
 from harness.strategy import Capabilities, Cell, Job
 from harness.workloads import Workload
+from harness.workloads.family import HAS_DECODER
 
 
 class TransformersTrainer(AccelerateEngine):
@@ -44,7 +45,7 @@ class TransformersTrainer(AccelerateEngine):
                 f"Trainer lets the model compute its loss, and {workload.name} computes it outside;"
                 " use ddp"
             )
-        if workload.kind == "seq2seq":
+        if workload.kind in HAS_DECODER:
             raise Refused(
                 f"Trainer would let {workload.name} make its decoder's inputs from the labels,"
                 " but samples have their own; use ddp"

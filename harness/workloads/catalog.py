@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 HUB = "hf:"
 """Prefix of models that transformers loads from a folder or its hub."""
 
-_KINDS: dict[str, Kind] = {
-    "ForCausalLM": "causal",
-    "LMHeadModel": "causal",
-    "ForMaskedLM": "masked",
-    "ForConditionalGeneration": "seq2seq",
-    "ForSequenceClassification": "classification",
-    "ForTokenClassification": "tokens",
-    "ForImageClassification": "image",
-    "ForImageClassificationWithTeacher": "image",
+_ENDINGS: dict[Kind, tuple[str, ...]] = {
+    "causal": ("ForCausalLM", "LMHeadModel"),
+    "masked": ("ForMaskedLM",),
+    "seq2seq": ("ForConditionalGeneration",),
+    "speech": ("ForConditionalGeneration",),
+    "classification": ("ForSequenceClassification",),
+    "tokens": ("ForTokenClassification",),
+    "image": ("ForImageClassification", "ForImageClassificationWithTeacher"),
 }
-"""Suffixes of transformers' class names, and what these classes are trained for."""
+"""Suffixes of transformers' class names, by what these classes are trained for."""
 
 
 @functools.cache
@@ -155,7 +154,7 @@ def require_kind(name: str, config: PretrainedConfig) -> Kind:
     ]
     architectures = getattr(config, "architectures", None)
     if not architectures:
-        usual: list[Kind] = ["seq2seq"] if config.is_encoder_decoder else []
+        usual: list[Kind] = ["seq2seq", "speech"] if config.is_encoder_decoder else []
         usual += ["masked", "causal", "seq2seq", "image", "classification", "tokens"]
         if kinds := [kind for kind in usual if kind in able]:
             return kinds[0]
@@ -165,7 +164,7 @@ def require_kind(name: str, config: PretrainedConfig) -> Kind:
         )
     architecture = str(architectures[0]) if isinstance(architectures, list) else ""
     for kind in able:
-        if any(architecture.endswith(ending) for ending, of in _KINDS.items() if of == kind):
+        if architecture.endswith(_ENDINGS[kind]):
             return kind
     for kind in able:
         loaded = getattr(transformers, AUTO[kind])._model_mapping[type(config)]

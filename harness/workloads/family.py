@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-Kind = Literal["causal", "masked", "seq2seq", "classification", "tokens", "image", "custom"]
-"""Training objective: next tokens, masked tokens, a decoder's next tokens, a class per sample,
-token or image, or a custom loss."""
+Kind = Literal[
+    "causal", "masked", "seq2seq", "speech", "classification", "tokens", "image", "custom"
+]
+"""Training objective: next tokens, masked tokens, a decoder's next tokens after text or speech, a
+class per sample, token or image, or a custom loss."""
+HAS_DECODER = ("seq2seq", "speech")
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
 

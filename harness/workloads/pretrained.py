@@ -93,6 +93,7 @@ def from_config(
         if kind in ("classification", "tokens", "image")
         else 0,
         image_size=_image_size(config) if kind == "image" else 0,
+        spectrum=_spectrum(config) if kind == "speech" else None,
         vocabulary=_number(config, "vocab_size") if kind != "image" else 0,
         experts=next(filter(None, (_number(config, key) for key in EXPERTS)), 0),
         experts_per_token=_number(config, "num_experts_per_tok"),
@@ -111,11 +112,15 @@ def from_config(
         ) from None
     split, lacks = _split(type(model).__name__, config, structure, families, workload.hidden_size)
     family = _family(config, type(model).__name__, families)
-    positions = [n for n in (_number(config, "max_position_embeddings"), structure.positions) if n]
+    positions = [
+        _number(config, "max_position_embeddings"),
+        structure.positions,
+        2 * _number(config, "max_target_positions") if kind == "speech" else 0,
+    ]
     return dataclasses.replace(
         workload,
         vocabulary=vocabulary if kind != "image" else 0,
-        max_tokens=min(positions, default=0) if kind != "image" else 0,
+        max_tokens=min(filter(None, positions), default=0) if kind != "image" else 0,
         blocks=structure.blocks,
         block_paths=structure.block_paths,
         split=split if kind in ("causal", "classification") else None,
@@ -142,6 +147,17 @@ def _image_size(config: PretrainedConfig) -> int:
     if isinstance(size, list | tuple) and len(set(size)) == 1:
         size = size[0]
     return size if isinstance(size, int) and size > 0 else IMAGE_SIZE
+
+
+def _spectrum(config: PretrainedConfig) -> tuple[int, int]:
+    """Returns mel bins and frames; raises UsageError for a model with another kind of input."""
+    bins, positions = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
+    if not (bins and positions):
+        raise UsageError(
+            f"models of type {config.model_type!r} hear another kind of sound than log-mel spectra"
+            " of a fixed length; give one of type 'whisper'"
+        )
+    return bins, 2 * positions
 
 
 def _without(names: frozenset[str]) -> Callable[[str, Tensor], Tensor]:

@@ -19,6 +19,7 @@ import numpy as np
 from harness.host.folders import cache_folder
 from harness.host.user_code import one_line
 from harness.spec.errors import UsageError
+from harness.workloads.family import HAS_DECODER
 from harness.workloads.image_folder import image_files, read_images
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class DataSource:
         inputs = np.ascontiguousarray(pieces[:, :-1])
         if self.kind == "causal":
             return inputs, np.ascontiguousarray(pieces[:, 1:])
-        if self.kind == "seq2seq":
+        if self.kind in HAS_DECODER:
             return inputs, np.ascontiguousarray(pieces[:, length - length // 2 + 1 :])
         if self.kind == "tokens":
             return inputs, inputs % self.num_labels

@@ -15,7 +15,7 @@ from harness.host.packages import hide
 from harness.host.user_code import one_line
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Tolerance
-from harness.workloads.family import Family, Kind, ModelConfig, Split
+from harness.workloads.family import HAS_DECODER, Family, Kind, ModelConfig, Split
 from harness.workloads.structure import split_sizes
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ AUTO: dict[Kind, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
+    "speech": "AutoModelForSpeechSeq2Seq",
     "classification": "AutoModelForSequenceClassification",
     "tokens": "AutoModelForTokenClassification",
     "image": "AutoModelForImageClassification",
@@ -84,6 +85,8 @@ class Workload:
     """Path or hub id of an `hf:` model."""
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
+    spectrum: tuple[int, int] | None = None
+    """Mel bins and frames that a speech model hears."""
     num_labels: int = 0
     vocabulary: int = 0
     """Number of tokens in the vocabulary; 0 for images."""
@@ -246,10 +249,10 @@ class Workload:
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
     ) -> Tensor | HasLogits:
         """Returns the model's output. An encoder-decoder takes both inputs together."""
-        if self.kind == "seq2seq":
+        if self.kind in HAS_DECODER:
             inputs, target = inputs.split(_halves(inputs.shape[1]), dim=1)
             more["decoder_input_ids"] = target
-        return model(inputs, **more)
+        return model(made_up_spectra(inputs, *self.spectrum) if self.spectrum else inputs, **more)
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
         return cast("Tensor", getattr(output, "logits", output))
@@ -408,12 +411,23 @@ class Workload:
             return inputs.new_zeros(len(inputs)).long()
         tokens = inputs.shape[1]
         return inputs.new_zeros(
-            len(inputs), _halves(tokens)[1] if self.kind == "seq2seq" else tokens
+            len(inputs), _halves(tokens)[1] if self.kind in HAS_DECODER else tokens
         )
 
 
 def _halves(tokens: int) -> tuple[int, int]:
     return tokens - tokens // 2, tokens // 2
+
+
+def made_up_spectra(ids: Tensor, bins: int, frames: int) -> Tensor:
+    """Returns log-mel features between -1 and 1 (samples, bins, frames), in which each token sounds
+    equally long."""
+    import torch
+
+    places = torch.arange(frames, device=ids.device) * ids.shape[1] // frames
+    pitches = torch.arange(1, bins + 1, device=ids.device)[:, None]
+    # Whole numbers, so that each device computes the same.
+    return (ids[:, None, places] + 7) * pitches % 201 / 100 - 1
 
 
 def without_noise(config: PretrainedConfig) -> None:
@@ -440,10 +454,28 @@ def losses_differ(a: Tensor | float, b: Tensor | float) -> bool:
 @functools.cache
 def require_steady(workload: Workload, sequence_length: int) -> None:
     """Raises UsageError if a loss is random, or a sample's depends on the batch."""
-    import torch
-
     if sum(p.numel() for p in workload.on_meta().parameters()) > MOST_TRIED:
         return
+    try:
+        first, again, both, alone = _losses(workload, sequence_length)
+    except Exception as error:  # whatever a model does with sizes that do not go together
+        raise UsageError(f"{workload.name} computes no loss ({one_line(error)})") from None
+    if losses_differ(first, again):
+        raise UsageError(
+            f"the loss of {workload.name} is random even without dropout, and its random numbers"
+            " would depend on how ranks share the batch; turn that off in its config.json"
+        )
+    if losses_differ(both, alone):
+        raise UsageError(
+            f"a sample's loss in {workload.name} depends on the other samples of its batch, which"
+            " ranks would share differently; give a model whose samples are independent"
+        )
+
+
+def _losses(workload: Workload, sequence_length: int) -> tuple[float, float, float, float]:
+    """Returns the loss of two samples, again, without dropout, and as the mean of both samples'."""
+    import torch
+
     model = workload.build(0, saved_weights=False)
     inputs = workload.sample_inputs(2, sequence_length)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -458,22 +490,9 @@ def require_steady(workload: Workload, sequence_length: int) -> None:
         def loss(rows: slice) -> float:
             return float(workload.loss(workload.logits(model, inputs[rows]), labels[rows]))
 
-        try:
-            first, again = loss(slice(2)), loss(slice(2))
-            model.eval()
-            both, alone = loss(slice(2)), (loss(slice(1)) + loss(slice(1, 2))) / 2
-        except Exception as error:  # whatever a model does with sizes that do not go together
-            raise UsageError(f"{workload.name} computes no loss ({one_line(error)})") from None
-    if losses_differ(first, again):
-        raise UsageError(
-            f"the loss of {workload.name} is random even without dropout, and its random numbers"
-            " would depend on how ranks share the batch; turn that off in its config.json"
-        )
-    if losses_differ(both, alone):
-        raise UsageError(
-            f"a sample's loss in {workload.name} depends on the other samples of its batch, which"
-            " ranks would share differently; give a model whose samples are independent"
-        )
+        first, again = loss(slice(2)), loss(slice(2))
+        model.eval()
+        return first, again, loss(slice(2)), (loss(slice(1)) + loss(slice(1, 2))) / 2
 
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")

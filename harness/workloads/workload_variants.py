@@ -282,9 +282,10 @@ def _check(base: Workload, name: str, storage: str | None, adapter: str | None) 
         raise UsageError(
             f"workload {name!r}: only models of transformers have variants; leave the suffix out"
         )
-    if base.kind == "image":
+    if base.kind in ("image", "speech"):
         raise UsageError(
-            f"workload {name!r}: an image model has no variants; use a gpt2, llama or bert workload"
+            f"workload {name!r}: {base.kind} models have no variants; use a gpt2, llama or bert"
+            " workload"
         )
     if base.kind != "causal" and (adapter or storage in QUANTISED):
         raise UsageError(

@@ -125,6 +125,7 @@ def test_a_config_of_a_model(seed: int) -> None:
     [
         '{"model_type": "llama", "num_labels": 100000000000}',
         '{"model_type": "bert", "num_hidden_layers": 100000000000}',
+        '{"model_type": "bert", "hidden_size": 24, "vocab_size": 256, "initializer_range": -0.2}',
     ],
 )
 def test_a_config_that_ended_in_a_traceback(text: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.expand import expand
 from bench.host import Host
@@ -18,6 +19,7 @@ from harness.strategies.fsdp1 import wrap_policy
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
+from harness.workloads.workload import made_up_spectra
 from tests.tiny_models import MODELS, save_config
 
 ALONE = {"mamba": 0, "falcon": 4, "vit": 4}
@@ -207,3 +209,14 @@ def test_fsdp1_never_cuts_shared_parameters_apart(tied: bool) -> None:
     policy = wrap_policy(job, model)
     cut = policy(module=model[1], recurse=False, nonwrapped_numel=512)
     assert cut is not tied
+
+
+def test_a_speech_model_hears_its_text(tmp_path: Path) -> None:
+    workload = make_workload(save_config(tmp_path, "whisper"))
+    assert (workload.kind, workload.spectrum, workload.max_tokens) == ("speech", (8, 32), 128)
+    low, high, both = (
+        made_up_spectra(torch.tensor([ids]), 8, 32) for ids in ([1, 1], [2, 2], [1, 2])
+    )
+    assert both.shape == (1, 8, 32)
+    assert torch.equal(both, torch.cat([low[..., :16], high[..., 16:]], dim=2))
+    assert not torch.isclose(low, high).any()

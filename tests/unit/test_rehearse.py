@@ -32,6 +32,7 @@ from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from tests.ranks.conftest import cell
+from tests.tiny_models import save_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,3 +183,14 @@ def test_the_command_shows_a_table_or_json() -> None:
     shown = CliRunner().invoke(app, [*words, "--rank", "0"])
     assert "between steps" in shown.stdout
     assert "model whole" in shown.stdout
+
+
+@quiet
+def test_a_model_with_norms_of_heads_peaks_as_a_llama_of_its_sizes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "head_dim": 128}
+    peaks = []
+    for model in ("llama", "qwen3"):
+        name = save_config(tmp_path / model, model, **sizes, tie_word_embeddings=False)
+        of_model = cell("fsdp2", 8, workload=name, global_batch=8, sequence_length=16)
+        peaks.append(rehearse(of_model, ranks=(0,)).fullest.peak_bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.03)
