@@ -153,6 +153,15 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "albert": ("AlbertForMaskedLM", _ENCODER | {"embedding_size": 16}),
     "modernbert": ("ModernBertForMaskedLM", _ENCODER | {"pad_token_id": 0}),
+    "dinov2": (
+        "Dinov2ForImageClassification",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"image_size": 32, "patch_size": 8, "num_labels": 10},
+    ),
+    "longformer": (
+        "LongformerForMaskedLM",
+        _ENCODER | {"attention_window": 8, "max_position_embeddings": 256},
+    ),
     "resnet": (
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},

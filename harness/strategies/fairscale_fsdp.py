@@ -40,7 +40,7 @@ class FairscaleFsdp(Strategy):
         check_recompute(cell)
         if workload.partly_frozen:
             raise Refused(
-                f"{workload.name} freezes most parameters, and a flat parameter is trained or"
+                f"{workload.name} freezes some parameters, and a flat parameter is trained or"
                 " frozen as a whole: use fsdp1 or fsdp2"
             )
         if cell.decay == "matrices":

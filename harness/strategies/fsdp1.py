@@ -41,7 +41,7 @@ class Fsdp1(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
-            reason = "freezes most parameters, and a flat parameter is trained or frozen as a whole"
+            reason = "freezes some parameters, and a flat parameter is trained or frozen as a whole"
             raise Refused(f"{workload.name} {reason}: use_orig_params")
         if cell.decay == "matrices" and not self.use_orig_params:
             raise Refused(

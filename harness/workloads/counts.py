@@ -164,6 +164,8 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     try:
         with without_memory():
             return _counted(workload, sequence_length)
+    except UsageError:
+        raise
     except Exception as error:  # e.g. from reading a fake tensor's values
         if workload.family is not None:
             raise
@@ -175,6 +177,8 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
             ) from None
     try:
         return _counted(workload, sequence_length)
+    except UsageError:
+        raise
     except Exception as error:  # whatever a model does with sizes that do not go together
         raise UsageError(
             f"{workload.name} cannot compute a sample of {sequence_length} tokens"
@@ -188,6 +192,12 @@ def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
     parameter_bytes, buffer_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
+    unused = [name for name, p in trained.items() if p.grad is None]
+    if unused and workload.pretrained:
+        raise UsageError(
+            f"{len(unused)} parameters of {workload.name} take no part in its loss, such as"
+            f" {unused[0]}; strategies would train them differently, so give a model without them"
+        )
     return ModelFacts(
         trainable=tuple(trained),
         parameters=sum(p.numel() for p in named.values()),

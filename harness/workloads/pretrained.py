@@ -19,6 +19,7 @@ IMAGE_SIZE = 224
 """Height and width in pixels, if a config names none."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """A config's names for the number of experts."""
+FEW_TOKENS = 16
 SHARDS = "model*.safetensors.index.json"
 MOST = {"layer": 10_000, "block": 10_000, "depth": 10_000, "expert": 10_000, "stage": 10_000} | {
     "label": 1_000_000,
@@ -103,7 +104,7 @@ def from_config(
     )
     try:
         model = cast("PreTrainedModel", workload.on_meta())
-        structure = read_structure(model)
+        structure, unused = read_structure(model), _unused(workload, model)
         vocabulary = workload.vocabulary or _rows(model)
     except Exception as error:  # whatever a model's class raises for a config that it cannot build
         raise UsageError(
@@ -121,6 +122,8 @@ def from_config(
         workload,
         vocabulary=vocabulary if kind != "image" else 0,
         max_tokens=min(filter(None, positions), default=0) if kind != "image" else 0,
+        unused=unused,
+        built_frozen=not all(p.requires_grad for p in model.parameters()),
         blocks=structure.blocks,
         block_paths=structure.block_paths,
         split=split if kind in ("causal", "classification") else None,
@@ -133,6 +136,22 @@ def from_config(
             family.without_zero_gradient if family else _without(structure.zero_gradients)
         ),
     )
+
+
+def _unused(workload: Workload, model: PreTrainedModel) -> tuple[str, ...]:
+    """Returns names of parameters without gradients; empty if the loss depends on values, which a
+    model on the meta device lacks."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            inputs = workload.sample_inputs(2, FEW_TOKENS)
+            logits = workload.logits(model.train(), inputs)
+            workload.loss(logits, workload.sample_labels(inputs)).backward()
+    except Exception:  # such as torch's, of an operator that needs values
+        return ()
+    named = model.named_parameters()
+    return tuple(name for name, p in named if p.requires_grad and p.grad is None)
 
 
 def _rows(model: PreTrainedModel) -> int:

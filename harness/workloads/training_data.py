@@ -422,19 +422,17 @@ def _stdlib(num_labels: int) -> Iterator[bytes]:
 
 
 def _parquet_rows(name: str, where: str, labelled: bool) -> Rows:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(where)
-    except (OSError, pa.ArrowInvalid) as error:
+        names = table.column_names
+    except Exception as error:  # pyarrow's own, OS errors, and Python's for names that are no text
         raise UsageError(
             f"data {name!r} is not a readable parquet file: {one_line(error)}"
         ) from None
 
-    return _columns(
-        name, table.column_names, lambda column: list(table.column(column).to_pylist()), labelled
-    )
+    return _columns(name, names, lambda column: list(table.column(column).to_pylist()), labelled)
 
 
 def _hub_rows(name: str, where: str, labelled: bool) -> Rows:

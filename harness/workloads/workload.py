@@ -85,6 +85,10 @@ class Workload:
     """Path or hub id of an `hf:` model."""
     image_size: int = 0
     """Height and width in pixels; 0 for text."""
+    unused: tuple[str, ...] = ()
+    """Names of parameters that take no part in the loss, and are not trained."""
+    built_frozen: bool = False
+    """Whether its class does not train some parameters."""
     spectrum: tuple[int, int] | None = None
     """Mel bins and frames that a speech model hears."""
     num_labels: int = 0
@@ -217,6 +221,8 @@ class Workload:
         else:
             model = auto.from_config(config)
         without_dropout(model)
+        for name in self.unused:
+            model.get_parameter(name).requires_grad_(False)
         if self.kind == "classification" and model.config.pad_token_id is None:
             # Some models look for a sample's last token before its padding, and samples have no
             # padding.
@@ -278,7 +284,7 @@ class Workload:
     @property
     def partly_frozen(self) -> bool:
         """Whether only some parameters are trained."""
-        return False
+        return self.built_frozen or bool(self.unused)
 
     @property
     def arithmetic(self) -> str | None:

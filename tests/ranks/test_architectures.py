@@ -23,7 +23,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor": {},
     "pipeline": {"micro_batches": 2},
 }
-TRAINED = [*MODELS, *MORE_MODELS]
+TRAINED = [model for model in (*MODELS, *MORE_MODELS) if model != "longformer"]
 PLANNED = {"llama", "gemma3_text", "gpt_neox", "mixtral", "phi", "cohere"}
 """Some of the models that a pipeline must be able to split."""
 
@@ -47,7 +47,7 @@ def require_exact(run_cells: RunCells, folder: Path, models: list[str]) -> None:
 
 
 def test_an_architecture_trains_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> None:
-    require_exact(run_cells, tmp_path, ["gpt_neox", "whisper"])
+    require_exact(run_cells, tmp_path, ["gpt_neox", "whisper", "dinov2"])
 
 
 @pytest.mark.thorough

@@ -43,6 +43,11 @@ def no_picture(folder: Path) -> None:
     (folder / "birds").mkdir()
 
 
+def name_that_is_no_text(file: Path) -> None:
+    table(file, text=TEXTS, bodybody=TEXTS)
+    file.write_bytes(file.read_bytes().replace(b"bodybody", b"\xff" * 8))
+
+
 def damaged_dataset(folder: Path) -> None:
     saved(folder, text=TEXTS)
     next(folder.glob("*.arrow")).write_text("not arrow")
@@ -58,6 +63,7 @@ WRONG: list[tuple[str, str, Write]] = [
     ("parquet", "llama-nano", lambda file: table(file, text=[1, 2])),
     ("parquet", "llama-nano", lambda file: table(file, text=np.zeros(0, str))),
     ("parquet", "llama-nano", lambda file: file.write_text("") and None),
+    ("parquet", "llama-nano", name_that_is_no_text),
     ("parquet", "bert-micro", lambda file: table(file, text=TEXTS)),
     ("parquet", "bert-micro", lambda file: table(file, text=TEXTS, label=[0, None])),
     ("parquet", "bert-micro", lambda file: table(file, text=TEXTS, label=["neg", "pos"])),

@@ -211,6 +211,14 @@ def test_fsdp1_never_cuts_shared_parameters_apart(tied: bool) -> None:
     assert cut is not tied
 
 
+def test_parameters_without_part_in_the_loss_are_frozen_or_refused(tmp_path: Path) -> None:
+    workload = make_workload(save_config(tmp_path / "dinov2", "dinov2"))
+    assert (workload.unused, workload.partly_frozen) == (("dinov2.embeddings.mask_token",), True)
+    assert not any("mask_token" in name for name in model_facts(workload, 32).trainable)
+    with pytest.raises(UsageError, match="query_global"):
+        model_facts(make_workload(save_config(tmp_path / "longformer", "longformer")), 32)
+
+
 def test_a_speech_model_hears_its_text(tmp_path: Path) -> None:
     workload = make_workload(save_config(tmp_path, "whisper"))
     assert (workload.kind, workload.spectrum, workload.max_tokens) == ("speech", (8, 32), 128)
