@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -46,7 +46,7 @@ class PublishedRow(BaseModel):
     """GPUs that can run it; the first is predicted."""
     devices: int
     strategy: str
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     precision: Precision = "bf16"
     sequence_length: int
     global_batch: int

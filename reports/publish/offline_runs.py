@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.record.trial import TrialRecord
 from reports.export_records import records
@@ -62,7 +62,7 @@ def _cell(report: RunReport, record: CellRecord, name: str, folder: Path) -> Non
 
     axes = {key: record[key] for key in AXES}
     tags = tags_of(report, record)
-    run: Any = wandb.init(
+    run = wandb.init(
         project=PROJECT,
         id=name,
         name=printable(record["cell_name"]) or record["cell_id"],
@@ -99,6 +99,6 @@ def _cell(report: RunReport, record: CellRecord, name: str, folder: Path) -> Non
     run.finish(exit_code=0 if record["status"] == "ok" else 1)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns text without control characters; other values unchanged."""
     return printable(value) if isinstance(value, str) else value
