@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
 from harness.host.environment import unused_gpus
 from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
-from harness.host.gpu_state import GpuState, states_of
-from harness.host.nvml import nvml
+from harness.host.gpu_state import GpuState, started_library, states_of
+from harness.host.nvml import Nvml
 
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
@@ -51,13 +52,16 @@ def gpu_troubles() -> list[Trouble]:
         return list(_unused())
     troubles = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
     troubles += [trouble for state in _states(devices) for trouble in _state(state)]
-    return troubles + list(_software()) + list(_surroundings(devices))
+    return [*troubles, *_unproven(), *_software(), *_surroundings(devices)]
 
 
 def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
-    with nvml() as library:
-        if library is not None:
-            yield from states_of(library, devices)
+    library = started_library()
+    if library is None:
+        return
+    yield from states_of(library, devices)
+    if isinstance(library, Nvml):
+        library.close()
 
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:
@@ -68,7 +72,10 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
             subject,
             f"its power limit is {limit:.0f} W; the default is {default:.0f} W",
             "it runs at lower clocks than other GPUs of this model, so results look slower",
-            f"sudo nvidia-smi -i {number} -pl {default:.0f}",
+            _command(
+                f"sudo nvidia-smi -i {number} -pl {default:.0f}",
+                f"sudo amd-smi set -g {number} --power-cap {default:.0f}",
+            ),
         )
     if facts.persistence is False:
         yield Trouble(
@@ -122,23 +129,50 @@ def _state(state: GpuState) -> Iterator[Trouble]:
             subject,
             f"it is at {state.temperature_celsius} degrees Celsius: {cause}",
             "its clocks drop during a run",
-            f"improve cooling, or wait; check with: nvidia-smi -i {number} -q -d"
-            " TEMPERATURE,PERFORMANCE",
+            "improve cooling, or wait; check with: "
+            + _command(
+                f"nvidia-smi -i {number} -q -d TEMPERATURE,PERFORMANCE",
+                f"amd-smi metric -g {number} --temperature --clock",
+            ),
         )
     if state.uncorrected_errors:
         yield Trouble(
             subject,
             f"{state.uncorrected_errors} memory errors could not be corrected",
             "results may be wrong and ranks may crash",
-            f"restart the host; list them with: nvidia-smi -i {number} -q -d ECC",
+            "restart the host; list them with: "
+            + _command(f"nvidia-smi -i {number} -q -d ECC", f"amd-smi metric -g {number} --ecc"),
+        )
+
+
+def _command(nvidia: str, amd: str) -> str:
+    return amd if rocm_version() else nvidia
+
+
+def _unproven() -> Iterator[Trouble]:
+    """Reports what nobody has seen work, as the suite has never run on AMD's GPUs."""
+    if not (version := rocm_version()):
+        return
+    yield Trouble(
+        "ROCm",
+        f"the suite has only run on stand-ins for ROCm ({version}), never on an AMD GPU",
+        "forked ranks, memory limits, CUDA graphs, RCCL, float8 and bitwise parity are unproven",
+        "python -m bench doctor --gpu-check, which checks each of them",
+    )
+    try:
+        AmdSmi.start()
+    except NoAmdSmi as error:
+        yield Trouble(
+            "ROCm",
+            str(error),
+            "energy, clocks, temperatures and other processes' memory are unknown",
+            "pip install /opt/rocm/share/amd_smi",
         )
 
 
 def _unused() -> Iterator[Trouble]:
     if reason := unused_gpus():
-        fix = "use a host with NVIDIA GPUs"
-        if visible_gpus():
-            fix = "make setup, on this host, once the above is fixed"
+        fix = "make setup, on this host, once the above is fixed"
         yield Trouble("GPUs", reason, "every cell runs on the CPU", fix)
 
 
@@ -149,7 +183,7 @@ def _software() -> Iterator[Trouble]:
         yield from unused
         return
     if not torch.distributed.is_nccl_available():
-        what = f"torch {torch.__version__} is built without NCCL"
+        what = f"torch {torch.__version__} is built without {_command('NCCL', 'RCCL')}"
         yield Trouble(
             "torch", what, "GPUs cannot communicate with each other", "make setup, on this host"
         )

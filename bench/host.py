@@ -67,7 +67,7 @@ def host_of(text: str, nodes: int) -> Host:
         int(match[1] or 1),
         model.memory_bytes,
         nodes,
-        f"NVIDIA {model.product_name}",
+        model.device_name,
         elsewhere=True,
         cores=int(match[3]) if match[3] else None,
     )

@@ -41,12 +41,13 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from bench.host import Host
 from harness.spec.cell import Cell
+from harness.spec.device import DeviceType
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
@@ -93,7 +94,7 @@ class Sizes(BaseModel):
 class Rule(Sizes):
     """Additions for a kind of host."""
 
-    device: Literal["cpu", "cuda"] | None = None
+    device: DeviceType | None = None
     memory_at_least: str = "0B"
     devices_at_most: int | None = Field(default=None, ge=1)
     trials: int | None = Field(default=None, ge=1)

@@ -198,6 +198,7 @@ def _rate(bandwidth: float | None) -> str:
 
 
 def _devices() -> dict[str, str]:
+    from harness.host.amd import rocm_version
     from harness.host.cores import allowed_cores
     from harness.host.environment import cpu_model, device_type, gpus, unused_gpus
     from harness.host.memory_limits import available_memory_bytes, memory_bytes
@@ -212,6 +213,8 @@ def _devices() -> dict[str, str]:
     for index, (name, memory) in enumerate(gpus()):
         rows[f"GPU {index}"] = f"{name}, {memory / 2**30:.1f} GiB"
     rows["used by cells"] = device_type()
+    if version := rocm_version():
+        rows["used by cells"] += f" (ROCm, HIP {version}; torch calls it cuda)"
     if reason := unused_gpus():
         rows["GPUs not used"] = reason
     return rows
@@ -230,13 +233,15 @@ def _compiled_ops() -> dict[str, str]:
 
     import torch
 
+    from harness.host.amd import rocm_version
     from harness.strategy.registry import strategies
 
     built = torch.distributed
+    nccl = "in torch" + (", as RCCL" if rocm_version() else "")
     installed = [cls for cls in strategies().values() if all(map(find_spec, cls.requires))]
     return {
         "gloo": "in torch" if built.is_gloo_available() else "missing: torch was built without it",
-        "nccl": "in torch" if built.is_nccl_available() else "missing: needs a CUDA build of torch",
+        "nccl": nccl if built.is_nccl_available() else "missing: needs a CUDA build of torch",
         "mpi": "in torch" if built.is_mpi_available() else "not in this torch",
         **{
             part: state
@@ -334,7 +339,7 @@ def check_gpu(options: CheckOptions) -> None:
         )
     if options.device == "cuda" and device_type() != "cuda":
         raise UsageError(
-            f"--gpu-check needs a GPU: {unused_gpus() or 'NVML finds no GPU here'}; --device cpu"
+            f"--gpu-check needs a GPU: {unused_gpus() or 'there is no GPU here'}; --device cpu"
             " rehearses the check without one"
         )
     folders = Folders.prepare(options.out)

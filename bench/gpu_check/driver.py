@@ -23,6 +23,7 @@ from bench.gpu_check.outcomes import (
 )
 from bench.gpu_check.steps import CheckPlan, Step
 from harness.host.cores import allowed_cores
+from harness.host.cuda import HIDE_GPUS
 
 LEAST_SECONDS = 15.0
 COLLECT_SECONDS = 30.0
@@ -207,7 +208,7 @@ class CheckDriver:
         return f"{step.name}-{boot}{repeated}"
 
     def _variables(self) -> dict[str, str]:
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.report.device == "cpu" else {}
+        hidden = HIDE_GPUS if self.report.device == "cpu" else {}
         return {"PYTHONUNBUFFERED": "1", **hidden}
 
     def _judged(self, step: Step, ended: ProcessEnd, limit: float, log: Path) -> StepOutcome:

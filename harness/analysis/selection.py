@@ -204,7 +204,7 @@ def select(name: str, results: Results) -> RunSelection:
 def _software(run: RunRecord) -> dict[str, str]:
     commit = run.git_commit
     gpu_software = {
-        "NVIDIA driver": run.driver_version,
+        "GPU driver": run.driver_version,
         "CUDA of torch": run.torch_cuda_version,
         "NCCL": run.nccl_version,
         "cuDNN": run.cudnn_version,

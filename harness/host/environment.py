@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,13 @@ def device_type() -> str:
 
 def unused_gpus() -> str | None:
     """Returns why this host's GPUs are unused, if they are, and a remedy."""
-    from harness.host.gpu_inventory import amd_gpus, driver, visible_gpus
+    from harness.host.amd import rocm_version
+    from harness.host.gpu_inventory import driver, visible_gpus
 
     if not (devices := visible_gpus()):
-        if not (amd := amd_gpus()):
-            return None
-        found = ", ".join(f"{number} x {name}" for name, number in amd.items())
-        return (
-            f"this host has AMD GPUs ({found}), but the suite finds GPUs through NVIDIA's NVML"
-            " and has never run on ROCm; every cell runs on the CPU, even with a ROCm build of"
-            " torch"
-        )
+        return _not_found()
+    if rocm_version():
+        return _without_code()
     import torch
 
     from harness.host.cuda import architectures
@@ -107,6 +104,42 @@ def unused_gpus() -> str | None:
                 f" ({device.name}); {instead}, or hide this GPU with CUDA_VISIBLE_DEVICES"
             )
     return None
+
+
+def _not_found() -> str | None:
+    """Returns why none is usable of the accelerators that the host has without NVIDIA's driver."""
+    from harness.host.amd import amd_gpus, rocm_version, torch_build
+    from harness.spec.device import OTHER_DEVICES
+
+    if amd := amd_gpus():
+        found = ", ".join(f"{number} x {name}" for name, number in amd.items())
+        if rocm_version():
+            return (
+                f"this host has AMD GPUs ({found}), but torch for ROCm shows none; let this user"
+                " open /dev/kfd and /dev/dri (groups render and video), and check"
+                " HIP_VISIBLE_DEVICES"
+            )
+        return (
+            f"torch {version_of('torch')} is built without ROCm; install a ROCm build to use this"
+            f" host's AMD GPUs ({found})"
+        )
+    kind = "mps" if sys.platform == "darwin" else "xpu" if torch_build("xpu") else None
+    return kind and f"torch is built for devices `{kind}`; {OTHER_DEVICES[kind]}"
+
+
+def _without_code() -> str | None:
+    """Returns which AMD GPU this build of torch has no code for."""
+    from harness.host.amd import amd_gpus
+    from harness.host.cuda import architectures
+
+    built = [name.partition(":")[0] for name in architectures()]
+    lacking = [name for name in amd_gpus() if built and name not in built]
+    if not lacking:
+        return None
+    return (
+        f"torch {version_of('torch')} has code for {', '.join(built)}, but not for {lacking[0]};"
+        " install a torch that has, or hide this GPU with HIP_VISIBLE_DEVICES"
+    )
 
 
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
@@ -174,13 +207,14 @@ def numa_nodes(sys: Path = Path("/sys")) -> list[str]:
 
 
 def _gpu_columns() -> dict[str, object]:
+    from harness.host.amd import rocm_version
     from harness.host.gpu_inventory import driver, gpu_facts, gpu_topology
 
     if not gpus():
         return {"gpus_unused": unused_gpus()}
     import torch
 
-    installed = driver()
+    installed, rocm = driver(), rocm_version()
     built = torch.backends.cuda.is_built()
     return {
         "gpu_facts": json.dumps([dataclasses.asdict(facts) for facts in gpu_facts()]),
@@ -188,9 +222,9 @@ def _gpu_columns() -> dict[str, object]:
         "gpus_unused": unused_gpus(),
         "driver_version": installed.version,
         "driver_cuda_version": ".".join(map(str, installed.cuda)) if installed.cuda else None,
-        "torch_cuda_version": torch.version.cuda,
+        "torch_cuda_version": f"HIP {rocm}" if rocm else torch.version.cuda,
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
-        "cudnn_version": cudnn_version() if built else None,
+        "cudnn_version": cudnn_version() if built and not rocm else None,
     }
 
 

@@ -6,12 +6,15 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version, torch_gpus
 from harness.host.nvml import Handle, Nvml, nvml
 
+_Answer = TypeVar("_Answer")
 _CORE_WORDS = 64
 """64-bit words in NVML's sets of cores, for up to 4096 cores."""
 _NODE_WORDS = 1
@@ -23,7 +26,7 @@ class Gpu:
     """One device as CUDA counts it: a GPU, or a MIG slice of one."""
 
     index: int
-    """NVML's index of the physical GPU, in PCI bus order; -1 if unknown."""
+    """NVML's index of the physical GPU, in PCI bus order; torch's under ROCm; -1 if unknown."""
     uuid: str
     """`GPU-...` for a GPU, `MIG-...` for a slice."""
     name: str
@@ -43,6 +46,8 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
+    if rocm_version():
+        return Driver(_asked(lambda library: library.driver_version()), None)
     with nvml() as library:
         if library is None:
             return Driver(None, None)
@@ -54,11 +59,65 @@ def driver() -> Driver:
 def visible_gpus() -> tuple[Gpu, ...]:
     """Returns the devices that CUDA would show this process, in its order; never raises.
 
-    Parses CUDA_VISIBLE_DEVICES like CUDA (CUDA C++ Programming Guide, environment variables):
-    indices, or UUID prefixes. Other entries end the list; a repeated device empties it. CUDA shows
-    only one MIG slice, and then no other GPU. Indices are assumed to follow the PCI bus.
+    Under ROCm, torch is asked. Otherwise parses CUDA_VISIBLE_DEVICES like CUDA (CUDA C++
+    Programming Guide, environment variables): indices, or UUID prefixes. Other entries end the
+    list; a repeated device empties it. CUDA shows only one MIG slice, and then no other GPU.
+    Indices are assumed to follow the PCI bus.
     """
+    if rocm_version():
+        return _visible_to_rocm(tuple(map(os.environ.get, _ROCM_VISIBLE)))
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+_ROCM_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@functools.cache
+def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[Gpu, ...]:
+    """Cached by the variables that torch reads, because it takes seconds to ask."""
+    return tuple(
+        Gpu(
+            index=index,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            capability=None,
+            pci_bus_id=gpu.pci_bus_id,
+            numa_node=_numa_node(gpu.pci_bus_id),
+            cores=_local_cores(gpu.pci_bus_id),
+            mig=False,
+        )
+        for index, gpu in enumerate(torch_gpus())
+    )
+
+
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def _numa_node(bus: str) -> int | None:
+    try:
+        node = int((_PCI / bus / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: the host has only one
+
+
+def _local_cores(bus: str) -> tuple[int, ...]:
+    try:
+        text = (_PCI / bus / "local_cpulist").read_text().strip()
+    except OSError:
+        return ()
+    spans = [span.partition("-") for span in text.split(",") if span]
+    return tuple(
+        core for first, _, last in spans for core in range(int(first), int(last or first) + 1)
+    )
+
+
+def _asked(question: Callable[[AmdSmi], _Answer]) -> _Answer | None:
+    try:
+        return question(AmdSmi.start())
+    except NoAmdSmi:
+        return None
 
 
 def nearby_cores(position: int) -> tuple[int, ...]:
@@ -192,10 +251,24 @@ class GpuFacts(Gpu):
 
 
 def gpu_facts() -> list[GpuFacts]:
+    if rocm_version():
+        return [_amd_facts(device) for device in visible_gpus()]
     with nvml() as library:
         if library is None:
             return []
         return [_facts(library, device) for device in visible_gpus()]
+
+
+def _amd_facts(device: Gpu) -> GpuFacts:
+    limits = _asked(lambda library: library.power_limits(device.pci_bus_id))
+    now, default = limits or (None, None)
+    return GpuFacts(
+        **vars(device),
+        ecc=None,
+        persistence=None,
+        power_limit_watts=now,
+        default_power_limit_watts=default,
+    )
 
 
 def _physical_gpu(library: Nvml, device: Gpu) -> Handle | None:
@@ -218,10 +291,13 @@ def _facts(library: Nvml, device: Gpu) -> GpuFacts:
 
 
 def gpu_topology() -> list[list[str]]:
-    """Describes the link of each pair of visible GPUs: NVLink, or the closest common PCI level."""
+    """Describes the link of each pair of visible GPUs: NVLink, or the closest common PCI level;
+    `unknown` under ROCm."""
     devices = visible_gpus()
     if not devices:
         return []
+    if rocm_version():
+        return [["self" if a is b else "unknown" for b in devices] for a in devices]
     with nvml() as library:
         if library is None:
             return []
@@ -265,26 +341,3 @@ def _between(library: Nvml, a: _End, b: _End) -> str:
     level = library.number("nvmlDeviceGetTopologyCommonAncestor", a.gpu, b.gpu)
     names = {library.constant(f"NVML_TOPOLOGY_{name}"): text for name, text in _ANCESTORS.items()}
     return "unknown" if level is None else names.get(level, "unknown")
-
-
-_SYS = Path("/sys")
-
-
-def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
-    """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
-
-    Reads the topology of the driver `amdkfd`, in which CPUs have no SIMD units. 90402 means gfx942:
-    major, minor and stepping, the last two in hexadecimal.
-    """
-    found: Counter[str] = Counter()
-    for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        facts = dict(line.split()[:2] for line in lines if " " in line)
-        version = int(facts.get("gfx_target_version", 0))
-        if version and int(facts.get("simd_count", 0)):
-            major, minor, stepping = version // 10000, version // 100 % 100, version % 100
-            found[f"gfx{major}{minor:x}{stepping:x}"] += 1
-    return dict(found)

@@ -16,6 +16,7 @@ from harness.spec.errors import UsageError
 MEBIBYTE = 2**20
 TERA = 1e12
 GIGA = 1e9
+NVIDIA = "NVIDIA"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class GpuModel:
     """One product; None for figures that are not stated, or stated inconsistently."""
 
     product_name: str
-    """Exact NVML name without the leading `NVIDIA `."""
+    """Exact name by NVML, or by torch for ROCm, without the maker."""
+    maker: str
     host_name: str
     memory_bytes: int
     fp32_flops_per_second: float | None
@@ -36,6 +38,11 @@ class GpuModel:
     nvlink_bytes_per_second: float | None
     """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
     source: str
+
+    @property
+    def device_name(self) -> str:
+        """Returns the name that the driver reports."""
+        return f"{self.maker} {self.product_name}"
 
     def peak_flops_per_second(self, precision: str) -> float | None:
         """Returns the dense peak of matrix products in `fp32`, `bf16` or `fp16`."""
@@ -52,6 +59,7 @@ class _Row(BaseModel):
 
     name: str
     host: str
+    maker: str = NVIDIA
     memory: int
     fp32: float | None = None
     half: float | None = None
@@ -80,6 +88,7 @@ def _model(row: _Row, source: str) -> GpuModel:
     half = row.half and row.half * TERA
     return GpuModel(
         product_name=row.name,
+        maker=row.maker,
         host_name=row.host,
         memory_bytes=row.memory * MEBIBYTE,
         fp32_flops_per_second=row.fp32 and row.fp32 * TERA,
@@ -92,16 +101,18 @@ def _model(row: _Row, source: str) -> GpuModel:
 
 
 @functools.cache
-def _by_product_name() -> dict[str, GpuModel]:
-    return {model.product_name: model for model in gpu_models().values()}
+def _by_name() -> dict[str, GpuModel]:
+    models = gpu_models().values()
+    short = {model.product_name: model for model in models if model.maker == NVIDIA}
+    return short | {model.device_name: model for model in models}
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """Returns the product with exactly this NVML name, if known; slices (MIG, vGPU) are slower than
+    """Returns the product with exactly this name, if known; slices (MIG, vGPU) are slower than
     their GPU."""
     if not device_name:
         return None
-    return _by_product_name().get(device_name.removeprefix("NVIDIA "))
+    return _by_name().get(device_name)
 
 
 def peak_flops_per_second(device_name: str | None, precision: str) -> float | None:
@@ -109,7 +120,7 @@ def peak_flops_per_second(device_name: str | None, precision: str) -> float | No
     return model.peak_flops_per_second(precision) if model else None
 
 
-_WORDS = ("nvidia", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
+_WORDS = ("nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
 """Words in a GPU's name that no model needs."""
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
 from harness.host.gpu_inventory import Gpu, visible_gpus
 from harness.host.nvml import GpuProcess, Handle, Nvml
 
@@ -85,7 +86,8 @@ class GpuState:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """NVML data about a rank's GPUs during and after the timed steps."""
+    """What NVML, or amd-smi under ROCm, says about a rank's GPUs during and after the timed
+    steps."""
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
@@ -96,8 +98,8 @@ class GpuUse:
     """The rank's memory on the GPU where it uses most."""
     context_bytes: int | None = None
     """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
-    nvml_answers: bool = True
-    """Whether NVML found the rank's GPUs; else energy, clocks and memory are unknown."""
+    unanswered: str = ""
+    """Why energy, clocks and process memory are unknown; empty if they are known."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
@@ -142,8 +144,44 @@ def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
     )
 
 
-def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
+def amd_state(library: AmdSmi, bus: str, index: int, uuid: str) -> GpuState:
+    """`bus`: PCI bus id. Reasons for lowered clocks are unknown."""
+    limit, default = library.power_limits(bus)
+    listed = library.processes(bus)
+    return GpuState(
+        index=index,
+        uuid=uuid,
+        sm_mhz=library.clock(bus, "GFX", "clk"),
+        sm_max_mhz=library.clock(bus, "GFX", "max_clk"),
+        memory_mhz=library.clock(bus, "MEM", "clk"),
+        memory_max_mhz=library.clock(bus, "MEM", "max_clk"),
+        temperature_celsius=library.celsius(bus),
+        power_watts=library.watts(bus),
+        power_limit_watts=limit,
+        default_power_limit_watts=default,
+        corrected_errors=library.errors(bus, "correctable_count"),
+        uncorrected_errors=library.errors(bus, "uncorrectable_count"),
+        used_bytes=library.used_bytes(bus),
+        processes=None if listed is None else tuple(GpuProcess(*one) for one in listed.items()),
+    )
+
+
+def started_library() -> Nvml | AmdSmi | None:
+    """Starts the library that answers for this host's GPUs; None if there is none."""
+    if not rocm_version():
+        return Nvml.start()
+    try:
+        return AmdSmi.start()
+    except NoAmdSmi:
+        return None
+
+
+def states_of(library: Nvml | AmdSmi, devices: Iterable[Gpu]) -> Iterator[GpuState]:
     for device in devices:
+        if isinstance(library, AmdSmi):
+            if library.knows(device.pci_bus_id):
+                yield amd_state(library, device.pci_bus_id, device.index, device.uuid)
+            continue
         handle = library.handle("nvmlDeviceGetHandleByUUID", device.uuid)
         if handle is not None:
             yield state_of(library, handle, device.index, device.uuid)
@@ -153,16 +191,16 @@ def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
 class GpuLook:
     """Reads the visible GPUs' states before and after each trial.
 
-    Keeps NVML started: without persistence mode, each start wakes every GPU for seconds.
+    Keeps the library started: without persistence mode, each start wakes every GPU for seconds.
     """
 
-    _library: Nvml | None = None
+    _library: Nvml | AmdSmi | None = None
     _devices: tuple[Gpu, ...] = ()
 
     def states(self, count: int) -> tuple[GpuState, ...]:
         if self._library is None:
             self._devices = visible_gpus()
-            self._library = Nvml.start() if self._devices else None
+            self._library = started_library() if self._devices else None
         if self._library is None:
             return ()
         return tuple(states_of(self._library, self._devices[:count]))
@@ -223,11 +261,11 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Returns a sentence about each rank that NVML did not answer."""
+        """Returns a sentence about each rank whose GPUs no library answered for."""
         return [
-            f"rank {rank}: NVML did not answer; energy, clocks and process memory are unknown"
+            f"rank {rank}: {use.unanswered}; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)
-            if not use.nvml_answers
+            if use.unanswered
         ]
 
     def findings(self) -> list[GpuFinding]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
+from harness.host.amd import rocm_version
+
 Handle = NewType("Handle", object)
 
 
@@ -36,6 +38,9 @@ class Nvml:
 
     @classmethod
     def start(cls) -> Nvml | None:
+        """Returns None without library or driver, and under ROCm."""
+        if rocm_version():
+            return None
         try:
             import pynvml
 

@@ -19,6 +19,7 @@ from harness.analysis.stats import slowest
 from harness.host.folders import scratch_folder
 from harness.host.process import caller_not_imported
 from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement
+from harness.workloads.low_precision import has_float8
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +226,6 @@ SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
 """Time budget per size; larger sizes are skipped."""
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
-FLOAT8_CAPABILITY = (9, 0)
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
 """Limit for a separate process, mostly spent importing from a slow disk."""
@@ -282,7 +282,7 @@ def _measure(device: torch.device) -> DeviceSpeed:
 
     most_bytes = int(_free_bytes(device) * MEMORY_SHARE)
     products = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+    if has_float8(device):
         products["fp8"] = torch.float8_e4m3fn
     rates = {name: _matmul_rate(device, dtype, most_bytes) for name, dtype in products.items()}
     source = torch.ones(min(COPY_BYTES[device.type], most_bytes // 2), dtype=torch.uint8).to(device)

@@ -52,7 +52,7 @@ class RunRecord(Record):
     driver_cuda_version: str | None = None
     """newest CUDA version that the driver supports"""
     torch_cuda_version: str | None = None
-    """CUDA version that torch is built for"""
+    """CUDA version that torch is built for; `HIP 7.0` for ROCm, where nccl_version is RCCL's"""
     nccl_version: str | None = None
     cudnn_version: str | None = None
     git_commit: str | None = None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from harness.spec.device import DeviceType
 from harness.spec.link import link_text, over
 
 BASELINE = "single"
@@ -60,7 +61,7 @@ class Cell(BaseModel):
     """Digest of the user's file that defines the strategy. Filled in by the suite."""
     workload_digest: str = ""
     """Digest of the user's file that defines the workload. Filled in by the suite."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceType = "cpu"
     """Type of the devices: CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision, or the precision that the strategy itself sets up (AMP)."""

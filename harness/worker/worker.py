@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.host.amd import runtime_name
 from harness.host.cores import core_ranges, threads_of
+from harness.host.cuda import HIDE_GPUS
 from harness.host.own_pages import copy_shared_pages
 from harness.host.packages import show
 from harness.host.process import die_with_parent
@@ -201,7 +203,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
         os.sched_setaffinity(0, cores)
     # Libraries that choose a device themselves would use a visible GPU.
     if spec.cell.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= HIDE_GPUS
     if spec.interface:
         # Each of these libraries listens only on its interface's address.
         for library in ("GLOO", "NCCL", "TP"):
@@ -234,8 +236,8 @@ def _require_cuda() -> None:
     culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(
-            f"importing {culprit} initialised CUDA in the process that ranks are forked from, so no"
-            " rank can use a GPU; import what does so inside the strategy's setup()"
+            f"importing {culprit} initialised {runtime_name()} in the process that ranks are forked"
+            " from, so no rank can use a GPU; import what does so inside the strategy's setup()"
         )
 
 

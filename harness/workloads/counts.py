@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from harness.host.cuda import LEAVE_CUDA_ALONE, cuda_is_initialized
+from harness.host.cuda import HIDE_GPUS, LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
 from harness.host.folders import cache_folder
 from harness.host.user_code import one_line
@@ -105,7 +105,7 @@ def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
         command,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | HIDE_GPUS,
         capture_output=True,
         text=True,
         check=False,

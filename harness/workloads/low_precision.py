@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from harness.host.amd import rocm_version
 from harness.host.gpu_inventory import visible_gpus
 from harness.host.packages import show
 from harness.spec.cell import Cell
@@ -127,7 +128,9 @@ def scales(model: nn.Module) -> Iterator[Retained]:
 def has_float8(device: torch.device) -> bool:
     import torch
 
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+    if device.type != "cuda" or rocm_version():  # where capabilities mean other instructions
+        return False
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def use_float8(model: PreTrainedModel) -> None:

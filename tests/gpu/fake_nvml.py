@@ -373,6 +373,6 @@ def install(
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of what NVML said are empty until the test ends, and then as they were before."""
-    for module, name in ((gpu_inventory, "_visible"), (gpu_inventory, "driver")):
-        asked = getattr(module, name).__wrapped__
-        monkeypatch.setattr(module, name, functools.cache(asked))
+    for name in ("_visible", "_visible_to_rocm", "driver"):
+        asked = getattr(gpu_inventory, name).__wrapped__
+        monkeypatch.setattr(gpu_inventory, name, functools.cache(asked))

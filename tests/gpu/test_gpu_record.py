@@ -195,7 +195,7 @@ def test_another_driver_is_other_software(tmp_path: Path) -> None:
     for name, changes in runs.items():
         stored(tmp_path / name, trial_rows(CELL, [900.0, 905.0]), **NOISY_RUN | changes)
     compared = compare_sides(*(select(name, Store(tmp_path / name).load()) for name in runs))
-    assert compared.differences == ("NVIDIA driver 580.95.05 → 590.10",)
+    assert compared.differences == ("GPU driver 580.95.05 → 590.10",)
 
 
 def test_a_comparison_names_them(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ if os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="stub")
 gpus = RankGpus([torch.device("cuda", 0)])
-print(json.dumps([gpus.joules(), gpus.use().nvml_answers]), flush=True)
+print(json.dumps([gpus.joules(), gpus.use().unanswered]), flush=True)
 os._exit(0)
 """
 
@@ -43,7 +43,7 @@ def test_a_rank_asks_nvml_although_the_fork_server_had_started_it(tmp_path: Path
     (tmp_path / "asks_for_a_gpu.py").write_text(asks)
     seen = "assert sys.modules['asks_for_a_gpu'].ASKED\n"
     printed = run_with(FORK_SERVER + seen + RANK, tmp_path, PYTHONPATH=str(tmp_path))
-    assert json.loads(printed) == [{"GPU-stub": [5.0, 0.0]}, True]
+    assert json.loads(printed) == [{"GPU-stub": [5.0, 0.0]}, ""]
 
 
 def test_nvml_is_as_silent_in_a_child_of_the_stub_as_with_the_driver(tmp_path: Path) -> None:
@@ -51,11 +51,11 @@ def test_nvml_is_as_silent_in_a_child_of_the_stub_as_with_the_driver(tmp_path: P
     recorded."""
     compiled(NVML, tmp_path, "libnvidia-ml.so.1")
     started = "import os, sys, torch\nassert torch.cuda._raw_device_count_nvml() == 1\n"
-    assert json.loads(run_with(started + RANK, tmp_path)) == [None, False]
+    assert json.loads(run_with(started + RANK, tmp_path)) == [None, "NVML did not answer"]
 
 
 def test_a_rank_without_answers_from_nvml_is_named() -> None:
-    answered, silent = GpuUse(("GPU-a",), 1.0), GpuUse(nvml_answers=False)
+    answered, silent = GpuUse(("GPU-a",), 1.0), GpuUse(unanswered="NVML did not answer")
     record = GpuRecord.read(None, None, as_json([answered, silent]))
     assert [words.partition(":")[0] for words in record.unanswered] == ["rank 1"]
     assert record.findings() == [], "its times are no more doubtful for it"

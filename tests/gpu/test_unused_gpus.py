@@ -11,15 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.checks import gpu_troubles
 from bench.cli import app, terminal
-from harness.host import gpu_inventory
-from harness.host.environment import device_type, environment, unused_gpus
-from harness.host.gpu_inventory import amd_gpus
+from harness.host.amd import amd_gpus
+from harness.host.environment import unused_gpus
 from harness.record.store import Store
 from reports.run_report import ran
 from reports.run_sections import run_text
-from tests.gpu.fake_nvml import FakeNvml, h100_node, install
+from tests.gpu.fake_nvml import h100_node, install
 
 DRIVER = "driver 550.54"
 REMEDY = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
@@ -126,18 +124,3 @@ def test_amds_gpus_are_found_in_the_kernels_topology(tmp_path: Path) -> None:
     node(tmp_path, 3, cpu_cores_count=0, simd_count=440, gfx_target_version=90010)
     assert amd_gpus(tmp_path) == {"gfx942": 2, "gfx90a": 1}
     assert amd_gpus(tmp_path / "nothing") == {}
-
-
-@pytest.mark.parametrize("rocm", [None, "7.0.1"])
-def test_a_host_with_amds_gpus_is_told_that_cells_run_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, rocm: str | None
-) -> None:
-    """With a ROCm build of torch too, since nothing finds these GPUs."""
-    install(monkeypatch, FakeNvml([], no_driver=True))
-    monkeypatch.setattr(gpu_inventory, "amd_gpus", lambda: {"gfx942": 8})
-    monkeypatch.setattr(torch.version, "hip", rocm)
-    assert "8 x gfx942" in (unused_gpus() or "")
-    assert device_type() == "cpu"
-    assert environment()["gpus_unused"] == unused_gpus()
-    (trouble,) = gpu_troubles()
-    assert trouble.what == unused_gpus()

@@ -145,13 +145,15 @@ def test_published_peaks_of_one_gpu(
         ("h200", "h200-141gb"),
         ("A100 80GB PCIe", "a100-pcie-80gb"),
         ("l40s", "l40s"),
+        ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("mi355x", "mi355x-288gb"),
     ],
 )
 def test_gpu_names_as_people_type_them(text: str, host: str) -> None:
     assert gpu_named(text).host_name == host
 
 
-@pytest.mark.parametrize("text", ["a100", "4090-48gb", "mi300x"])
+@pytest.mark.parametrize("text", ["a100", "4090-48gb", "mi100"])
 def test_names_of_no_single_gpu(text: str) -> None:
     with pytest.raises(UsageError):
         gpu_named(text)
