@@ -1,0 +1,109 @@
+"""What the images' steps do, without building or pulling one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.apptainer import definition, instructions
+
+ROOT = Path(__file__).parents[2]
+CONTAINERFILE = (ROOT / "Containerfile").read_text()
+
+
+def steps(word: str) -> list[str]:
+    return [rest for name, rest in instructions(CONTAINERFILE) if name == word]
+
+
+def parses(script: str) -> str:
+    return subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True).stderr
+
+
+def test_each_step_parses_and_the_last_is_the_set_up() -> None:
+    scripts = steps("RUN")
+    assert [parses(script) for script in scripts] == [""] * len(scripts)
+    assert parses("if") != ""
+    (source, target) = steps("COPY")[0].split()
+    called = scripts[-1].split()[0]
+    assert source == "."
+    assert (ROOT / Path(called).relative_to(target)).samefile(ROOT / "scripts" / "image.sh")
+    assert os.access(ROOT / "scripts" / "image.sh", os.X_OK)
+
+
+def test_what_set_up_needs_before_it_can_install_packages_is_there() -> None:
+    """As root, set-up installs the compilers itself; it starts with an interpreter."""
+    first = steps("RUN")[0]
+    assert {"python3", "git", "ca-certificates"} <= set(first.split())
+    listed = (ROOT / ".dockerignore").read_text().split()
+    tracked = subprocess.run(
+        ["git", "ls-files", *listed], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    left_out = {name.split("/")[0] for name in tracked.stdout.split()}
+    assert left_out <= {"results"}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "expected"),
+    [
+        ("no", {"PARALLELISM_BENCH_CUDA": "no"}),
+        ("12", {"PARALLELISM_BENCH_CUDA": "no", "PARALLELISM_BENCH_TORCH_CUDA": "12"}),
+        ("13", {"PARALLELISM_BENCH_CUDA": "packages", "PARALLELISM_BENCH_TORCH_CUDA": "13"}),
+    ],
+)
+def test_set_up_is_told_the_processor_and_cuda(
+    tmp_path: Path, cuda: str, expected: dict[str, str]
+) -> None:
+    seen = ran(tmp_path, cuda, "x86-64-v3")
+    prefix = "PARALLELISM_BENCH_"
+    chosen = {name: value for name, value in seen.items() if name.startswith(prefix)}
+    assert not Path(chosen.pop(f"{prefix}CACHE")).exists(), "the build's cache is removed"
+    assert chosen == {**expected, f"{prefix}MARCH": "x86-64-v3"}
+    assert ("PIP_EXTRA_INDEX_URL" in seen) == (cuda == "no")
+    known = (ROOT / "scripts" / "setup.sh").read_text()
+    assert all(name in known for name in chosen)
+
+
+def ran(folder: Path, *words: str) -> dict[str, str]:
+    """The environment in which image.sh calls the set-up, here a stand-in; empty if it does not."""
+    scripts = folder / "scripts"
+    scripts.mkdir()
+    text = (ROOT / "scripts" / "image.sh").read_text().replace("/var/lib/apt", str(folder))
+    (scripts / "image.sh").write_text(text)
+    (scripts / "setup.sh").write_text("#!/bin/sh\nenv >env.txt\n")
+    for file in scripts.iterdir():
+        file.chmod(0o755)
+    shown = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    done = subprocess.run([scripts / "image.sh", *words], env=shown, capture_output=True)
+    file = folder / "env.txt"
+    assert (done.returncode == 0) == file.exists()
+    assert done.returncode in (0, 2)
+    lines = file.read_text().splitlines() if file.exists() else []
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_another_cuda_is_a_mistake(tmp_path: Path) -> None:
+    assert ran(tmp_path, "11", "x86-64-v3") == {}
+
+
+def test_apptainers_definition_is_made_from_the_containerfile() -> None:
+    kept = (ROOT / "apptainer.def").read_text()
+    assert kept == definition(CONTAINERFILE).replace("docker.io/library/", "")
+    names = re.findall(r"\{\{ (\w+) \}\}", kept)
+    given = re.findall(r"^    (\w+)=", kept.partition("%arguments")[2], re.MULTILINE)
+    assert set(names) == set(given)
+    post = kept.partition("%post\n")[2].partition("\n%")[0]
+    assert parses(post) == ""
+    with pytest.raises(ValueError, match="HEALTHCHECK"):
+        definition(CONTAINERFILE + "HEALTHCHECK CMD true\n")
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_the_scripts_pass_shellcheck() -> None:
+    files = [ROOT / "scripts" / name for name in ("image.sh",)]
+    done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
+    assert done.stdout == ""
