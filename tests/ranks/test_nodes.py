@@ -40,11 +40,15 @@ class Cluster:
     """A coordinator in this process, and agents that are its children."""
 
     def __init__(
-        self, where: Path | Rendezvous, local: Launcher, prefix: Sequence[str] = ()
+        self,
+        where: Path | Rendezvous,
+        local: Launcher,
+        prefix: Callable[[int], Sequence[str]] = lambda number: (),
+        interface: str = "lo",
     ) -> None:
-        """`prefix`: command that starts an agent."""
-        self.nodes = Nodes(2, where, "lo")
-        self.prefix, self.local = prefix, local
+        """`prefix`: command that starts a node's agent; `interface`: empty lets agents choose."""
+        self.nodes = Nodes(2, where, interface or None)
+        self.prefix, self.interface, self.local = prefix, interface, local
         self.argument, self.environment = str(where), dict(os.environ)
         if isinstance(where, Rendezvous):
             self.argument = f"{where.addresses[0]}:{where.port}"
@@ -55,14 +59,14 @@ class Cluster:
         self.launcher = NodesLauncher(
             self.nodes, ["deepspeed", "horovod.torch"], lambda packages: local
         )
-        assert len(self.nodes.ready(2, 60)) == 2
+        assert len(self.nodes.ready(2, 600)) == 2
 
     def start(self, number: int) -> None:
         core = sorted(os.sched_getaffinity(0))[number % os.cpu_count()]
         words = ["harness.agent", self.argument, "--node", str(number)]
-        words += ["--name", f"n{number + 1}", "--interface", "lo"]
+        words += ["--name", f"n{number + 1}", "--interface", self.interface]
         self.agents[number] = agent = subprocess.Popen(
-            [*self.prefix, "taskset", "-c", str(core), sys.executable, "-m", *words],
+            [*self.prefix(number), "taskset", "-c", str(core), sys.executable, "-m", *words],
             env=self.environment,
         )
         self.local.ignore_pid(agent.pid)
