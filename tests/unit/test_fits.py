@@ -240,3 +240,14 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_plan_imports_no_torch() -> None:
+    code = (
+        "import sys; from bench.cli import app\n"
+        "try: app(['plan', '--model', 'llama-8b', '--json'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
