@@ -386,8 +386,10 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]), as `step_time`
-    does, for equally long pipelines."""
+    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
+
+    Uses the same formulas as `step_time`. All pipelines must be equally long.
+    """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)
     between = links.between_stages(question, layouts)
