@@ -6,7 +6,6 @@ import json
 import pkgutil
 import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.schema import TABLES
 from harness.record.table import meanings
-from harness.run.expected import CONTEXT_SECONDS, CPU, GPU, NVLINK_SHARE
 from harness.strategy.registry import strategies
 from tests import pages
 
@@ -106,23 +104,10 @@ def gpu_table() -> list[str]:
     return rows
 
 
-def input_table() -> list[str]:
-    cpu, gpu = (
-        asdict(CPU),
-        asdict(GPU) | {"context_seconds": CONTEXT_SECONDS, "nvlink_share": NVLINK_SHARE},
-    )
-    return [
-        "| input | CPUs | GPUs |",
-        "|---|---|---|",
-        *(f"| `{name}` | {cpu.get(name, 0):g} | {gpu[name]:g} |" for name in gpu),
-    ]
-
-
 @pytest.mark.parametrize(
     ("file", "mark", "table"),
     [
         ("docs/hosts.md", "gpus", gpu_table),
-        ("docs/hosts.md", "inputs", input_table),
         ("slurm/README.md", "site", site_table),
         ("docs/reference/strategies.md", "strategies", strategy_table),
         ("docs/reference/matrices.md", "matrices", matrix_table),
