@@ -153,6 +153,11 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "albert": ("AlbertForMaskedLM", _ENCODER | {"embedding_size": 16}),
     "modernbert": ("ModernBertForMaskedLM", _ENCODER | {"pad_token_id": 0}),
+    "funnel": (
+        "FunnelForMaskedLM",
+        {"vocab_size": 256, "block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 32}
+        | {"n_head": 4, "d_head": 8, "d_inner": 64},
+    ),
     "dinov2": (
         "Dinov2ForImageClassification",
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

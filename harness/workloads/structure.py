@@ -20,7 +20,7 @@ STYLES = {
 }
 """Styles of transformers' tensor plans that torch's own styles can express."""
 
-KEYS = ("key", "k_proj", "key_proj", "pos_key_proj", "k_lin", "to_k")
+KEYS = ("key", "k_proj", "key_proj", "pos_key_proj", "k_lin", "k_head", "to_k")
 """Names of transformers' linear layers that compute attention keys."""
 
 
@@ -105,6 +105,7 @@ def block_lists(model: nn.Module) -> tuple[str, ...]:
 
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [(n, m) for n, m in lists if not any(isinstance(child, nn.ModuleList) for child in m)]
     named = [path for path, m in lists if all(type(child).__name__ in kinds for child in m)]
     if named:
         return tuple(path for path in named if not any(path.startswith(f"{o}.") for o in named))

@@ -219,6 +219,13 @@ def test_parameters_without_part_in_the_loss_are_frozen_or_refused(tmp_path: Pat
         model_facts(make_workload(save_config(tmp_path / "longformer", "longformer")), 32)
 
 
+def test_blocks_are_modules_and_not_lists_of_modules(tmp_path: Path) -> None:
+    workload = make_workload(save_config(tmp_path, "funnel"))
+    assert workload.block_paths == ("funnel.encoder.blocks.0",)
+    name = "funnel.encoder.blocks.0.0.attention.k_head.bias"
+    assert not len(workload.without_zero_gradient(name, torch.ones(2)))
+
+
 def test_a_speech_model_hears_its_text(tmp_path: Path) -> None:
     workload = make_workload(save_config(tmp_path, "whisper"))
     assert (workload.kind, workload.spectrum, workload.max_tokens) == ("speech", (8, 32), 128)
