@@ -112,15 +112,16 @@ def _throughput(cell: CellResult) -> ui.Td:
     return interval(cell, throughput_of(cell), with_unit=True)
 
 
-def _setting(cell: CellResult) -> ui.Td:
-    weak = " (weak)" if cell.cell.regime == "weak" else ""
-    words = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
-    return ui.Td(data(words), "word")
+def _name(cell: CellResult, report: str) -> list[ui.Inline]:
+    """Returns the name, linked to the cell's row in its report, and the setting."""
+    weak = ", weak" if cell.cell.regime == "weak" else ""
+    setting = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
+    name = ui.Span(named(cell), "data", f"{report}#cell-{cell.cell_id}")
+    return [name, BREAK, data(setting, "small")]
 
 
 COLUMNS: tuple[ReportColumn[CellResult], ...] = (
     word("Model", "workload"),
-    ReportColumn("Setting", _setting),
     ReportColumn("Throughput", _throughput, "95 %", "of this machine; compare within a run"),
     ReportColumn("Over baseline", over_baseline, "95 %", "in the same run and setting"),
     mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
@@ -138,7 +139,7 @@ def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
     rest = [cell for cell in report.cells if cell.cell_id not in seen]
     return [
         ui.Row(
-            ui.Span(named(cell), "data", f"{entry.link}#cell-{cell.cell_id}"),
+            _name(cell, entry.link),
             [column.make(cell) for column in COLUMNS],
             {
                 "class": "" if cell.ranked else "unranked",
