@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from bench.cli.options import Json
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,16 @@ def _strategies() -> Sequence[Entry]:
     entries = []
     for name, cls in strategies().items():
         options = {
-            option: f"{json.dumps(field.default)}. {field.description or ''}".strip()
+            option: f"{_default(field)}. {field.description or ''}".strip()
             for option, field in cls.model_fields.items()
         }
         description = (cls.__doc__ or "").strip().splitlines()[0]
         entries.append(StrategyEntry(name, description, options, list(cls.requires)))
     return entries
+
+
+def _default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else json.dumps(field.default)
 
 
 def _workloads() -> Sequence[Entry]:

@@ -16,6 +16,7 @@ from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Noise, Reference
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from harness.strategy.base import Emulation
 from harness.strategy.registry import NO_EXCHANGE, batches_normalised, make_strategy
 from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.workloads import DataSource, make_workload, prepare_data
@@ -179,7 +180,8 @@ def kept_bytes(cell: Cell) -> int:
 
 
 def _copies(reference: Cell) -> int:
-    return make_strategy(reference).emulated_ranks
+    strategy = make_strategy(reference)
+    return strategy.emulated_ranks if isinstance(strategy, Emulation) else 1
 
 
 def memory_bytes(reference: Cell) -> int:

@@ -45,6 +45,7 @@ from harness.run.prepared import PreparedTrial
 from harness.run.rows import RewindCheck, Verification
 from harness.spec.cell import Cell
 from harness.spec.training import Tolerance
+from harness.strategy.base import Emulation
 from harness.strategy.registry import make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
 
@@ -288,7 +289,8 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
             verdict = judging.with_later(verdict, since)
     ends = [rank.sketches or {} for rank in outcome.trained]
     last = len(steps) - 1 if steps[-1] is None else steps[-1]
-    if make_strategy(reference_cell(cell)).ranks_agree(last):
+    emulation = make_strategy(reference_cell(cell))
+    if not isinstance(emulation, Emulation) or emulation.ranks_agree(last):
         verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from harness.spec.training import Batch, Retained, TrainStep
-from harness.strategy import Capabilities, Job, Strategy
+from harness.strategy import Capabilities, Emulation, Job
 from harness.strategy.job import step_halves
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SEED, SEEDS = 0, 1_000_000_000
 """torch's seed for the buckets' seeds, and the number of those."""
 
 
-class PowerSgd(Strategy):
+class PowerSgd(Emulation):
     """PowerSGD (arXiv 1905.13727) between ranks that one process trains one after the other.
 
     Follows torch's hook: error feedback, factors kept between steps, and random numbers in the

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from harness.spec.training import Batch, TrainStep
-from harness.strategy import Capabilities, Cell, Job, Strategy
+from harness.strategy import Capabilities, Cell, Emulation, Job
 from harness.strategy.job import Moment, TrainState, step_halves
 from harness.strategy.recipe import RecipeState
 from harness.strategy.registry import REPLICAS
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Replicas(Strategy):
+class Replicas(Emulation):
     """Replicas that train one after the other, each on its part of the batch, and are averaged.
 
     With an outer learning rate, they instead restart from where an outer optimizer steps: SGD,

@@ -12,7 +12,14 @@ from harness.spec.training import (
     Tolerance,
     TrainStep,
 )
-from harness.strategy.base import Capabilities, CostModel, Export, OwnLauncher, Strategy
+from harness.strategy.base import (
+    Capabilities,
+    CostModel,
+    Emulation,
+    Export,
+    OwnLauncher,
+    Strategy,
+)
 from harness.strategy.formulas import all_reduced, model_states, passed_once, whole_model_states
 from harness.strategy.job import Job, TrainState, loss_scaler, own_precision, standard_step
 from harness.workloads import Workload, make_workload
@@ -24,6 +31,7 @@ __all__ = [
     "Capabilities",
     "Cell",
     "CostModel",
+    "Emulation",
     "Export",
     "Job",
     "Layout",

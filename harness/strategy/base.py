@@ -104,15 +104,6 @@ class Strategy(BaseModel, ABC):
         rounds elsewhere or is another training by design."""
         return cell.reference()
 
-    @property
-    def emulated_ranks(self) -> int:
-        """Number of ranks that it emulates in one process, each with its part of the batch."""
-        return 1
-
-    def ranks_agree(self, step: int) -> bool:
-        """Returns whether the ranks that it emulates have equal parameters after this step."""
-        return True
-
     def stand_in(self, cell: Cell) -> str | None:
         """Returns what replaces the strategy on this device, if anything."""
         return None
@@ -153,6 +144,18 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def setup(self, job: Job) -> TrainStep:
         """Builds, wraps and places model and optimizer; returns the training step."""
+
+
+class Emulation(Strategy):
+    """Reference that emulates ranks in one process, each with its part of the batch."""
+
+    @property
+    @abstractmethod
+    def emulated_ranks(self) -> int: ...
+
+    def ranks_agree(self, step: int) -> bool:
+        """Returns whether the emulated ranks have equal parameters after this step."""
+        return True
 
 
 @dataclass(frozen=True)
