@@ -52,17 +52,12 @@ class Collectives(Strategy):
             raise Refused(f"gradients are averaged at every step: {only}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return EXACT if self._averages_gradients(cell) else EMULATED
+        return EXACT if self.average == "gradients" else EMULATED
 
     def reference(self, cell: Cell) -> Cell:
-        if self._averages_gradients(cell):
+        if self.average == "gradients":
             return cell.reference()
         return replicas_of(cell, self.period, self.period - 1)
-
-    def _averages_gradients(self, cell: Cell) -> bool:
-        """Returns whether it does, or does what is equivalent."""
-        linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
-        return self.average == "gradients" or linear or cell.devices == 1
 
     @property
     def costs(self) -> CollectivesCosts:

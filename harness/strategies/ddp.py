@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BUCKETS_MIB = 1, 25
+POWER_SGD_RANK = 4
 COMPRESSED = {
     "fp16": Tolerance(1e-4, 0.03, "gradients travel in fp16"),
     "bf16": Tolerance(1e-3, 0.2, "gradients travel in bf16"),
@@ -117,8 +118,8 @@ class DdpCosts(CostModel[Ddp]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
         if self.strategy.comm_hook == "powersgd":
-            errors = facts.trained_bytes
-            whole = dataclasses.replace(whole, library=whole.library + errors)
+            kept = facts.trained_bytes + factor_bytes(make_workload(cell.workload))
+            whole = dataclasses.replace(whole, library=whole.library + kept)
         views = self.strategy.gradient_as_bucket_view
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
@@ -190,6 +191,18 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20)
 
 
+def factor_bytes(workload: Workload) -> int:
+    """Returns the bytes of PowerSGD's factors of rank 4, of those matrices that they make less than
+    half as large (`_should_compress` in torch's powerSGD_hook.py)."""
+    bytes_kept = 0
+    for parameter in workload.on_meta().parameters():
+        rows, columns = parameter.shape[0], parameter[0].numel()
+        elements = (rows + columns) * min(rows, columns, POWER_SGD_RANK)
+        if parameter.requires_grad and 2 * elements < parameter.numel():
+            bytes_kept += elements * parameter.element_size()
+    return bytes_kept
+
+
 def power_sgd_memory(state: PowerSGDState | None) -> Iterator[Retained]:
     """Yields what PowerSGD keeps between steps: errors and factors by bucket."""
     if state is None:
@@ -205,7 +218,7 @@ def compress(model: DistributedDataParallel, hook: str) -> PowerSGDState | None:
 
     if hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=2
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state

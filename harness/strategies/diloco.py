@@ -12,7 +12,7 @@ from pydantic import Field
 
 from harness.host.tcp_store import LOOPBACK, open_store
 from harness.spec.errors import Refused
-from harness.spec.training import EMULATED, EXACT, Layout, States, Tolerance, TrainStep
+from harness.spec.training import EMULATED, Layout, States, Tolerance, TrainStep
 from harness.strategies._replicas import replicas_of
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import StateFiles, Tensors
@@ -63,19 +63,11 @@ class DiLoCo(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        return EXACT if self._averages_gradients(cell) else EMULATED
+        return EMULATED
 
     def reference(self, cell: Cell) -> Cell:
-        if self._averages_gradients(cell):
-            return cell.reference()
         outer = self.outer_learning_rate, self.outer_momentum
         return replicas_of(cell, self.period, self.period - 1, outer=outer)
-
-    def _averages_gradients(self, cell: Cell) -> bool:
-        """Returns whether it does what is equivalent."""
-        mean = self.outer_learning_rate == 1 and self.outer_momentum == 0
-        linear = cell.optimizer == "sgd" and self.period == 1 and cell.clip_norm is None
-        return mean and (linear or cell.devices == 1)
 
     @property
     def costs(self) -> DiLoCoCosts:

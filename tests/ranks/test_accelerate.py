@@ -35,7 +35,7 @@ def test_mixed_precision_is_its_own(run_cells: RunCells) -> None:
     """bf16 by DeepSpeed's and FSDP2's own policies; by autocast under DDP it is a cell of matrix
     full."""
     trials = run_cells(*engines("zero2", "fsdp2", precision="bf16")).trials
-    assert list(trials["parity_verdict"]) == ["within tolerance"] * 2, list(trials["reason"])
+    assert list(trials["parity_verdict"]) == ["exact"] * 2, list(trials["reason"])
 
 
 def test_four_ranks_train_the_same_and_keep_what_the_formula_says(run_cells: RunCells) -> None:

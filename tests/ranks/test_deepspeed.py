@@ -102,7 +102,7 @@ def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage
     trial = run_cells(cell("deepspeed", precision=precision, options={"stage": stage})).trials.iloc[
         0
     ]
-    assert trial["parity_verdict"] == "within tolerance", trial["reason"]
+    assert trial["parity_verdict"] == "exact", trial["reason"]
     assert list(trial["optimizer_state_dtypes"]) == ["float32"]
     states_follow_the_formula(trial)
 
