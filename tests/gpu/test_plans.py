@@ -208,7 +208,7 @@ def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
     )
     seconds = sum(trial_seconds(cell, 1, name) for cell, _ in plan.schedule())
     assert seconds <= 3600
-    assert references_of(found.cells, 1, name).seconds <= 720
+    assert references_of(found.cells, 1, name).seconds <= 750
 
 
 @pytest.mark.parametrize(("card", "number"), [("H100 80GB HBM3", 1), ("L4", 8)])

@@ -348,7 +348,7 @@ def test_virtual_tokens_predict_nothing() -> None:
         ("llama-nano+lora+ia3", "at most one of"),
         ("llama-nano+lora+nf4", r"write it as 'llama-nano\+nf4\+lora'"),
         ("bert-micro+lora", "use a gpt2 or llama workload"),
-        ("resnet-micro+bf16", "an image model has no variants"),
+        ("resnet-micro+bf16", "use a gpt2, llama or bert workload"),
         ("poems+lora", "unknown workload 'poems'"),
     ],
 )
