@@ -33,7 +33,7 @@ HOT_CELSIUS = 83
 
 @dataclass(frozen=True)
 class Trouble:
-    """A condition of this host that skews or misrepresents results."""
+    """A condition of this host that skews results."""
 
     subject: str
     what: str
@@ -150,7 +150,7 @@ def _command(nvidia: str, amd: str) -> str:
 
 
 def _unproven() -> Iterator[Trouble]:
-    """Reports what nobody has seen work, as the suite has never run on AMD's GPUs."""
+    """Reports what is unproven because the suite has never run on AMD's GPUs."""
     if not (version := rocm_version()):
         return
     yield Trouble(
@@ -263,7 +263,7 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Clocks fall as the processor warms up, so a run's first cells are faster."""
+    """Clocks fall as the processor warms up, so first cells are faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),
@@ -352,7 +352,6 @@ def _disk() -> Trouble | None:
 
 
 def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
-    """Reports too little shared memory for NCCL between GPUs."""
     try:
         size = shutil.disk_usage(folder).total
     except OSError:
@@ -368,7 +367,7 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """Reports too little lockable memory for InfiniBand. `limit`: bytes, -1 for no limit."""
+    """Reports too little lockable memory (bytes, -1 for no limit) for InfiniBand."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
-"""Seconds a requeued job waits for earlier processes, perhaps on a lost node."""
+"""Seconds a requeued job waits for earlier processes."""
 
 StartListener: TypeAlias = Callable[
     [Plan, int], contextlib.AbstractContextManager[ProgressListener]
@@ -45,7 +45,7 @@ StartListener: TypeAlias = Callable[
 class AgentOptions:
     nodes: int = 1
     rendezvous: Path | Rendezvous | None = None
-    """File in which the agents find the run, or where it listens; None: this host alone."""
+    """Rendezvous file or listening address of the agents; None: this host alone."""
     interface: str = ""
     timeout_seconds: float = 120.0
     """Seconds to wait for the agents; then the run starts without the rest."""
@@ -96,7 +96,7 @@ class Concluded:
 
 
 def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
-    """Plans a run, or finds the one to continue; raises UsageError for mistaken options."""
+    """Plans or continues a run; raises UsageError for mistaken options."""
     host_name, nodes = plan_options.host, options.agents.nodes
     store = Store(options.results)
     store.require_writable()
@@ -131,7 +131,7 @@ def execute(
     listener: StartListener,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Ended:
-    """Runs all open trials. `say`: receives messages about what happens before the first one."""
+    """Runs all open trials. `say`: receives messages before the first one."""
     began_at = time.monotonic()
     plan = _begin(prepared, say)
     store, part = prepared.store, prepared.part
@@ -165,7 +165,7 @@ def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
 def _launchers(
     options: AgentOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the run's launcher factory; agents, if any, connect as the run begins."""
+    """Yields the run's launcher factory; agents connect first, if any."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
 

@@ -31,7 +31,7 @@ _COUNTED = (
 
 
 MODEL = "model"
-"""Key of the workload that replaces the one of every cell."""
+"""Key of the workload that replaces all others."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def expand(
 ) -> Expanded:
     """Returns a matrix's cells on a host.
 
-    `only`, `skip`: strategies or patterns (bench/select.py). `model`: workload that replaces all
-    others, keeping their suffixes. Raises UsageError for an unknown axis, value or pattern, or if
-    data rules out every cell.
+    `only`, `skip`: strategies or patterns (bench/select.py). `model`: replaces all workloads,
+    keeping suffixes. Raises UsageError for an unknown axis, value or pattern, or if data rules out
+    every cell.
     """
     if model:
         make_workload(model)

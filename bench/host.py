@@ -32,7 +32,6 @@ class Host:
 
     @property
     def many(self) -> int:
-        """Returns the meaning of `devices: many`."""
         return 2 if self.device == "cpu" else next(n for n in (8, 4, 2, 1) if n <= self.num_devices)
 
     @classmethod
@@ -50,8 +49,8 @@ class Host:
 
 
 def host_of(text: str, nodes: int) -> Host:
-    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError, naming the
-    nearest GPUs, for an unknown one."""
+    """Returns this host, or that of `8 x h100-80gb, 112 cores`; raises UsageError for unknown
+    GPUs."""
     from harness.host.gpu_models import gpu_named
 
     if not text:

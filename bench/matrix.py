@@ -55,7 +55,7 @@ HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Resolves differences of 3 % if trials spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Covers some slow spells of the machine; about as long as a trial's start."""
+"""Covers some slow spells; about as long as a trial's start."""
 FILLED_IN = ("global_batch", "defaults", "strategy_digest", "workload_digest")
 """Fields of a cell that no matrix gives."""
 AXES = (*(name for name in Cell.model_fields if name not in FILLED_IN), "batch")
@@ -70,8 +70,7 @@ _AXES_SCHEMA = {
     },
 }
 Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
-"""Values by axis, from YAML. A schema checks only the axes, since names and lists stand for
-values."""
+"""Axis values from YAML. A schema checks only the axes, since values may be names or lists."""
 
 
 class Sizes(BaseModel):
@@ -143,7 +142,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parses `60GiB`, `500MB` or a number of bytes; raises UsageError for anything else."""
+    """Parses `60GiB`, `500MB` or a number; else raises UsageError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
     if not match:
         raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
@@ -155,7 +154,7 @@ def matrix_names() -> list[str]:
 
 
 def read_matrix(name: str) -> Matrix:
-    """Reads a matrix by name or file; raises UsageError with the file and the key."""
+    """Reads a matrix by name or file; raises UsageError with file and key."""
     return read_as(name, Matrix)
 
 

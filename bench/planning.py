@@ -24,7 +24,7 @@ FROM_PYTHON = "bench.run"
 class PlanOptions:
     matrix: str = ""
     cells: tuple[Cell | Mapping[str, object], ...] = ()
-    """Cells, or axes of a matrix's cells, to run instead of a matrix."""
+    """Cells, or axes of cells, to run instead of a matrix."""
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     changes: Axes = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Published rows of others as cells of the suite, with predictions and differences."""
+"""Others' published rows as cells of the suite, with predictions and differences."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def published_rows(file: Path = FILE) -> PublishedRows:
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens per second of each device, and bytes of the fullest one; None is unknown."""
+    """Tokens per second per device, and bytes of the fullest one; None is unknown."""
 
     tokens_per_second: float | None
     low: float | None = None
@@ -122,7 +122,7 @@ def published_figures(row: PublishedRow) -> Figures:
 
 
 def predicted_figures(row: PublishedRow) -> Figures | None:
-    """Returns the planner's prediction with its 80 % interval; None for variants of a model."""
+    """Returns the prediction with its 80 % interval; None for model variants."""
     import numpy as np
 
     from harness.planner.cluster.calibration import load
@@ -164,7 +164,7 @@ def measured_figures(row: PublishedRow, cell: CellResult) -> Figures:
 
 
 def differences(source: Source, row: PublishedRow) -> list[str]:
-    """Returns what differs between the source and a run of the cell here."""
+    """Returns what differs between the source and a run here."""
     from harness.host.environment import version_of
 
     names = ("torch", "transformers")
@@ -179,7 +179,7 @@ def differences(source: Source, row: PublishedRow) -> list[str]:
 
 
 def require_hardware(row: PublishedRow, names: Sequence[str]) -> None:
-    """Raises UsageError unless enough of these GPUs can run the row. `names`: of NVML."""
+    """Raises UsageError without enough of these GPUs. `names`: from NVML."""
     from harness.host.gpu_models import gpu_model
 
     models = [gpu_model(name) for name in names]

@@ -1,7 +1,7 @@
 """Resolves the run and cell arguments of all commands.
 
-Runs: an id, its prefix, `latest`, or `latest~1` for the one before. Cells: an id, a strategy, or a
-pattern (`ddp*x2*`) over labels or names.
+Runs: an id, its prefix, `latest`, or `latest~1` before it. Cells: an id, a strategy, or a pattern
+(`ddp*x2*`) over labels or names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_NAMED = 12
 
 
 class Recorded(Protocol):
-    """A cell in any table, with its recorded id as the key."""
+    """A cell in any table, by its recorded id."""
 
     @property
     def cell_id(self) -> str: ...
@@ -48,7 +48,7 @@ class RecordedCell:
 
 
 def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
-    """Returns matching runs' ids, oldest first; by default the newest. Raises UsageError."""
+    """Returns matching runs' ids, oldest first; default: the newest. Raises UsageError."""
     if every and words:
         raise UsageError(
             "--all means every run of the folder: leave out either --all or the names of runs"
@@ -64,8 +64,8 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
 def find_sides(
     words: Sequence[str], baseline: str | None, results: Path
 ) -> tuple[RunSelection, RunSelection]:
-    """Returns the two runs or folders to compare. `baseline` is the first, perhaps in
-    results/reference. Raises UsageError if there are not two."""
+    """Returns the two runs or folders to compare; `baseline` is first. Raises UsageError if there
+    are not two."""
     if baseline is not None:
         named = results / REFERENCES / baseline
         words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
@@ -119,8 +119,8 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
 
 
 def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """Returns the tables (without steps) of a run, by default the newest with the cell, and the
-    cell's id; raises UsageError unless one cell matches."""
+    """Returns the tables (without steps) of a run, by default the newest, and the cell's id; raises
+    UsageError unless one cell matches."""
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
         tables = store.load([candidate], steps=False)
@@ -168,8 +168,7 @@ def planned_cell(store: Store, word: str) -> Cell | None:
 
 
 def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
-    """Returns matching cells of the matrix, else the recorded cell of this id or name; raises
-    UsageError."""
+    """Returns the matrix's matching cells, else the recorded one; raises UsageError."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
     if recorded := planned_cell(store, word):

@@ -17,9 +17,9 @@ def write_report(
 ) -> Path:
     """Writes the report of one run, or a comparison of several; returns its path.
 
-    The suffix chooses the format (default: html). `instead`: see `write_whole`. `baseline`: the
-    cell that others of its setting are compared with; by default DDP, else the single process.
-    Raises UsageError if the file cannot be written, ValueError without runs.
+    The suffix chooses the format (default: html). `instead`: see `write_whole`. `baseline`: by
+    default DDP, else the single process. Raises UsageError if it cannot write, ValueError without
+    runs.
     """
     from reports.formats import format_of, report_text
 

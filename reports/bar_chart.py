@@ -116,7 +116,7 @@ class Bars:
 
 
 class _Lines:
-    """All lines' shapes in few collections; separate artists take much longer."""
+    """All lines' shapes in few collections, which is much faster."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
@@ -182,7 +182,6 @@ class _Lines:
 
 
 def _pixels(text: str) -> float:
-    """Returns a figure's approximate width with its unit; digits are wider than punctuation."""
     return sum(4.0 if character in " .,()" else 7.6 for character in text)
 
 
@@ -219,5 +218,4 @@ def first_few(bars: Sequence[Bar], most: int, unit: str = "") -> str:
 
 
 def omitted(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:
-    """Returns a note if a chart shows only the first rows."""
     return (f"the first {most} of {total}; all are in the table",) if total > most else ()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Span:
     """Text in one style, or a number with its full precision.
 
-    `style`: `strong`, `em`, `code`, `small`, `data` (recorded text), or CSS classes. `link`: an
-    address; `#name` is dropped if the page lacks it. `field` and `value`: of a recorded number.
+    `style`: `strong`, `em`, `code`, `small`, `data` (recorded text), or CSS classes. `link`:
+    address; `#name` is dropped if missing. `field`, `value`: of a number.
     """
 
     text: str
@@ -65,7 +65,6 @@ def small(text: str) -> Span:
 
 
 def key(kind: str) -> Span:
-    """Returns a swatch of a chart's colour for a legend."""
     return Span("", f"key {kind}")
 
 
@@ -106,7 +105,7 @@ def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> lis
 
 
 def prose_under(name: str) -> list[tuple[str, Words]]:
-    """Returns the texts of prose.md whose names begin with `name`, by the rest."""
+    """Returns texts of prose.md that begin with `name`."""
     names = [title for title in _prose() if title.startswith(f"{name} ")]
     return [(title.removeprefix(f"{name} "), prose(title)) for title in names]
 
@@ -194,7 +193,7 @@ class Row:
     attributes: Mapping[str, str] = field(default_factory=dict)
     """`id`, `class` and `data-` attributes."""
     group: Words = ""
-    """Heading of the rows that this one is sorted among; equal for consecutive rows."""
+    """Heading of consecutive rows sorted together."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts next to each other, omitted from Markdown. `reading`: how to read them."""
+    """Charts in a row, not in Markdown. `reading`: how to read them."""
 
     charts: Sequence[Chart]
     reading: Words = ""
@@ -245,7 +244,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks with an optional heading and introduction; left out if it has no blocks."""
+    """Blocks with a heading and introduction; left out if empty."""
 
     title: Words
     blocks: Sequence[Block]

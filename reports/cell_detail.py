@@ -88,8 +88,6 @@ class Place:
 
 @dataclass(frozen=True)
 class KindOfState:
-    """States of one kind on the fullest rank between steps."""
-
     kind: str
     """parameter, gradient, optimizer or library."""
     bytes: float | None
@@ -98,7 +96,7 @@ class KindOfState:
 
 @dataclass(frozen=True)
 class RankDetail:
-    """A rank's median timed step over finished trials, and its largest peak memory."""
+    """A rank's median timed step and largest peak memory."""
 
     rank: int
     step_seconds_p50: float | None

@@ -40,7 +40,6 @@ _FILTERS = {
 
 
 def cells_blocks(report: RunReport) -> ui.Blocks:
-    """Returns ranked cells by group, fastest first, then the others."""
     ranked = [cell for group in report.groups for cell in group.rows]
     seen = {cell.cell_id for cell in ranked}
     cells = [*ranked, *(cell for cell in report.cells if cell.cell_id not in seen)]
@@ -202,8 +201,6 @@ class Missing:
 
 @dataclass(frozen=True)
 class Best:
-    """A system's fastest cell, preferably in the verdict's setting."""
-
     row: RankedCell
     value: str
     setting: str
@@ -223,7 +220,6 @@ class SystemOverview:
 
 
 def not_run(systems_: Iterable[System]) -> list[Missing]:
-    """Returns systems with omitted or unreached cells, `absent` ones first."""
     kinds = ("absent", "none", "part")
     missing = [row for system in systems_ if (row := _missing(system))]
     return sorted(missing, key=lambda system: kinds.index(system.kind))
@@ -347,7 +343,6 @@ class Failure:
 
 
 def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    """Returns launched cells that failed, diverged or were interrupted; expected ones last."""
     found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
     return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
 
@@ -372,7 +367,6 @@ _KINDS = (
 
 
 def failures_blocks(report: RunReport) -> ui.Blocks:
-    """Returns failed cells with their first cause, then systems with missing cells."""
     alike: dict[tuple[str, bool, str], list[Failure]] = {}
     for failure in failures(report.cells, report.trials):
         key = (failure.what, failure.row.expected, failure.row.reason)
@@ -386,7 +380,6 @@ def failures_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _failure_box(alike: Sequence[Failure]) -> ui.Block:
-    """Returns the first of failures that ended alike, and the others' names."""
     failure, *others = alike
     row = failure.row
     what = f"{failure.what}{', as expected' if row.expected else ''}"

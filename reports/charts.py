@@ -1,6 +1,6 @@
-"""Draws charts with matplotlib as inline SVG that follows the page's theme and content policy.
+"""Draws charts as inline SVG that follows the page's theme and content policy.
 
-Text stays text, for search and screen readers; colours come from the style sheet.
+Text stays text; colours come from the style sheet.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def experts(report: RunReport) -> str:
 
 
 def wrappers(report: RunReport) -> str:
-    """Describes the comparison with most wrappers."""
     cells = max((found.cells for found in launchers(report.cells)), key=len)
     most = step_seconds(cells[-1]) / step_seconds(cells[0])
     words = f"the slowest of {len(cells)} around DDP takes {number(most)} times the fastest's step"
@@ -131,7 +130,6 @@ def _from_to(
     scale: float = 1.0,
     before: str = "",
 ) -> str:
-    """Returns the least and the most with their strategies, in the verdict's setting if known."""
     for cells in (report.leading.rows if report.leading else (), report.cells):
         known = [(x * scale, cell) for cell in cells if (x := value(cell)) is not None]
         if known:

@@ -29,7 +29,6 @@ AnyColumn: TypeAlias = ReportColumn[Any]
 
 
 def words(text: str) -> ui.Td:
-    """Returns recorded text, or unknown if empty."""
     return ui.Td(ui.Span(text or DASH, "data"), kind="word")
 
 
@@ -87,7 +86,6 @@ def computed(
     unit: str = "",
     tip: str = "",
 ) -> ReportColumn[AnyRow]:
-    """Returns a column of a number that no attribute holds."""
     return ReportColumn(title, lambda row: numeral(text(value(row)), field, value(row)), unit, tip)
 
 
@@ -148,7 +146,6 @@ def gained(ratio: float | None, lowest: float | None, highest: float | None) -> 
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns the devices column, and a nodes column if needed."""
     columns: list[ReportColumn[CellResult]] = [figure("Devices", "devices", plain)]
     if any(cell.cell.nodes > 1 for cell in cells):
         columns.append(figure("Nodes", "nodes", plain, tip="that the devices are on"))
@@ -156,7 +153,6 @@ def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]
 
 
 def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
-    """Returns the throughput column, with the unit in its heading if shared."""
     kinds = {throughput_of(cell) for cell in cells if cell.speed.samples_per_second is not None}
     same = kinds.pop() if len(kinds) == 1 else ""
     return ReportColumn(
@@ -183,7 +179,6 @@ def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[Cel
 
 
 def throughput_of(cell: CellResult) -> str:
-    """Returns the column of the cell's throughput: tokens if it has any, else samples."""
     return "samples_per_second" if cell.speed.tokens_per_second is None else "tokens_per_second"
 
 
@@ -195,7 +190,6 @@ def cell_table(
     first: str = "Strategy",
     head: Callable[[CellResult], ui.Words] = cell_name,
 ) -> ui.Table:
-    """Returns a table with a row per cell, without wholly unknown columns."""
     rows = [
         ui.Row(head(cell), [column.make(cell) for column in columns], {"data-cell": cell.cell_id})
         for cell in cells

@@ -74,7 +74,6 @@ def rows_of(effects: Effects) -> list[tuple[str, ...]]:
 
 
 def best_text(effects: Effects) -> str:
-    """Compares the fastest and the most frugal combination with the baseline."""
     base = effects.baseline
     return (
         f"Fastest: {_combination(effects.fastest)}, {_against(effects.fastest, base)}."
@@ -144,8 +143,7 @@ def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def _crossed(effects: Effects) -> bool:
-    """Returns whether most options were measured in several combinations, not just one at a
-    time."""
+    """Returns whether options were crossed, not varied one at a time."""
     return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
 
 
@@ -320,7 +318,6 @@ def _sent(cell: CellResult) -> ui.Td:
 
 
 def variants_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Compares models with variants that train fewer parameters or use lower precision."""
     found = variants(cells)[:MOST_CHARTS]
     charts = ui.Charts([ui.Chart(one.bars) for one in found if one.bars], prose("legend states"))
     tables = [ui.Part(data(one.title), [one.table]) for one in found]

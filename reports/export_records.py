@@ -68,7 +68,6 @@ def for_json(value: object) -> object:
 
 
 def records(report: RunReport) -> list[dict[str, Any]]:
-    """Returns a record per cell; ranked cells come first, by group."""
     ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
     rest = [cell for cell in report.cells if cell.cell_id not in ranked]
     return [record_of(cell) for cell in (*ranked.values(), *rest)]
@@ -84,7 +83,6 @@ def record_of(cell: CellResult) -> dict[str, Any]:
 
 
 def as_json(reports: Sequence[RunReport], **more: object) -> str:
-    """Returns `{"runs": [...], "cells": [...], ...}`; each cell names its run."""
     runs = [{name: for_json(getattr(report.run, name)) for name in RUN} for report in reports]
     cells = [record for report in reports for record in records(report)]
     whole = {

@@ -13,7 +13,6 @@ Format = Literal["html", "md", "csv", "json", "pdf-ready"]
 
 
 def format_of(path: Path) -> Format:
-    """Returns the format that a file's suffix means, by default html."""
     suffix = path.suffix.lstrip(".")
     return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
 

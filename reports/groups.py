@@ -44,7 +44,6 @@ class Group(Generic[AnyCell]):
         return "tokens_per_second" if tokens else "samples_per_second"
 
     def rate(self, cell: CellResult) -> Estimate:
-        """Returns a cell's throughput in the group's unit."""
         rate = cell.throughput(self.throughput)
         assert rate is not None, "a ranked cell has a throughput"
         return rate
@@ -70,7 +69,7 @@ class Group(Generic[AnyCell]):
         return f"{self.workload} · {self.title}"
 
     def short_title(self, workload: str) -> str:
-        """Returns the title for a page about `workload`, which it does not repeat."""
+        """Returns the title without `workload`."""
         return self.title if self.workload == workload else self.full_title
 
     @property
@@ -95,7 +94,7 @@ def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     """Groups cells that differ only in strategy and agree in `more`.
 
-    Cells keep their order; the workload with most cells comes first.
+    Cells keep their order; the largest workload is first.
     """
     cells = list(cells)
     sizes = Counter(cell.cell.workload_name for cell in cells)

@@ -23,8 +23,7 @@ TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 @dataclass(frozen=True)
 class PageSection:
-    """`short`: title in the list of sections. `summary`: line shown while it is closed; empty if it
-    is open."""
+    """`short`: listed title. `summary`: line shown while closed; empty if open."""
 
     name: str
     title: str
@@ -44,9 +43,9 @@ class PageHead:
 
 
 def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
-    """Returns a page whose content policy allows its style and script by hash.
+    """Returns a page whose policy allows its style and script by hash.
 
-    `printed`: print layout: light, details open, no controls, no script.
+    `printed`: light, details open, no controls, no script.
     """
     sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
     drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
@@ -84,7 +83,6 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
 
 
 def _navigation(sections: Iterable[PageSection]) -> str:
-    """Returns links to the open sections and the first closed one."""
     links, closed = "", False
     for section in sections:
         if not closed:
@@ -278,7 +276,7 @@ class _HtmlWriter:
 
 
 def _filters(filters: Sequence[tuple[str, str, Sequence[str]]], grouped: bool) -> str:
-    """Returns the controls above a table. Only cells of one run can be compared side by side."""
+    """Returns a table's controls. Only one run's cells can be compared."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
         f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"

@@ -56,7 +56,6 @@ class Scaling:
     notes: tuple[str, ...]
 
     def draw(self) -> Figure:
-        """Draws the ideal dashed, the fastest coloured and others grey."""
         coloured, more = self.lines[:COLOURED], len(self.lines) - COLOURED
         legend = _LEGEND_LINE * (len(coloured) + 1 + (more > 0))
         figure, axes = canvas(290 + legend, _LEFT, _RIGHT, _BOTTOM + legend, 22)
@@ -103,7 +102,6 @@ class Bandwidths:
     notes: tuple[str, ...]
 
     def draw(self) -> Figure:
-        """Draws throughput over measured bandwidth on log axes, requested links on top."""
         from matplotlib.ticker import LogLocator
 
         legend = _LEGEND_LINE * len(self.lines)
@@ -171,7 +169,6 @@ class Predicted:
     """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
     def draw(self) -> Figure:
-        """Draws dashed predictions with bands, and measurements as dots."""
         lines = self.lines[: len(SERIES)]
         legend = _LEGEND_LINE * (len(lines) + 1)
         figure, axes = canvas(300 + legend, 62, _RIGHT, _BOTTOM + legend, 22)
@@ -225,7 +222,6 @@ class Losses:
     notes: tuple[str, ...] = ()
 
     def draw(self) -> Figure:
-        """Draws the reference as a broad band and cells as thin lines, dashed if diverged."""
         legend = _LEGEND_LINE * (2 + len(self.diverged[:3]))
         figure, axes = canvas(250 + legend, 50, _RIGHT, _BOTTOM + legend, 22)
         steps = range(len(self.reference))
@@ -278,7 +274,6 @@ class Trend:
     notes: tuple[str, ...] = ()
 
     def draw(self) -> Figure:
-        """Draws runs as dots with intervals, levels, and changes as dashed lines."""
         figure, axes = canvas(170, _LEFT, _RIGHT, 34, 34)
         count = len(self.values)
         for begin, end, level in self.levels:
@@ -347,7 +342,6 @@ class Scatter:
         return sorted((p for p in self.points if p.place is not None), key=lambda p: p.place or 0)
 
     def draw(self) -> Figure:
-        """Draws memory (x) against throughput (y), with the front as a numbered step line."""
         figure, axes = canvas(310, _LEFT, _RIGHT, _BOTTOM, 16)
         front = self.front
         _points(axes, [point for point in self.points if not point.place], REST, 7)

@@ -81,8 +81,6 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
-    """Sorts by bandwidth; delayed links and unknown bandwidths last."""
-
     def order(link: MeasuredLink) -> tuple[bool, bool, float]:
         return link.delayed, link.bits_per_second is None, link.bits_per_second or 0.0
 
@@ -116,7 +114,7 @@ def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> l
     """Returns the crossovers, clearest first.
 
     One strategy must be faster within rounds at one link, and the other at the next differing one.
-    The crossing point is interpolated on logarithmic axes.
+    The crossing is interpolated on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -187,7 +185,6 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 
 
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    """Describes whether strategies on the slowest link rank by bytes sent."""
     known = [
         strategy
         for strategy in series
@@ -237,7 +234,6 @@ class Chapter:
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    """Returns a chapter per setting with several emulated links, most strategies first."""
     by_setting: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.ranked and cell.cell.links:
@@ -373,7 +369,6 @@ def _link_table(
 
 
 def links_blocks(report: RunReport) -> ui.Blocks:
-    """Returns each setting's chart, crossovers, throughput and measured links."""
     found = chapters(report.cells, report.trials, report.profiles)
     blocks = [block for chapter in found for block in _chapter_blocks(chapter)]
     return [ui.Part("", blocks, prose("links"))]

@@ -58,7 +58,6 @@ def by_state_bytes(cells: Sequence[CellResult]) -> list[CellResult]:
 def state_stacks(
     cells: Sequence[CellResult], name: str, title: str, label: Callable[[CellResult], str]
 ) -> Bars:
-    """Returns the states of each cell's fullest rank in MiB, least first."""
     cells = by_state_bytes(cells)
     bars = [_stack(cell, label(cell)) for cell in cells[:MOST_ROWS]]
     ends = [max(bar.value or 0.0, bar.target or 0.0, bar.peak or 0.0) for bar in bars]
@@ -111,9 +110,9 @@ def state_charts(cells: Sequence[CellResult]) -> list[Bars]:
 
 
 def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns states against the formula, and each rank's peak memory.
+    """Returns states against the formula, and ranks' peak memory.
 
-    `one_model`: whether cells are comparable; a search's models differ in size.
+    `one_model`: whether cells are comparable.
     """
     charts = [ui.Chart(bars) for bars in state_charts(cells)[:MOST_CHARTS]] if one_model else []
     states: ui.Blocks = [
@@ -160,7 +159,6 @@ class Buffers:
 
 
 def buffers(cells: Sequence[CellResult]) -> list[Buffers]:
-    """Groups cells with the same named buffers, largest first."""
     grouped: dict[tuple[tuple[str, str], ...], tuple[float, list[CellResult]]] = {}
     for cell in with_states(cells):
         sizes = _buffer_sizes(cell.states.library_buffers)
@@ -309,7 +307,6 @@ class Largest:
 
 
 def largest_blocks(found: Largest | None) -> ui.Blocks:
-    """Returns a search's results; nothing for other runs."""
     if found is None:
         return []
     searched = "tokens of a sequence" if found.tokens else "blocks"
@@ -372,8 +369,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`; empty below two sized
-    strategies."""
+    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`, if any."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:

@@ -49,7 +49,7 @@ def marks(cell: CellResult) -> str:
 
 
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
-    """Returns the chart label, with marks and unusual nodes, links and regime.
+    """Returns the label with marks and unusual settings.
 
     `place`: include nodes and links. `label`: replaces the cell's.
     """
@@ -82,7 +82,7 @@ def unit(throughput: str) -> str:
 
 
 def chart_name(cell: CellResult, workload: str) -> str:
-    """Returns `label x2 bf16` for mixed settings, plus the workload if not `workload`."""
+    """Returns `label x2 bf16`, plus the workload if not `workload`."""
     other = "" if cell.cell.workload_name == workload else f" {cell.cell.workload_name}"
     setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
     return shortened(named(cell), max(12, LABEL - len(setting))) + setting
@@ -103,7 +103,6 @@ def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
 
 
 def workload_name(cell: CellResult) -> list[ui.Inline]:
-    """Returns the workload, linked to the cell's row, and the cell's marks."""
     link = ui.Span(cell.cell.workload_name, "data", f"#cell-{cell.cell_id}")
     return [link, marks(cell), *_noise(cell)]
 
@@ -154,21 +153,18 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
 
 
 def disturbance(cell: CellResult) -> str:
-    """Describes disturbances and how many trials they affected."""
     return "; ".join(
         f"{CAUSES[cause]} {count}" for cause, count in cell.disturbance.by_cause.items()
     )
 
 
 def gpu_findings(cell: CellResult) -> str:
-    """Describes the first findings on the cell's GPUs."""
     words = cell.disturbance.gpu_findings
     more = f", and {len(words) - _MOST_FINDINGS} more" if len(words) > _MOST_FINDINGS else ""
     return f" ({'; '.join(words[:_MOST_FINDINGS])}{more})" if words else ""
 
 
 def disturbance_legend(cells: Iterable[CellResult]) -> str:
-    """Explains the disturbance mark; empty if no cell has it."""
     seen = {cause for cell in cells for cause in cell.disturbance.by_cause}
     return "; or ".join(
         f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen

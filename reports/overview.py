@@ -127,7 +127,7 @@ def _advised(group: RankedGroup, advised: Answer) -> Pick:
 
 
 def page(store: Store, folder: Path) -> str:
-    """Returns a page that links to each report, those missing from the store last."""
+    """Returns the index page; runs missing from the store are last."""
     shown = entries(store, folder)
     own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(

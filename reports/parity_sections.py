@@ -68,7 +68,6 @@ def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
 
 
 def deviation_bars(cells: Sequence[CellResult]) -> Iterator[Bars]:
-    """Yields verified cells' largest deviations and tolerances, nearest first."""
     for kind, title in CHARTS.items():
         judged = [
             (cell, finite(cell.column(f"parity_max_{kind}_deviation")), float(tolerance))
@@ -136,7 +135,6 @@ class DeclaredTolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[DeclaredTolerance]:
-    """Returns tolerances, tightest first, with their cells' reasons."""
     grouped: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:

@@ -187,7 +187,6 @@ def _points(curves: Sequence[ScalingCurve]) -> ui.Table:
 def cluster_page(
     plan: ClusterPlan, sentences: Sequence[str], source: str, squares: list[SweepSquare]
 ) -> str:
-    """Returns the page of a plan for devices that are not rented yet."""
     question, best = plan.question, plan.candidates[0]
     won: dict[str, list[WonSquare]] = {}
     for square in squares:
@@ -235,10 +234,7 @@ def local_page(
     machine: str,
     swept: dict[str, dict[int, LocalPlan | str]],
 ) -> str:
-    """Returns the page of a plan for this machine.
-
-    `swept`: plan, or why nothing can run, by workload and number of ranks.
-    """
+    """`swept`: plan, or why nothing can run, by workload and number of ranks."""
     return plan_page(
         plan.setting,
         (machine, f"from {plan.calibrated_on} measured cells"),

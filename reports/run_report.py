@@ -93,7 +93,7 @@ class RunReport:
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
-    """Builds a report from one run's tables; raises ValueError for another number of runs.
+    """Builds a report from one run's tables; otherwise raises ValueError.
 
     `baseline`: by default `baseline_of`.
     """
@@ -123,7 +123,6 @@ def only(results: Results, run_ids: Sequence[str]) -> Results:
 
 
 def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
-    """Returns planned cells without a record."""
     recorded = {cell.cell_id for cell in cells}
     planned = []
     for fields in plan_of(run).get("cells", []):

@@ -66,7 +66,6 @@ class Runs:
 
     @property
     def series(self) -> list[Series]:
-        """Throughput and memory series, a cell's two next to each other."""
         return sorted((*self.throughput, *self.memory), key=lambda series: series.cell_name)
 
     @property
@@ -82,7 +81,6 @@ class Runs:
 
     @property
     def enough(self) -> bool:
-        """Whether there are enough runs to detect a change."""
         return max((len(series.points) for series in self.throughput), default=0) >= self.least
 
     @property
@@ -231,7 +229,6 @@ def trend(series: Series, name: str) -> Trend:
 
 
 def verdict_blocks(runs: Runs) -> ui.Blocks:
-    """Returns changes against the previous run and over all runs, and a row per run."""
     blocks: ui.Blocks = []
     if runs.shown and (against := runs.shown[0].against):
         words = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
@@ -286,7 +283,6 @@ def _older(run: Run) -> tuple[str, list[ui.Inline]]:
 
 
 def cells_blocks(runs: Runs) -> ui.Blocks:
-    """Returns a row per cell of the newest run, with a ratio for each other run."""
     columns = ui.heads("Newest (samples/s)")
     columns += [ui.ColumnHead(run.run_id, "ratio, interval") for run in runs.shown]
     rows = [
@@ -339,7 +335,6 @@ def verdict_td(line: ComparedCell) -> ui.Td:
 
 
 def history_blocks(runs: Runs) -> ui.Blocks:
-    """Charts every cell's throughput, changed ones first, and changed memory."""
     several = [
         series
         for series in (*runs.throughput, *runs.memory)

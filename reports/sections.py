@@ -25,7 +25,7 @@ class Section(Generic[Report]):
     in_text: bool = False
     """Whether Markdown has it too."""
     fold: Callable[[Report], str] | None = None
-    """Returns the line shown while it is closed, with its main figure; empty to start open."""
+    """Returns the line shown while closed; empty to start open."""
     runs: Callable[[Report], bool] = lambda report: True
     """Whether a report, such as a search's, has this section."""
 
@@ -46,7 +46,7 @@ def written_page(
     requested: Sequence[str] = (),
     printed: bool = False,
 ) -> Written:
-    """Returns a page of the requested sections (default: all) that have data.
+    """Returns a page of the requested sections (default: all).
 
     `printed`: print layout. Raises UsageError as `_with_data` does.
     """
@@ -83,9 +83,9 @@ def written_text(
 def _with_data(
     report: Report, sections: Sequence[Section[Report]], requested: Sequence[str], medium: ui.Medium
 ) -> tuple[list[Filled[Report]], list[str]]:
-    """Returns the requested sections with their blocks, and the names of empty ones.
+    """Returns the requested sections with blocks, and names of empty ones.
 
-    Raises UsageError for an unknown section, or if all requested ones are empty.
+    Raises UsageError for an unknown section, or if all are empty.
     """
     _require_known(requested, [section.name for section in sections])
     chosen = [section for section in sections if not requested or section.name in requested]

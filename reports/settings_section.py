@@ -16,12 +16,10 @@ from reports.verdict_sections import verdict
 
 
 def compared(report: RunReport) -> list[RankedGroup]:
-    """Returns the largest group of each workload and setting that has something to compare."""
     return [group for group in biggest(report.groups) if len(group.rows) > 1]
 
 
 def settings_blocks(report: RunReport) -> ui.Blocks:
-    """Returns each setting's advice and chart; nothing for a single setting."""
     groups = compared(report)
     if len(groups) < 2:
         return []

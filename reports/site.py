@@ -83,7 +83,6 @@ def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
 
 
 def page(shown: Sequence[tuple[RunReport, Entry]]) -> str:
-    """Returns the index of these runs, with their cells grouped by run."""
     by_machine = sorted(shown, key=lambda pair: _machine(pair[1]))
     rows = [row for report, entry in by_machine for row in _rows(report, entry)]
     machines = {_machine(entry) for _, entry in shown}
@@ -113,7 +112,6 @@ def _throughput(cell: CellResult) -> ui.Td:
 
 
 def _name(cell: CellResult, report: str) -> list[ui.Inline]:
-    """Returns the name, linked to the cell's row in its report, and the setting."""
     weak = ", weak" if cell.cell.regime == "weak" else ""
     setting = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
     name = ui.Span(named(cell), "data", f"{report}#cell-{cell.cell_id}")
@@ -130,7 +128,6 @@ COLUMNS: tuple[ReportColumn[CellResult], ...] = (
 
 
 def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
-    """Returns a row per launched cell, ranked ones first; none for a search."""
     if report.is_search:
         return []
     group = _heading(entry)

@@ -47,9 +47,9 @@ def throughput_bars(
     labels: Mapping[str, str] | None = None,
     cells: Sequence[RankedCell] = (),
 ) -> Bars:
-    """Returns throughputs with 95 % intervals; strong if advised, or possibly as fast.
+    """Returns throughputs with 95 % intervals; strong if advised or tied.
 
-    `labels`: replacements by cell id. `cells`: by default all, fastest first.
+    `labels`: by cell id. `cells`: by default all, fastest first.
     """
     best, bars, (baseline, level) = possibly_fastest(group), [], _baseline(group)
     shown = cells or group.rows[:MOST_ROWS]
@@ -83,8 +83,7 @@ def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
 
 
 def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
-    """Returns peak memory in MiB with its range over trials. `cells`: by default all, smallest
-    first."""
+    """Returns peak memory in MiB with its range. `cells`: by default all."""
     known = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if not known:
         return None
@@ -150,15 +149,13 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
 
 
 def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
-    """Returns groups of several cells with their numbers and short titles."""
     several = [group for group in report.groups if len(group.rows) > 1][:MOST_CHARTS]
     main = report.groups[0].workload if several else ""
     return [(index, group, group.short_title(main)) for index, group in enumerate(several)]
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns throughput and memory: as charts of the verdict's setting on pages, as ranked tables
-    of all settings in Markdown."""
+    """Returns charts of the verdict's setting for pages, ranked tables for Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
         tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]
@@ -238,7 +235,6 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    """Returns a figure per workload, precision and batch with several numbers of devices."""
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
@@ -321,7 +317,6 @@ def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns multi-device cells with a single-device counterpart."""
     return [
         cell
         for cell in cells

@@ -77,7 +77,6 @@ def exact(value: float | None) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """Returns `1 trial`, `3 trials`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

@@ -104,7 +104,6 @@ def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
 
 
 def part_bars(profiles: Sequence[StepProfile]) -> list[Bars]:
-    """Returns a chart per setting, shortest step first."""
     groups = _by_setting(profiles)
     main = groups[0][0].result.cell.workload_name if groups else ""
     return [
@@ -145,7 +144,6 @@ def _part_bar(profile: StepProfile) -> Bar:
 
 
 def profile_blocks(profiles: Sequence[StepProfile]) -> ui.Blocks:
-    """Returns each step's parts, peak memory and GPU activity."""
     charts = [ui.Chart(bars) for bars in part_bars(profiles)[:MOST_CHARTS]]
     gpu = ui.Part("", [_gpu_table(profiles)], prose("gpu"))
     blocks: ui.Blocks = [
@@ -261,7 +259,6 @@ def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
 
 
 def utilization(cell: CellResult) -> str:
-    """Returns MFU and the fraction of the card's measured rate; empty if both are unknown."""
     shares = []
     if cell.work.mfu is not None:
         of = f"the data sheet's {_teraflops(cell.work.peak_flops_per_second)}"
@@ -289,7 +286,7 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def sent(cell: CellResult) -> float:
-    """Returns bytes per step of the rank that sends most, in multiples of the fp32 gradients."""
+    """Returns bytes per step of the busiest rank, over the fp32 gradients'."""
     return (cell.traffic.sent_bytes_per_step or 0.0) / (4.0 * (cell.work.trained_parameters or 1))
 
 
@@ -305,7 +302,6 @@ def bound(cell: CellResult) -> float | None:
 
 
 def traffic_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns a chart per setting with several cells, least first."""
     groups = [group for group in by_setting(with_traffic(cells)) if len(group.rows) > 1]
     return [
         _traffic_bars(group, f"traffic-{i}", group.short_title(groups[0].workload))
@@ -380,7 +376,7 @@ def offload_table(cells: Sequence[CellResult]) -> ui.Table:
 
 
 def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns bytes sent per step against a ring all-reduce, and bytes to disk.
+    """Returns bytes sent against a ring all-reduce, and bytes to disk.
 
     `one_model`: whether cells are comparable.
     """
@@ -441,13 +437,11 @@ def bubble_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns cells with recorded expert tokens, most balanced first."""
     known = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
     return sorted(known, key=lambda cell: (cell.cell.workload_name, cell.traffic.expert_imbalance))
 
 
 def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
-    """Returns the busiest expert's tokens over the mean, by cell."""
     known = routed(cells)
     if not known:
         return None
@@ -499,7 +493,6 @@ def _tokens_of(cell: CellResult) -> Bars:
 
 
 def experts_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns how evenly a mixture spreads tokens over its experts."""
     imbalance = imbalance_bars(cells)
     charts = [ui.Chart(bars) for bars in (imbalance, *token_bars(cells)) if bars and imbalance]
     columns = [

@@ -47,14 +47,12 @@ class GroupVerdict:
 
 
 def verdict(group: RankedGroup) -> GroupVerdict:
-    """Returns the fastest and most frugal cells, preferring real ones."""
     timed = fairly_timed(group)
     tied = tuple(tied_with_fastest(timed))
     return GroupVerdict(group, fast(group, timed[0], tied), _frugal(of_real_things(group)))
 
 
 def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
-    """Describes a cell's throughput. `tied`: cells that may be as fast."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:
@@ -110,7 +108,6 @@ class ParityCounts:
 
 
 def verdict_blocks(report: RunReport) -> ui.Blocks:
-    """Returns what to use, key figures, and each setting's verdict."""
     if report.largest:
         return _largest_verdict(report)
     if report.leading is None:

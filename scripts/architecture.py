@@ -65,7 +65,7 @@ def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def layers() -> list[list[str]]:
-    """Returns rows of harness packages in the order of the import contract, topmost first."""
+    """Returns rows of packages, topmost first."""
     contracts = api.read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
     contract = next(c for c in contracts if c.get("containers") == ["harness"])
     return [[name.strip() for name in row.split("|")] for row in contract["layers"]]
@@ -139,8 +139,7 @@ def _part(row: list[NodeBox]) -> None:
 def passage(
     source: NodeBox, target: NodeBox, boxes: dict[str, NodeBox], taken: list[float]
 ) -> float:
-    """Returns the position nearest to the target where an arrow passes straight between the boxes
-    of the rows in between."""
+    """Returns the position nearest to the target where an arrow passes between boxes."""
     passed = [box.x for box in boxes.values() if source.row < box.row < target.row]
     return min(
         (

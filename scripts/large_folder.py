@@ -54,7 +54,6 @@ def name_of(number: int) -> str:
 
 
 def write_first(store: Store, number: int) -> None:
-    """Writes a run and its steps with the store's functions."""
     kept = load(KEPT)
     run = RunRecord.from_frame(kept.runs)[-1]
     name = name_of(number)
@@ -80,7 +79,6 @@ def trials_of(folder: Path, run_id: str) -> dict[str, pa.Table]:
 
 
 def write_like(store: Store, first: int, number: int) -> None:
-    """Writes another run with the first one's trials, unless it exists."""
     name, schema, files = name_of(number), arrow_schema("trials"), RunFiles(store.folder)
     if files.copy("trials", name).exists():
         return
@@ -97,7 +95,6 @@ def write_like(store: Store, first: int, number: int) -> None:
 
 
 def make(store: Store, runs: int) -> None:
-    """Writes the missing runs, with a process for each of two cores."""
     last = runs - 1
     if name_of(last) not in store.run_ids():
         write_first(store, last)

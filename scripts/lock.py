@@ -1,8 +1,8 @@
 """python -m scripts.lock [FILE]: writes a lock file, by default requirements.lock.
 
 It has the SHA-256 of the wheel that pip picks for each version in constraints.txt on this platform
-and Python. Installs nothing. Leaves out packages that setup builds from source, whose SHA-256
-scripts/native.sh checks.
+and Python. Installs nothing. Leaves out packages built from source, whose SHA-256 scripts/native.sh
+checks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def locked(report: Mapping[str, Any]) -> list[str]:
 
 
 def asked(pins: Sequence[str]) -> dict[str, Any]:
-    """Returns pip's report on what it would install for these pins."""
     with tempfile.TemporaryDirectory() as folder:
         requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         requirements.write_text("\n".join(pins) + "\n")

@@ -106,8 +106,7 @@ def nearest(found: pd.Series, limits: pd.Series) -> str:
 
 
 def comparisons(trials: pd.DataFrame, precision: str) -> dict[str, str]:
-    """Returns the cells of each row, with limits before rounding widens them, except the update's,
-    which is its tensor's."""
+    """Returns each row's cells, with limits before rounding widens them, except the update's."""
     declared_updates = {cell.id: declared(cell).update for cell in cells()}
     base = trials.cell_id.map(declared_updates)
     loss, update = trials.parity_loss_tolerance, trials.parity_update_tolerance

@@ -72,9 +72,9 @@ class PublishedErrors:
     """Half-width for what the calibration knows."""
 
     def width(self, left_out: str = "") -> float:
-        """Returns the half-width of one kind that lets intervals hold LEVEL of the runs.
+        """Returns one kind's half-width that holds LEVEL of the runs.
 
-        Each table weighs the same. Kinds add in squares.
+        Tables weigh the same. Kinds add in squares.
         """
         used = np.array([source != left_out for source in self.sources])
         excess = np.maximum(0.0, self.errors**2 - self.within**2) / self.kinds
@@ -84,7 +84,7 @@ class PublishedErrors:
         return float(np.sqrt(excess[order][np.searchsorted(share, LEVEL)]))
 
     def widest(self) -> float:
-        """Returns the largest width without one of the tables, as the next one is unseen, too."""
+        """Returns the largest width without one of the tables, as the next is unseen."""
         return max(self.width(source) for source in self.sources)
 
     def covered(self, source: str, width: float) -> float:

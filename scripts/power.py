@@ -88,7 +88,6 @@ class Design:
         self.levels = {cell: mean - max(means.values()) for cell, mean in means.items()}
 
     def simulated(self, chance: random.Random, true: Throughputs) -> dict[str, LogEstimate]:
-        """Returns estimates of a run whose cells have these log throughputs."""
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
         values: dict[str, list[float]] = {cell: [] for cell in true}
@@ -152,7 +151,6 @@ def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs)
 
 
 def situations(design: Design) -> dict[str, dict[str, float]]:
-    """Returns log throughputs of the cells in each simulated situation."""
     ranked = sorted(design.levels, key=lambda name: -design.levels[name])
     clear = {cell: min(level, -0.039) for cell, level in design.levels.items()} | {ranked[0]: 0.0}
     close = {cell: min(level, -0.06) for cell, level in design.levels.items()}
@@ -165,7 +163,7 @@ def situations(design: Design) -> dict[str, dict[str, float]]:
 
 
 def coverage(chance: random.Random) -> float:
-    """Returns how often the set of the best holds the first of equal cells after an inventory."""
+    """Returns how often the best set holds the first of equal cells."""
     names = [str(number) for number in range(EQUAL_CELLS)]
     held = 0
     for _ in range(RUNS):

@@ -1,6 +1,6 @@
-"""Checks the prose of documents, docstrings and messages: coined words, dangling openings, length.
+"""Checks prose for coined words, dangling openings and length.
 
-`.venv/bin/python -m scripts.prose` prints findings and exits with 1 if one must be fixed.
+`.venv/bin/python -m scripts.prose` exits with 1 if something must be fixed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Yields name and syntax tree of each module to check."""
     for folder in MESSAGE_FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file != Path(__file__):
@@ -153,7 +152,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def all_messages() -> str:
-    """Returns every message by module: help, errors, and report sentences."""
     lines: list[str] = []
     for name, tree in sources():
         ordered = sorted(messages(tree, name), key=lambda message: message.line)

@@ -131,7 +131,7 @@ class Side:
 
 
 def alternate(sides: Sequence[Side]) -> None:
-    """Lets the sides take trials in turn; the first of a pair is the second of the next."""
+    """Lets the sides take trials in turn, each beginning every second pair."""
     for side in sides:
         side.wait()
     order = list(sides)
@@ -157,7 +157,7 @@ def compared(before: Path, after: Path) -> RunComparison:
 
 
 def _without_files(side: RunSelection) -> RunSelection:
-    """Returns the side with ids that do not depend on a project's files, which may have changed."""
+    """Returns the side with ids independent of a project's files."""
     from harness.spec.cell import without_folder
 
     cells = []

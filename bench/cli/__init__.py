@@ -58,7 +58,7 @@ COMMANDS = {
 """Module and function of each command by panel, in the order of the help."""
 
 TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
-"""Commands that always need torch and transformers."""
+"""Commands that need torch and transformers."""
 SCRIPT = "parallelism-bench"
 """Name of the console script. Shells can complete it, but not `python -m bench`."""
 PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m bench"
@@ -72,7 +72,6 @@ REMEDIES: dict[type[UsageError], str] = {
     ),
     NotWritable: "choose another with --results DIR",
 }
-"""Fixes for mistakes, in terms of the command line."""
 
 app = typer.Typer(
     name="bench",
@@ -115,7 +114,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a user's mistake or refused file; empty for other errors."""
+    """Returns the message for a mistake or refused file; else empty."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -124,7 +123,6 @@ def refusal(error: Exception) -> str:
 
 
 def with_remedy(error: UsageError) -> str:
-    """Returns an error's sentence, with the option that helps, if any."""
     remedy = REMEDIES.get(type(error))
     return f"{error}; {remedy}" if remedy else str(error)
 
@@ -139,8 +137,7 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command. User's mistakes and refused files become a sentence on stderr and exit code
-    2."""
+    """Runs a command. Mistakes and refused files become a sentence on stderr and exit code 2."""
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:

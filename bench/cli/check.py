@@ -84,7 +84,6 @@ def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> No
 
 
 def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:
-    """Moves damaged files; returns their new paths."""
     from harness.record.integrity import quarantine, stores_below
 
     damaged = {problem.file for problem in checked.problems if problem.damaged}

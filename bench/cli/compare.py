@@ -122,7 +122,7 @@ def _write(comparison: RunComparison, format_name: str, out: Path | None) -> Non
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
-    """Compares pairs of cells that match the two patterns and are otherwise equal."""
+    """Compares pairs of otherwise equal cells that match the patterns."""
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
@@ -340,7 +340,6 @@ def _cells(out: Console, all_series: list[Series]) -> None:
 
 
 def sparkline(values: list[float]) -> str:
-    """Returns a block character per value, scaled to their range."""
     low, high = min(values), max(values)
     return "".join(
         (

@@ -274,7 +274,7 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """Returns `ready`, or the first missing requirement and the command for it, by strategy."""
+    """Returns `ready`, or the first missing requirement and its command, by strategy."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError
@@ -316,7 +316,7 @@ def _strategies() -> dict[str, str]:
 
 
 def check_gpu(options: CheckOptions) -> None:
-    """Runs the steps of a GPU check and prints each one's outcome.
+    """Runs a GPU check and prints each step's outcome.
 
     Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
     a GPU.

@@ -29,7 +29,7 @@ HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
 """Matrix of the searched strategies, by what grows."""
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""Default memory per rank, by what grows. Step time grows with the square of sequence length."""
+"""Default memory per rank. Step time grows with the square of sequence length."""
 LONG_TOKENS = 4096
 """Tokens whose activations about fill the budget at the default width."""
 
@@ -164,7 +164,7 @@ def _conclude(
 
 
 def _changes(settings: list[str], grow: str = "model") -> Axes:
-    """Returns the axes of `--set`; raises UsageError for one that the search sets."""
+    """Returns `--set`'s axes; raises UsageError for one that the search sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError
 
@@ -188,7 +188,7 @@ class SearchRequest:
     file: Path
 
     def budget_on(self, host: Host) -> int:
-        """Returns the budget in bytes; raises UsageError if the host has less."""
+        """Raises UsageError if the host has less."""
         from bench.matrix import parse_bytes
         from harness.spec.errors import UsageError
 
@@ -253,8 +253,6 @@ def _with_ranks(matrix: Matrix, many: int) -> Matrix:
 
 
 class SearchProgress:
-    """Prints each probe and the time left."""
-
     def __init__(self, out: Console, plan: Plan) -> None:
         self.out, self.plan = out, plan
         self.place = {cell.label: number for number, cell in enumerate(plan.cells)}

@@ -88,8 +88,8 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name; else the matrix's simplest cell with this
-    strategy and options."""
+    """Returns the recorded cell of this id or name, else the simplest one with this strategy and
+    options."""
     from bench.expand import cells_of
     from bench.select import find_cells, plainest, planned_cell, with_options
     from harness.record.store import Store
@@ -106,14 +106,14 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Moves the traces to the folder, replacing earlier ones; returns the new paths."""
+    """Replaces the folder's traces; returns the new paths."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Names each rank's process in its trace; writes all ranks' timeline, all.json.gz."""
+    """Names ranks' processes in their traces; writes their timeline, all.json.gz."""
     traces = {}
     for file in sorted(
         folder.glob("rank*.json.gz"),

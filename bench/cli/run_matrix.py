@@ -84,7 +84,7 @@ def _show_dry_run(
 
 
 def show_end(store: Store, ended: Ended, baseline: Choice | None, options: EndOptions) -> int:
-    """Prints ranking, answer and paths; writes the report; returns the exit code."""
+    """Prints the results; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
     plan, concluded = ended.plan, conclude(store, ended, baseline)
     if concluded is None:

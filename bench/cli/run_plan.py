@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """Parses `1/4` to (1, 4): a share of cells, counted from 0, and the number of shares. Raises
-    UsageError."""
+    """Parses `1/4` to (1, 4): share, counted from 0, and number of shares. Raises UsageError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not match or int(match[1]) >= int(match[2]):
         raise UsageError(
@@ -84,7 +83,6 @@ def show_plan(out: Console, prepared: Prepared) -> None:
 
 
 def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> None:
-    """Prints which cells the run's answer is about, and its baseline."""
     cell, baseline = headline.cells[0], headline.baseline
     against = "no baseline"
     if baseline is not None:

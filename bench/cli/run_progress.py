@@ -23,8 +23,7 @@ predicts little."""
 
 
 class RunProgress:
-    """A progress bar on a terminal, a line per trial elsewhere; draws only when the runner reports
-    something."""
+    """A progress bar on a terminal, else a line per trial."""
 
     def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
         self.out, self.seconds, self.total, self.done = out, seconds, total, 0
@@ -37,7 +36,6 @@ class RunProgress:
         self.races = planned.until_answered and planned.time_budget_seconds is not None
         """Whether further trials fill the time budget."""
         self.spare = len(every) - planned.spare_from
-        """Trials that run only while the time budget lasts."""
         self.seconds_left = max(self.expected_left, self.budget if self.races else 0.0)
         self.current: Cell | None = None
         columns = (
@@ -122,7 +120,6 @@ class RunProgress:
         self._draw(None, f"{duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
-        """Scales the time left by finished trials' actual over expected times."""
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now

@@ -23,7 +23,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Returns a console with colour only on a terminal; silent if a machine reads stdout."""
+    """Returns a console with colour only on terminals; silent if a machine reads stdout."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     return (
         chosen
@@ -33,7 +33,7 @@ def console(quiet: bool = False) -> Console:
 
 
 def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
-    """Returns an empty table. Its first column and those in `left` are left-aligned and fold."""
+    """Returns an empty table; its first column and `left` are left-aligned and fold."""
     made = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
         if place == 0 or column in left:
@@ -44,8 +44,7 @@ def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints and returns why this host's GPUs are unused, if they are; on stderr unless people read
-    `out`."""
+    """Prints and returns why GPUs are unused; on stderr unless people read `out`."""
     from harness.host.environment import unused_gpus
 
     reason = unused_gpus()
@@ -67,7 +66,6 @@ def duration(seconds: float) -> str:
 
 
 def measure_command(file: Path) -> str:
-    """Returns the command that measures a new matrix file's cells."""
     return f"measure them with: python -m bench run --matrix {file}"
 
 

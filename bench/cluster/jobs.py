@@ -143,8 +143,7 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """Returns the states of a job and its array tasks; empty minutes after its end, when SLURM
-    drops it."""
+    """Returns states of a job and its tasks; empty minutes after its end, when SLURM drops it."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)

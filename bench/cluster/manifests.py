@@ -1,7 +1,7 @@
 """Manifests of a run on Kubernetes (plain or with Kubeflow's TrainJob) and SkyPilot.
 
-Node 0 runs the coordinator and an agent, each other node an agent. Their key is in a secret, never
-in a manifest.
+Node 0 runs the coordinator and an agent, other nodes an agent. Their key is in a secret, never in a
+manifest.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ Manifest: TypeAlias = Service | KubernetesJob | TrainJob | SkyTask
 
 
 def manifests(target: Target, site: Site, job: ClusterJob) -> list[Manifest]:
-    """Returns the manifests that start the run; raises UsageError if the site lacks a setting."""
+    """Raises UsageError if the site lacks a setting."""
     if not site.pods.image:
         raise UsageError(
             f"--to {target.value} needs an image that has the suite: set pods.image in the site"
@@ -212,7 +212,7 @@ def manifests(target: Target, site: Site, job: ClusterJob) -> list[Manifest]:
 
 
 def as_yaml(made: list[Manifest]) -> str:
-    """Returns the documents of a file. Null is written only for SkyPilot's secrets."""
+    """Returns a file's text. Null is written only for SkyPilot's secrets."""
     documents = [
         one.model_dump(by_alias=True, exclude_none=not isinstance(one, SkyTask)) for one in made
     ]

@@ -27,7 +27,7 @@ from harness.host.cuda import HIDE_GPUS
 
 LEAST_SECONDS = 15.0
 COLLECT_SECONDS = 30.0
-"""Seconds of records that a call loses at most when cut off."""
+"""Most seconds of records lost when a call is cut off."""
 REHEARSAL_FACTOR = 3.0
 """Factor on GPUs' time limits in a rehearsal on a CPU."""
 TAIL = 20
@@ -248,7 +248,7 @@ class CheckDriver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop the running steps, which record results so far."""
+        """Makes SIGTERM and Ctrl-C stop running steps, which record results."""
 
         def stop(*_: object) -> None:
             self._stop.set()

@@ -1,6 +1,6 @@
-"""The results folder of a check: few files, complete at any moment and small enough to send.
+"""The results folder of a check: few files, always complete, small enough to send.
 
-Steps write to a folder in the cache, so the next call can resume even without this one.
+Steps write to a folder in the cache, so the next call can resume without this one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Folders:
             os.close(descriptor)
 
     def start(self, device: str) -> Report:
-        """Empties the working folder; raises UsageError if the results folder has a report."""
+        """Empties the working folder; raises UsageError if a report exists."""
         if (self.out / REPORT).exists():
             raise UsageError(
                 f"{str(self.out)!r} has the report of an earlier check: continue it with --resume,"
@@ -93,8 +93,8 @@ class Folders:
         return Report.new(device)
 
     def resume(self, device: str) -> Report:
-        """Returns the results folder's report, else this machine's last. Raises UsageError without
-        one, or if the device differs."""
+        """Returns the folder's report, else this machine's last. Raises UsageError without one, or
+        for another device."""
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
         if not file.exists():

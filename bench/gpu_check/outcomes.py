@@ -39,7 +39,6 @@ class StepOutcome:
 
     @property
     def trained(self) -> bool:
-        """Returns whether any cell trained, or the probe was confirmed."""
         return self.verdict == "confirmed" or any(
             cell.status == "ok" for cell in cells_of(self.shown) if "cells" in self.shown
         )
@@ -129,7 +128,6 @@ def _is_as_claimed(step: Step, cell: ShownCell) -> bool:
 
 
 def last_object(text: str) -> dict[str, object]:
-    """Returns the JSON object at the end of a text, if any."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(ValueError):

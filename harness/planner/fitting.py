@@ -64,9 +64,9 @@ def fit(
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring log predictions closest to measurements.
 
-    `predict` returns predictions in the shape and unit of `measured`. Effects have prior 0 and
-    standard deviation `effect_spread`, one for all or one each. `effects` (shape [measured, kinds])
-    numbers each row's effects from 0. The search begins at the prior, or at `start`.
+    `predict` returns the shape and unit of `measured`. Effects have prior 0 and standard deviation
+    `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) numbers each row's
+    effects from 0. The search begins at the prior, or at `start`.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -88,7 +88,7 @@ def fit(
     def slopes(x: Floats) -> Floats:
         """Returns slopes of residuals (rows) by unknowns (columns).
 
-        All effects of a kind vary at once: a row has only one.
+        A row has only one effect of a kind.
         """
         assert effects is not None
         start, rows = residuals(x)[: len(measured)], np.arange(len(measured))
@@ -144,7 +144,7 @@ def _descend(
     """Minimises the Cauchy loss within bounds by Levenberg-Marquardt steps on reweighted residuals
     (Holland and Welsch, 1977).
 
-    scipy decomposes all slopes in every step, tens of times slower with hundreds of effects.
+    scipy is tens of times slower with hundreds of effects.
     """
 
     def loss(errors: Floats) -> float:

@@ -97,7 +97,7 @@ def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def workload_of(model: str) -> str:
-    """Returns the suite's workload for a planner model; raises UsageError if there is none."""
+    """Returns the suite's workload for a model; else raises UsageError."""
     try:
         return make_workload(model).name
     except UsageError:
@@ -110,9 +110,9 @@ def workload_of(model: str) -> str:
 def cells_of_layout(
     question: ClusterQuestion, model: str, layout: PlannedLayout, tried: Sequence[StrategyOptions]
 ) -> list[Cell]:
-    """Returns the cells that train with a layout, if any.
+    """Returns the cells that train with a layout.
 
-    Prefers few packages, then an export. `tried` adds to the default options.
+    Prefers few packages, then an export. `tried`: options besides the defaults.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -158,7 +158,7 @@ def rehearsed(
 
 
 def rehearsed_bytes(cell: Cell, every_rank: bool = False) -> float:
-    """Returns the peak of a cell's fullest rank, or of its first; raises what `rehearse` does."""
+    """Returns the peak of a cell's fullest or first rank; raises as `rehearse` does."""
     from harness.planner.rehearsal.rehearse import rehearse
     from harness.planner.rehearsal.world import quiet
 

@@ -93,7 +93,6 @@ def quiet() -> Iterator[None]:
 
 
 def tags_of(report: RunReport, record: CellRecord) -> dict[str, str]:
-    """Returns facts about a cell that are neither axes nor figures."""
     return {
         RUN_TAG: report.run_id,
         CELL_TAG: record["cell_id"],
@@ -111,5 +110,5 @@ def figures(record: CellRecord) -> dict[str, float]:
 
 
 def loss_curve(record: CellRecord) -> Sequence[float | None]:
-    """Returns the mean loss of each step, from the trial that determined parity."""
+    """Returns each step's mean loss, from the trial that determined parity."""
     return record["losses"] or []

@@ -25,7 +25,6 @@ class ProbeFinding:
 
 
 def only_on_gpus(why: str) -> ProbeFinding:
-    """Returns the finding of a probe that has no CPU stand-in."""
     return ProbeFinding("not checked", f"it needs a GPU: {why}")
 
 
@@ -54,7 +53,7 @@ def failed(attempts: tuple[Attempt, ...]) -> str:
 
 
 def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
-    """Forks a child that calls `ask`; returns a handle for `end_of_fork`."""
+    """Forks a child that calls `ask`; returns its handle."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -70,7 +69,7 @@ def begin_in_fork(ask: Callable[[], dict[str, object]]) -> tuple[int, int]:
 
 
 def end_of_fork(child: tuple[int, int]) -> dict[str, object]:
-    """Returns a forked child's answer, or `error` if it raised or died."""
+    """Returns the child's answer, or `error` if it raised or died."""
     pid, read = child
     with os.fdopen(read) as file:
         text = file.read()

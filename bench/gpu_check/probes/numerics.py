@@ -36,7 +36,7 @@ class Numerics:
     matmul_error: float
     """Relative error of an fp32 product against fp64."""
     matmul_depends_on_rows: float
-    """Largest change of an element if half of the rows are multiplied separately."""
+    """Largest change of an element if half the rows are multiplied separately."""
     attention_errors: tuple[Attempt, ...]
     """Relative errors of fp32 attention against fp64, by backend."""
     convolution_error: float

@@ -143,7 +143,7 @@ def _view() -> dict[str, object]:
 
 
 OF_RANKS = ("transformers", "transformers.trainer", "peft", "bitsandbytes")
-"""Imports of ranks, in addition to strategies' requirements."""
+"""Imports of ranks besides strategies' requirements."""
 
 
 @dataclass(frozen=True)

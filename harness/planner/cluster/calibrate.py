@@ -51,7 +51,7 @@ FEW_SLOW = 5
 FEWEST = 20
 FEWEST_RANKED = 20
 FEWEST_NODE_COUNTS = 2
-"""Numbers of nodes from which a larger one can be predicted: one says nothing about networks."""
+"""Numbers of nodes needed to predict a larger one."""
 NEAR = 0.5
 """Speed relative to the group's best that makes a layout a contender."""
 
@@ -107,7 +107,7 @@ class MeasuredRuns:
     def consistent(self) -> Bools:
         """Returns which rows contradict no others; failed rows never do.
 
-        A contradicting row takes less than half the time for at least as much work.
+        A contradicting row does as much work in less than half the time.
         """
         size = self.sizes
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -128,10 +128,10 @@ class MeasuredRuns:
 def read_runs(
     file: Path, models: Mapping[str, str] = MODELS, sequence_length: int = 4096
 ) -> MeasuredRuns:
-    """Reads a CSV file with the columns of the Ultra-Scale Playbook's table.
+    """Reads a CSV file with the Ultra-Scale Playbook's columns.
 
-    Skips rows whose factors do not multiply to the global batch. Raises UsageError for an
-    unreadable file, a missing column or an unknown model.
+    Skips rows whose factors do not multiply to the global batch. Raises UsageError if unreadable,
+    or for a missing column or unknown model.
     """
     try:
         table = pd.read_csv(file)
@@ -206,13 +206,13 @@ def groups(runs: MeasuredRuns, cluster: Cluster) -> Iterator[RunGroup]:
 def predicted(
     runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
 ) -> Iterator[tuple[RunGroup, Predictions]]:
-    """Yields each group with its predictions; memory is that of rank 0."""
+    """Yields each group's predictions; memory is rank 0's."""
     for group in groups(runs, cluster):
         yield group, predict(group.question, runs.layouts.take(group.rows), calibration, True)
 
 
 def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalibration:
-    """Fits a calibration to these runs; raises UsageError if there are too few."""
+    """Fits a calibration; raises UsageError with too few runs."""
     ran = runs.take(runs.ran)
     if len(ran) < FEWEST:
         raise UsageError(
@@ -284,7 +284,7 @@ def _errors(
 ) -> tuple[Floats, Floats]:
     """Returns absolute log errors of time and memory in rows `left`.
 
-    Contradicting rows ran different code; their time has no error (NaN).
+    Contradicting rows ran different code; their time error is NaN.
     """
     rows = ran.take(left)
     time, of_memory = np.full((2, len(rows)), np.nan)
@@ -331,7 +331,7 @@ def _spread(
 
 
 def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
-    """Fits a limit by maximum likelihood; `passed` marks the shares of memory below it."""
+    """Fits a limit by maximum likelihood; `passed` marks shares below it."""
 
     def unlikely(x: Floats) -> float:
         likely = ndtr((x[0] - np.log(shares)) / max(np.exp(x[1]), SHARPEST))
@@ -367,13 +367,13 @@ class ClusterScores:
     """Median over consistent rows."""
     time_error_all: float
     near_error: float
-    """Median over rows at least half as fast as their group's best."""
+    """Median over rows at least half as fast as the best."""
     memory_error: float
     """Median over all measured rows."""
     rank_correlation: float
-    """Lowest Spearman correlation of any large enough group; NaN if there is none."""
+    """Lowest Spearman correlation of any large enough group, or NaN."""
     pick_loss: float
-    """Mean slowdown of the first choice against the group's best; 1 if it failed."""
+    """Mean slowdown of the first choice against the best; 1 if it failed."""
     top_three_loss: float
     """Mean slowdown of the best of the top three."""
     failures_foreseen: float
@@ -386,10 +386,7 @@ class ClusterScores:
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors over some rows, and coverage of 80 % intervals, as shares.
-
-    NaN without measurements.
-    """
+    """Median errors and coverage of 80 % intervals, as shares; NaN without measurements."""
 
     part: str
     rows: int
@@ -447,8 +444,8 @@ def errors_by(
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
-    Twins differ only in ZeRO stage (0 or 1), which hardly changes the time. Their median distance
-    is divided by 0.954, its value for two standard normals; NaN with fewer than three twins.
+    Twins differ only in ZeRO stage (0 or 1), which hardly matters. Their median distance is divided
+    by 0.954, its value for two standard normals; NaN below three twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}
@@ -482,9 +479,9 @@ def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOu
 
 
 def extrapolate(runs: MeasuredRuns, cluster: Cluster) -> HeldOutRuns | None:
-    """Predicts each number of nodes from all smaller ones, if there are at least two.
+    """Predicts each number of nodes from at least two smaller ones.
 
-    Other rows are NaN. Returns None if there are fewer than three numbers.
+    Other rows are NaN. Returns None below three numbers.
     """
     counts = np.unique(runs.nodes)[FEWEST_NODE_COUNTS:]
     if not len(counts):

@@ -128,7 +128,7 @@ class TimeConstants:
 class MemoryConstants:
     """Constants of the allocator's memory.
 
-    Priors that count tensors are accurate to 1 to 3 %; those of its behaviour are less certain.
+    Priors that count tensors are accurate to 1 to 3 %; others are less certain.
     """
 
     fragmentation: float = constant(
@@ -186,9 +186,9 @@ class MemoryLimit:
     """Standard deviation of its log."""
 
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
-        """Returns the probability that a demand in bytes stays below the limit.
+        """Returns the probability that a demand in bytes is below the limit.
 
-        `deviation`: of the demand's log.
+        `deviation`: of its log.
         """
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
@@ -205,10 +205,9 @@ class Widening:
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Spread of measurements around predictions, as half-widths of log 80 % intervals.
+    """Half-widths of log 80 % intervals.
 
-    The first three, and both widenings, follow from errors on runs that were left out of a fit
-    (transfer.py).
+    The first three, and both widenings, follow from runs left out of a fit (transfer.py).
     """
 
     time: float
@@ -289,7 +288,7 @@ class ClusterCalibration:
 
 
 def calibration_file(given: str | Path | None) -> Path:
-    """Returns the calibration file; None and `default` mean the built-in one."""
+    """Returns the calibration file, by default the built-in one."""
     return DEFAULT if given is None or str(given) == "default" else Path(given)
 
 

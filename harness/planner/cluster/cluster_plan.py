@@ -59,7 +59,7 @@ PART_WORDS = {
     "update": "the optimizer's update",
 }
 RISKIER = 0.95
-"""Share of the winner's probability of fitting below which a runner-up's is mentioned."""
+"""Share of the winner's probability of fitting below which another's is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def plan(
 ) -> ClusterPlan:
     """Ranks all layouts of a question.
 
-    `price_per_hour`: per device. If no layout fits, raises UsageError naming the nearest answerable
-    question.
+    `price_per_hour`: per device. Raises UsageError with the nearest answerable question if none
+    fits.
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
@@ -311,7 +311,7 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Doubles the devices until a layout fits; returns 0 if none does."""
+    """Doubles the devices until a layout fits; 0 if none does."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (

@@ -25,17 +25,17 @@ transformers holds bf16 logits, the fp32 log-softmax and its gradient, and the b
 4.46: bf16 and fp32 logits, their shifted copy and the log-softmax. `fused` has no log-softmax,
 `native` fp32 logits instead of a second bf16 tensor."""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
-"""Bytes per logit under FSDP1, whose hooks keep the model's outputs until backward.
+"""Bytes per logit under FSDP1, whose hooks keep outputs until backward.
 
-Counts fp32 logits, the log-softmax (unless fused), its gradient, the shifted copy's, and the bf16
-gradient if fused."""
+Counts fp32 logits, log-softmax (unless fused), its gradient, the shifted copy's, and the bf16
+gradient if fused.
+"""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
 """Matrix-product workspaces."""
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
-"""Memory that torch's allocator cannot use: the CUDA context, a desktop on consumer cards,
-collective buffers on several GPUs."""
+"""Memory outside torch's allocator: CUDA context, desktop on consumer cards, collective buffers."""
 DORA_BYTES = 12.0
 """Temporary bytes per element of a target whose norms peft 0.21 computes: the weight, the adapter's
 product, and their sum in fp32."""
@@ -164,7 +164,7 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes that FSDP has gathered: embedding, head and one layer.
 
-    torch's own code wraps the first two separately and prefetches a layer.
+    Torch's own code wraps the first two separately and prefetches.
     """
     if recipe.sharding != "full" or recipe.gpus == 1:
         return 0.0
@@ -202,9 +202,9 @@ def _stream(recipe: Recipe) -> float:
 
 
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes per token of a partly recomputed layer.
+    """Returns a partly recomputed layer's bytes per token.
 
-    It keeps its input, attention's output, and all matrix products or every second one.
+    It keeps its input, attention's output, and all or half of the matrix products.
     """
     feed = shape.feed_forward * shape.experts_per_token
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
@@ -216,10 +216,10 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes per token that one layer keeps for backward.
+    """Returns a layer's bytes per token kept for backward.
 
-    Norms keep an fp32 input, and a normalised tensor if their weight is trained. Attention keeps
-    queries, keys, values and output; the gated product four tensors of the feed-forward size.
+    Norms keep an fp32 input, and a normalised tensor if trained. Attention keeps queries, keys,
+    values and output; the gated product four feed-forward tensors.
     """
     hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
     feed = shape.feed_forward * shape.experts_per_token

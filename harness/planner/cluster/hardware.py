@@ -44,7 +44,7 @@ class BandwidthCurve:
     def at(self, nodes: Ints) -> Floats:
         """Interpolates bytes per second on a log-log scale.
 
-        Beyond the last point, the slope of the last three continues, but never rises.
+        Beyond the last point, the last three's slope continues, but never rises.
         """
         x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
         asked = np.log2(np.maximum(nodes, 1))
@@ -111,8 +111,8 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
     """Returns a cluster of these devices and links.
 
     `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: INSIDE is `nvlink`, `pcie` or a rate per
-    device and direction (`450gbyte`), BETWEEN each device's rate to other nodes (`400gbit`). Raises
-    UsageError for other texts.
+    device and direction (`450gbyte`), BETWEEN each device's rate to other nodes (`400gbit`).
+    Otherwise raises UsageError.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")

@@ -1,7 +1,7 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Follows transformers' modelling code, whose import takes seconds. FAMILIES lists differences from
-Llama; transformers, if installed, counts all others.
+Follows transformers' code, whose import takes seconds. FAMILIES has differences from Llama;
+transformers, if installed, counts others.
 """
 
 from __future__ import annotations
@@ -70,13 +70,12 @@ FAMILIES: dict[str, ConfigFamily] = {
     "bloom": replace(GPT, positions=-1),
 }
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Names under which every config of transformers has its sizes, if it has them."""
+"""Names under which transformers' configs have their sizes, if any."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
 def from_config(path: Path) -> ModelShape:
-    """Reads a transformers config.json; raises UsageError if it is missing, not JSON, or lacks a
-    size."""
+    """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size."""
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
     counted = None
@@ -128,8 +127,8 @@ def from_config(path: Path) -> ModelShape:
 
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
-    """Returns the config with transformers' defaults and usual names, and the built model's number
-    of parameters; raises UsageError if it cannot be built."""
+    """Returns the config with transformers' defaults and names, and the parameter count; raises
+    UsageError if it cannot be built."""
     from harness.workloads.catalog import make_workload
 
     where = file.parent if file.name == "config.json" else file

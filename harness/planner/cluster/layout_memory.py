@@ -22,7 +22,7 @@ from harness.planner.cluster.recipe import (
 from harness.planner.fitting import Bools, Floats, Ints
 
 UNGATED = 0.5
-"""Feed-forward tensors kept by an ungated layer, relative to a gated one: two of four."""
+"""Feed-forward tensors of an ungated layer relative to a gated one: two of four."""
 GIGA = 1e9
 CODE_SPREAD = 0.06
 """Standard deviation of log peak memory for unknown layer code; libraries differ by up to 17 %."""
@@ -173,9 +173,9 @@ def memory(
     """Returns the bytes of each layout's fullest stage in the measured software.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
-    part is fitted (`MemoryConstants`). `native_memory` covers torch's own code.
+    part is fitted. `native_memory` covers torch's own code.
 
-    `ahead` (shape [layouts], 0 to 1) is how far launches run ahead of the device, during which
+    `ahead` (shape [layouts], 0 to 1) is the launches' lead over the device, during which
     tensor-parallel buffers cannot be reused. `first_stage_only` selects rank 0.
     """
     of = STATES[precision]
@@ -299,8 +299,8 @@ def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
     """Returns the bytes reserved under a limit: the demand up to a knee, then less and less.
 
-    PyTorch's caching allocator frees cached blocks when the device runs out (its notes on CUDA
-    semantics). The exponential shape is assumed.
+    PyTorch's allocator frees cached blocks when memory runs out (its notes on CUDA semantics). The
+    exponential is assumed.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -124,9 +124,9 @@ class ModelShape:
 
 
 def padded_head(size: int) -> int:
-    """Returns the head size that fused attention computes with: the next power of two from 32.
+    """Returns fused attention's head size: the next power of two from 32.
 
-    FlashAttention's kernels take as long for a head of 96 as for 128.
+    FlashAttention takes as long for 96 as for 128.
     """
     return max(32, 1 << (size - 1).bit_length())
 

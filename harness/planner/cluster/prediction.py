@@ -36,13 +36,13 @@ SPREAD = 0.2
 """Assumed half-width of the 80 % interval of log energy."""
 
 PENDING_DONE = 0.5
-"""Assumed share of pending activations that is free once the allocator waits for them."""
+"""Assumed share of pending activations freed while the allocator waits."""
 REFUSED_BELOW = 1 / 3
 """Probability of running below which layouts are refused: less than one half, because false alarms
 are worse (docs/studies/planner-accuracy.md)."""
 UNMEASURED = 0.07
-"""Half-width for each kind of thing that the calibration never saw, of `unmeasured_kinds`. Lets
-intervals hold 80 % of published runs of other programs (scripts/planner_widths.py)."""
+"""Half-width for each of `unmeasured_kinds`. Lets intervals hold 80 % of other programs' published
+runs (scripts/planner_widths.py)."""
 OFFLOADED = 0.2
 """Assumed half-width with offload, of which no published run was found."""
 TIE = 0.01
@@ -72,11 +72,11 @@ def watts() -> dict[str, float]:
 def energy(
     question: ClusterQuestion, time: LayoutStepTime, seconds: Floats, half_width: Floats
 ) -> LayoutEnergy:
-    """Returns joules per token: devices x power x seconds, over the tokens of a step.
+    """Returns joules per token: devices x power x seconds, over a step's tokens.
 
     Maximum power is from data sheets (power.yaml); its shares are assumed. `seconds` and
-    `half_width` (shape [layouts]) are those of the whole step. Hosts, networks and cooling are
-    excluded. Raises UsageError if the device's power is unknown.
+    `half_width` (shape [layouts]) are the step's. Hosts, networks and cooling are excluded. Raises
+    UsageError for unknown power.
     """
     device = question.cluster.device
     if device not in watts():
@@ -102,7 +102,7 @@ class Predictions:
     half_width: Floats
     """Half-width for seconds, if memory suffices."""
     upper: Floats
-    """Upper half-width, including the risk of slowness near the memory limit."""
+    """Upper half-width, including slowness near the memory limit."""
     memory_half_width: Floats
     least: Floats
     """Bytes on the fullest device that cannot be freed."""
@@ -210,7 +210,7 @@ def _half_widths(
 ) -> tuple[Floats, Floats]:
     """Returns the half-widths of time and memory.
 
-    `larger` and `more` are the doublings beyond the measured models and nodes.
+    `larger`, `more`: doublings beyond measured models and nodes.
     """
     spread = calibration.spread
     doublings = np.log2(np.maximum(nodes, calibration.range.nodes[0]))
@@ -232,7 +232,7 @@ def _unmeasured(
 def unmeasured_kinds(
     question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
 ) -> dict[str, Bools]:
-    """Returns which layouts differ from all calibrated runs, for each kind of difference."""
+    """Returns which layouts differ from all calibrated runs, by kind."""
     cluster, shape = question.cluster, question.shape
     seen = cluster.links == calibration.links
     return {
@@ -246,12 +246,12 @@ def unmeasured_kinds(
 
 
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
-    """Returns row numbers, best first (all arrays of shape [rows]).
+    """Returns row numbers, best first (arrays of shape [rows]).
 
-    The first rank, for users who run one layout, has most speed times probability of fitting, then
-    least memory (TIE). The next, up to TRIED, are for users who try them all: each adds the largest
-    expected improvement (Jones, Schonlau and Welch, 1998), so a faster layout that may not fit
-    beats a slower one that surely does. The rest follow by speed times probability.
+    The first rank has most speed times probability of fitting, then least memory (TIE). The next,
+    up to TRIED, each add the largest expected improvement (Jones, Schonlau and Welch, 1998), so a
+    faster layout that may not fit beats a slower one that surely fits. Others follow by speed times
+    probability.
 
     `half_width`: of the 80 % interval of log seconds.
     """
@@ -273,7 +273,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
 
 
 class _Gains:
-    """Expected improvements over the picked layouts; speed is log-normal, or 0 without a fit."""
+    """Expected improvements over picked layouts; speed is log-normal, or 0."""
 
     def __init__(self, log_speed: Floats, fits: Floats, deviation: Floats) -> None:
         reach = DEVIATIONS * float(deviation.max())

@@ -214,8 +214,8 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
-    Stages 2 and 3 shard gradients in every micro-batch, so DeepSpeed refuses them in pipelines.
-    Parameters are offloaded only with stage 3 or on a single device.
+    Stages 2 and 3 shard gradients in every micro-batch; DeepSpeed refuses them in pipelines.
+    Parameters are offloaded only with stage 3 or on one device.
     """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
@@ -227,8 +227,8 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
 
 
 def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
-    """Returns every layout whose sizes divide evenly; without any, raises UsageError with the
-    nearest batch that divides."""
+    """Returns every evenly divided layout; without any, raises UsageError with the nearest
+    divisible batch."""
     shape = question.shape
     columns: list[tuple[int, ...]] = []
     axes = _axes(question)

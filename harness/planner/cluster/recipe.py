@@ -51,9 +51,9 @@ STATES: dict[Precision, StateBytes] = {
     "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2, 2),
     "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
-"""`bf16` is autocast: fp32 states, bf16 products. FSDP gathers bf16 copies of its fp32 shards, at
-the same bytes per parameter. `pure-bf16-fused` updates each parameter during backward, so it cannot
-accumulate gradients."""
+"""`bf16` is autocast: fp32 states, bf16 products. FSDP gathers bf16 copies of fp32 shards, at the
+same bytes per parameter. `pure-bf16-fused` updates during backward, so it cannot accumulate
+gradients."""
 
 SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "fp32": ("", "fp32"),
@@ -94,7 +94,7 @@ class Adapter:
     """Whether each target also learns the norms of its rows (DoRA, arXiv 2402.09353)."""
 
     def parameters(self, shape: ModelShape) -> int:
-        """Returns the trained parameters: rank x (inputs + outputs) of each target matrix."""
+        """Returns rank x (inputs + outputs), summed over target matrices."""
         sizes = matrix_sizes(shape)
         each = self.rank * sum(sum(sizes[name]) for name in self.targets if name in sizes)
         return shape.layers * (each + self.dora * self.outputs(shape))

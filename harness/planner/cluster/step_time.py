@@ -386,9 +386,9 @@ def step_time(
 
 
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns the seconds of a micro-batch in each stage (shape [layouts, stages]).
+    """Returns each stage's seconds per micro-batch (shape [layouts, stages]).
 
-    Uses the same formulas as `step_time`. All pipelines must be equally long.
+    Uses the same formulas as `step_time`; pipelines must be equally long.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)

@@ -1,4 +1,4 @@
-"""Derives interval widths from errors on runs that a fit has not seen."""
+"""Derives interval widths from errors on unseen runs."""
 
 from __future__ import annotations
 

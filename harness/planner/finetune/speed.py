@@ -29,9 +29,8 @@ DDP_HIDDEN = 0.7
 
 
 PCIE_PEER, PCIE_HOST = 24e9, 12e9
-"""Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL's topology search counts 24
-GB/s for a GPU below a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce
-drivers), crossing host memory is assumed to halve the rate."""
+"""Bus bytes per second over PCI Express 4.0 x16. NCCL counts 24 GB/s for a GPU below a host bridge
+(NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce drivers), half is assumed."""
 NVLINK_SHARE = 0.55
 """Share of one direction that gathers reach on H100 nodes (Ultra-Scale Playbook)."""
 

@@ -15,7 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CellFacts:
-    """Facts about a cell that need no measurement, per rank (the fullest) unless noted."""
+    """Unmeasured facts about a cell, per (fullest) rank unless noted."""
 
     workload: str
     setting: str
@@ -307,8 +307,8 @@ class CpuStep:
 def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> CpuStep:
     """Returns each cell's step time in seconds.
 
-    `effects` (shape [cells]) are log slowdowns by a strategy's library, except of the model's
-    arithmetic and the link. Rates are in 1e9 per second.
+    `effects` (shape [cells]): log slowdowns by a library, except of the model's arithmetic and the
+    link. Rates are in 1e9 per second.
     """
     rate = np.array([c.fp32_rate, c.bf16_gain * c.fp32_rate, c.fp16_rate])[columns.precision]
     missed = (columns.kept / WORKING_SET) ** c.working_set
@@ -340,8 +340,8 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
     """Returns the fullest rank's peak resident bytes.
 
-    A library's buffers count only as far as gradients fill them. `effects` (shape [cells]) are log
-    factors by which the library needs more.
+    Buffers count only as far as gradients fill them. `effects` (shape [cells]): log factors by
+    library.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

@@ -97,7 +97,7 @@ class CpuCalibration:
 
 
 def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
-    """Fits a calibration without spreads; raises UsageError if there are too few cells."""
+    """Fits without spreads; raises UsageError with too few cells."""
     if len(measured) < FEWEST:
         raise UsageError(
             f"{len(measured)} measured cells on CPU cores are too few to predict others; measure at"
@@ -275,7 +275,7 @@ class CpuScores:
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """The cell of a setting predicted to be fastest, and the measured best."""
+    """A setting's predicted and measured fastest cells."""
 
     setting: str
     compared: int

@@ -270,9 +270,9 @@ class ScalingCurve:
 def straggling(devices: int, seen: int, spread: float) -> float:
     """Returns by what share a step is longer on `devices` than on the `seen` measured ones.
 
-    A step ends with its slowest device, and the largest of n normal deviations is about sqrt(2 ln
-    n) standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6).
-    `spread` is the standard deviation of a device's log step time.
+    The slowest device ends a step. The largest of n normal deviations is about sqrt(2 ln n)
+    standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6). `spread`:
+    standard deviation of a device's log step time.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))

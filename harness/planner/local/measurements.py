@@ -50,10 +50,10 @@ def sent_bytes(
 ) -> float:
     """Returns the bytes that a rank sends in a step, by the strategy's formula.
 
-    All bytes of a parameter server count, because the ranks wait for it. Without a formula, the
-    layout decides, once per cycle. The data axis averages gradients, with half as many bytes on top
-    for sharded parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces
-    per block (Megatron-LM, arXiv 1909.08053, section 3).
+    All bytes of a parameter server count, because ranks wait for it. Without a formula, the layout
+    decides, once per cycle. The data axis averages gradients, plus half as many bytes for sharded
+    parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces per block
+    (Megatron-LM, arXiv 1909.08053, section 3).
     """
     if layout.servers:
         return strategy.costs.disk_or_host_bytes(cell, layout, facts)
@@ -76,7 +76,7 @@ def engine_of(strategy: Strategy, name: str) -> str:
 
 
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
-    """Returns the operations of matrix products in a rank's update.
+    """Returns the matrix-product operations of a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
     4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters below hidden size squared are not
@@ -94,9 +94,8 @@ def messages(
 ) -> float:
     """Returns the collectives and transfers in a step, by the strategy's formula.
 
-    Without one, the layout decides. The tensor axis has four per block (Megatron-LM, arXiv
-    1909.08053, section 3), a pipeline two per micro-batch. The data axis has one, or three per
-    block for sharded parameters.
+    Without one, the tensor axis has four per block (Megatron-LM, arXiv 1909.08053, section 3), a
+    pipeline two per micro-batch. The data axis has one, or three per block for sharded parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -286,8 +285,8 @@ def data_for(workload: str, setting: Setting) -> str:
 def variants_of(
     setting: Setting, measured: LocalMeasurements, with_observations: bool = True
 ) -> tuple[list[LocalVariant], Counter[str]]:
-    """Returns the cells of a setting that can run here, of each strategy's defaults and all
-    measured options, and why others cannot."""
+    """Returns a setting's runnable cells, of each strategy's defaults and measured options, and why
+    others cannot run."""
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
     observations = {

@@ -115,7 +115,7 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Fits all measured cells except `unseen`; raises UsageError if too few are left."""
+    """Fits measured cells except `unseen`; raises UsageError with too few."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -170,8 +170,8 @@ class ScalingRequest:
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
-    """Returns the measured multi-device cells with a core each and no emulated link; raises
-    UsageError without any."""
+    """Returns measured multi-device cells with a core each and no emulated link; raises
+    UsageError."""
     cells = [
         cell
         for cell in measured.cells

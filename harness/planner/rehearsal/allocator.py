@@ -145,8 +145,8 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
 
 def _count_in_all_threads() -> None:
-    """Makes the allocator count in all threads, even those unknown to the profiler, such as gloo's,
-    which free many buffers."""
+    """Makes the allocator count in threads unknown to the profiler, such as gloo's, which free many
+    buffers."""
     import torch
 
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))

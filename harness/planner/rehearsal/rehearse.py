@@ -194,8 +194,7 @@ class RankMemory:
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
-    """Largest buffer that gloo holds during a collective. Under load, gloo may free it late and
-    raise the peak."""
+    """Largest buffer of gloo during a collective. Under load, late freeing may raise the peak."""
     rehearsed_blocks: tuple[int, ...]
     """Block counts of the rehearsed models: the cell's, or shallower ones."""
     seconds: float

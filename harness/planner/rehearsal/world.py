@@ -333,8 +333,7 @@ SUBSTITUTIONS = (
 
 @contextlib.contextmanager
 def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Makes this process rank `job.rank` of the job's world, with fake tensors. `more` adds to
-    SUBSTITUTIONS."""
+    """Makes this process rank `job.rank` with fake tensors. `more` adds to SUBSTITUTIONS."""
     if strategy.capabilities.process_group:
         size = job.layout.processes
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
