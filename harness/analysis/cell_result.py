@@ -225,9 +225,9 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class CellResult:
-    """Results of a cell in one run, from each trial's last attempt. Unknown values are None.
+    """Results of a cell in one run, from each trial's last attempt; None is unknown.
 
-    Trials with a throughput count as finished. harness/record/trial.py describes shared columns.
+    Trials with a throughput count as finished. See harness/record/trial.py for shared columns.
     """
 
     run_id: str

@@ -109,7 +109,6 @@ def row_problems(table: str, file: Path) -> Iterator[Problem]:
 
 
 def _record_findings(table: str, rows: pa.Table) -> list[list[Finding]]:
-    """Returns the findings of each row of runs or trials."""
     if table == "runs":
         runs = RunRecord.from_frame(rows.to_pandas())
         return [[found for rule in RUN_RULES for found in rule(run)] for run in runs]
@@ -132,7 +131,6 @@ def _keys(file: Path, rows: pa.Table) -> Iterator[Problem]:
 
 
 def _column_findings(rows: pa.Table) -> Iterator[tuple[str, int, str]]:
-    """Yields column, row and what is wrong with the value by itself."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -166,10 +164,7 @@ def _run_texts(run: RunRecord) -> Iterator[Finding]:
 
 
 def _identity(trial: TrialRecord) -> Iterator[Finding]:
-    """Compares the trial's columns with its cell; a redacted cell cannot be compared.
-
-    A library may replace the cell's launcher.
-    """
+    """A redacted cell cannot be compared, and a library may replace a cell's launcher."""
     if REDACTED in trial.cell:
         return
     try:

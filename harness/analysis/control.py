@@ -1,8 +1,7 @@
 """Adjusts step times by the control.
 
-The control is a small fixed computation between steps (see harness/worker/control_process.py),
-whose time follows the machine's speed. Nothing is fitted, so adjusted times carry over to other
-runs.
+The control is a small fixed computation between steps (harness/worker/control_process.py). Nothing
+is fitted, so adjusted times carry over to other runs.
 """
 
 from __future__ import annotations

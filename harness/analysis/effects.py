@@ -1,6 +1,6 @@
 """Effects of single features, from pairs of cells that differ in one axis.
 
-`alone` compares with the baseline, all else off; `together` is the mean over all pairs.
+`alone`: against the baseline; `together`: mean over all pairs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Estimates throughputs of a run's cells, with spreads moderated over all of them.
 
 Cells' variances scatter about a common one as a scaled inverse chi-square (Smyth, Statistical
-Applications in Genetics and Molecular Biology 3 (2004), section 3). The common variance is a power
-of the steps per trial, a straight line instead of voom's curve (Law, Chen, Shi and Smyth, Genome
-Biology 15 (2014), R29). Parameters are maximum-likelihood estimates.
+Applications in Genetics and Molecular Biology 3 (2004), section 3). The common one is a power of
+the steps per trial, instead of voom's curve (Law, Chen, Shi and Smyth, Genome Biology 15 (2014),
+R29). Parameters are maximum-likelihood estimates.
 """
 
 from __future__ import annotations

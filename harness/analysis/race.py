@@ -1,9 +1,9 @@
 """Chooses the cells that get the next trials: a race for the fastest of each setting.
 
-After its first trial, a cell drops out if it is further behind than noise can explain. The others
-get three trials each. Further trials go to the largest undecided setting, to leaders and
-challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
-68, 2020). Lowest memory is a separate race.
+After its first trial, a cell drops out if noise cannot explain how far it is behind. The others get
+three trials each. Further ones go to the largest undecided setting, to leaders and challengers
+drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research 68, 2020).
+Lowest memory is a separate race.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
 
 
 def _is_open(setting: Entrants) -> bool:
-    """Returns whether the fastest cell or its gain needs more trials."""
     if len(setting.speeds) < 2 or any(speed.degrees <= 0 for speed in setting.speeds.values()):
         return False
     best = max(setting.speeds.values(), key=lambda speed: speed.mean)

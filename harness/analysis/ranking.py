@@ -1,12 +1,12 @@
 """Compares cells by throughput, in pairs or across a setting.
 
-Statements about a setting hold jointly, with 95 % confidence. Multiple comparisons with the best
-(Hsu, Annals of Statistics 9, 1981) give the set of the best. Gains over the baseline are two-sided
-comparisons with a control (Dunnett, Journal of the American Statistical Association 50, 1955).
+Statements about a setting hold jointly, with 95 % confidence: multiple comparisons with the best
+(Hsu, Annals of Statistics 9, 1981), and two-sided gains over the baseline (Dunnett, Journal of the
+American Statistical Association 50, 1955).
 
-Given its moderated spread, a cell's throughput has a t distribution (Smyth, Statistical
-Applications in Genetics and Molecular Biology 3, 2004). Critical values integrate over the common
-cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
+Throughputs have t distributions, given moderated spreads (Smyth, Statistical Applications in
+Genetics and Molecular Biology 3, 2004). Critical values integrate over the common cell (Edwards and
+Hsu, Journal of the American Statistical Association 78, 1983).
 """
 
 from __future__ import annotations

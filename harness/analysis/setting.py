@@ -89,8 +89,8 @@ class GroupSize(NamedTuple):
 def heading(groups: Sequence[GroupSize]) -> int | None:
     """Returns the index of a run's leading group, if any.
 
-    Prefers timed groups, then the main workload, several cells, real hardware, several devices,
-    most cells. `groups`: the main workload's first.
+    Prefers timed groups, then the main workload (in `groups[0]`), several cells, real hardware,
+    several devices, most cells.
     """
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [

@@ -16,9 +16,9 @@ PAIR_CONFIDENCE = 0.995
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
 SINGLE_TRIAL = 0.04
-"""Additional standard deviation of a single trial, in logarithms, between runs. One trial in 200 of
-the reference run is 13 % off, twice as much as normal values would be, and no other trial shows
-it."""
+"""Additional standard deviation of a single trial, in logarithms, between runs: one trial in 200 of
+the reference run is 13 % off, twice as much as normal values, and no other trial shows it.
+"""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -133,8 +133,8 @@ def between_runs(
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
     The interval covers steps that follow the machine's speed differently, outliers among single
-    trials and, without `same_control`, the unadjusted ratio. Degrees of freedom are Welch's
-    (Biometrika 34, 1947).
+    trials and, without `same_control`, the unadjusted ratio. Degrees of freedom: Welch (Biometrika
+    34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0

@@ -56,8 +56,8 @@ def runtime_name() -> str:
 def amd_gpus(sys: Path = _SYS) -> dict[str, int]:
     """Returns the number of AMD GPUs by instruction set, such as {"gfx942": 8}.
 
-    Reads the topology of the driver `amdkfd`, in which CPUs have no SIMD units. 90402 means gfx942:
-    major, minor and stepping, the last two in hexadecimal.
+    Reads the driver `amdkfd`; CPUs have no SIMD units. 90402 means gfx942: major, minor and
+    stepping, the last two in hexadecimal.
     """
     found: Counter[str] = Counter()
     for file in (sys / "class/kfd/kfd/topology/nodes").glob("*/properties"):

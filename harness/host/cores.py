@@ -26,7 +26,7 @@ def allowed_cores() -> list[int]:
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
     """Returns the cores that each local process is pinned to; shared if too few.
 
-    `processes`: of the whole trial; `local`: on this node. A parameter server counts as a device.
+    `processes`: of the whole trial, servers included; `local`: on this node.
     """
     if cell.device == "cuda":
         return _near_gpus(cell, local)
@@ -39,9 +39,8 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of a GPU cell's local processes: the shares of their GPUs.
-
-    A rank needs several nearby cores for autograd's, NCCL's and libraries' threads.
+    """Returns the cores of their GPUs' shares, because autograd, NCCL and libraries need several
+    nearby.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
@@ -101,10 +100,10 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
-    """Returns whether the cell's ranks need more cores than there are: a core per thread of a CPU
-    rank, one per GPU rank.
+    """Returns whether the cell's ranks need more cores than all nodes have (`cores`; None if
+    unknown): one per thread of a CPU rank, one per GPU rank.
 
-    `cores`: of all nodes; None if unknown. `processes`: ranks, if more than devices.
+    `processes`: ranks, if more than devices.
     """
     if cores is None:
         return False

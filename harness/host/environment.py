@@ -145,8 +145,8 @@ def _without_code() -> str | None:
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Returns whether a build of torch runs on a GPU of this compute capability.
 
-    Machine code (sm_*) runs on the same major version with the same or a newer minor one; PTX
-    (compute_*) runs on any newer version (CUDA C++ Programming Guide, compute capability). `built`:
+    Machine code (sm_*) needs the same major version and at least its minor one; PTX (compute_*) any
+    version that is not older (CUDA C++ Programming Guide, compute capability). `built`:
     harness.host.cuda.architectures(); empty (unknown) means True.
     """
     own = 10 * capability[0] + capability[1]

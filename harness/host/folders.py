@@ -1,6 +1,6 @@
 """Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its temporary folder (flock); the next one removes unlocked folders.
+A process locks its folder (flock); the next one removes unlocked folders.
 """
 
 from __future__ import annotations

@@ -59,10 +59,9 @@ def driver() -> Driver:
 def visible_gpus() -> tuple[Gpu, ...]:
     """Returns the devices that CUDA would show this process, in its order; never raises.
 
-    Under ROCm, torch is asked. Otherwise parses CUDA_VISIBLE_DEVICES like CUDA (CUDA C++
-    Programming Guide, environment variables): indices, or UUID prefixes. Other entries end the
-    list; a repeated device empties it. CUDA shows only one MIG slice, and then no other GPU.
-    Indices are assumed to follow the PCI bus.
+    Asks torch under ROCm, else parses CUDA_VISIBLE_DEVICES (CUDA C++ Programming Guide, environment
+    variables): indices, assumed in PCI bus order, or UUID prefixes. Other entries end the list; a
+    repeated device empties it. CUDA shows only one MIG slice, and then no other GPU.
     """
     if rocm_version():
         return _visible_to_rocm(tuple(map(os.environ.get, _ROCM_VISIBLE)))

@@ -15,8 +15,8 @@ _KEY = "oom_kill"
 
 
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Returns the number of bytes that this process may use: the least of the host's memory, the
-    control groups' limits and the SLURM job's memory on this node.
+    """Returns the bytes that this process may use: the least of the host's memory, the control
+    groups' limits and the SLURM job's memory on this node.
 
     `process`: its folder in /proc. `groups`: mount point of control groups.
     """
@@ -37,9 +37,8 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """Yields limit and use in bytes of a process's control group and of its ancestors.
 
-    Containers may see the host's path of their group although only its end is mounted; then the
-    group is at the mount point. Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst
-    and cgroup-v2.rst.
+    If only the end of a group's path is mounted, as in containers, the group is the mount point.
+    Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst and cgroup-v2.rst.
     """
     folder = group_folder(process, groups)
     if folder is None:
@@ -97,7 +96,6 @@ def _resident_bytes() -> int:
 
 
 def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None:
-    """Returns the folder of a process's memory control group, if any."""
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -111,8 +109,8 @@ def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """Returns the number of processes killed so far in a process's memory control group.
 
-    Without a group, those of the machine; None if unknown. Source: `memory.oom_control` (version
-    1), `memory.events` (version 2), `oom_kill` of /proc/vmstat.
+    Counts the machine's without a group; None if unknown. Source: `memory.oom_control` (version 1),
+    `memory.events` (version 2), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)
     of_group = [group / "memory.oom_control", group / "memory.events"] if group else []

@@ -1,11 +1,10 @@
 """Python packages: required ones, hidden ones, and libraries that setup could not build.
 
-Imports only the standard library, because it runs before anything that may be missing.
+Imports only the standard library, because others may be missing.
 
-python -m harness.host.packages LIBRARY
-    prints the path of the file that says why setup could not build it
-python -m harness.host.packages LIBRARY VERSION LOG FOLDER REMEDY
-    saves the reason there, and prints the log's first error
+`python -m harness.host.packages LIBRARY` prints the path of the file that says why setup could not
+build it. With VERSION LOG FOLDER REMEDY, it saves the reason there and prints the log's first
+error.
 """
 
 from __future__ import annotations

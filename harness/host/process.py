@@ -1,9 +1,9 @@
 """Lifetimes and Linux namespaces of processes.
 
-`python -m harness.host.process COMMAND...` runs a command in a network namespace that has only
-loopback, if allowed, so that nobody outside can reach its ports.
+`python -m harness.host.process COMMAND...` runs a command in a namespace that has only loopback, if
+allowed, so that nobody outside reaches its ports.
 
-Imports nothing that starts a thread: only single-threaded processes can create namespaces.
+Imports nothing that starts a thread, because only single-threaded processes can create namespaces.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def _agent_class() -> type[LocalElasticAgent]:
             store."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Stops the ranks within seconds. Before torch 2.12, an agent takes no time limit."""
+            """Stops the ranks within seconds; before torch 2.12, agents take no time limit."""
             if self._pcontext:
                 self._pcontext.close(death_sig, _SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)

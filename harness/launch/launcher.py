@@ -123,7 +123,7 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Restarts a killed fork server; kills one that lacks these variables."""
+        """Restarts a fork server that was killed or lacks these variables."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():

@@ -59,7 +59,7 @@ class Hang:
 class Silence:
     """How long each rank has been silent while it could run, neither suspended nor out of turn.
 
-    Before the first step, work on a core or disk is a sign of life, since imports and compilation
+    Before the first step, use of a core or disk is a sign of life, since imports and compilation
     have no steps.
     """
 
@@ -171,8 +171,7 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
     """Describes which ranks the others wait for; empty if unknown.
 
-    Compares entered collectives. Without answers, ranks outside communication libraries are missing
-    if others are inside.
+    Compares entered collectives, or without answers, who is inside communication libraries.
     """
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
@@ -215,7 +214,6 @@ _INNERMOST = 6
 
 
 def _communicates(stack: str) -> bool:
-    """Returns whether the main thread, last in a fault handler's output, communicates."""
     main = stack.rpartition("Thread 0x")[2] if "Current thread" not in stack else stack
     main = main.rpartition("Current thread")[2]
     frames = [line for line in main.splitlines() if line.strip().startswith("File ")]

@@ -158,7 +158,6 @@ class EmulatedNodes:
         self._link = ""
 
     def close(self) -> None:
-        """Ends all processes, thereby the namespaces; removes the files."""
         if self._nodes:
             self._nodes.close()
         if self._switch:

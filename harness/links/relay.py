@@ -1,8 +1,8 @@
 """python -m harness.links.relay SECONDS PORT...: a switch that delays every frame, for kernels
 without netem.
 
-Replaces the kernel's bridge by packet sockets. Large frames pass unsegmented; the virtio header
-tells the kernel how to segment them. Imports only the standard library, to start quickly.
+Packet sockets replace the kernel's bridge. Large frames pass unsegmented; the virtio header tells
+the kernel how to segment them. Imports only the standard library, to start quickly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _AT_ONCE = 16
 
 
 def open_port(name: str) -> socket.socket:
-    """Returns a socket for all frames of this interface."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)

@@ -1,8 +1,8 @@
 """python -m harness.links.switch: a network namespace with a bridge, and the nodes' agents as
-children.
+children, each with a namespace and host name.
 
-Each agent has a namespace and host name. Namespaces are unnamed and processes die with their
-parent, so the kernel always cleans up. Answers each line of JSON on standard input, until its end.
+Namespaces are unnamed and processes die with their parent, so the kernel cleans up. Answers each
+line of JSON on standard input.
 """
 
 from __future__ import annotations

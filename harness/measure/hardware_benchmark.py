@@ -101,10 +101,10 @@ def repeats(size: int) -> int:
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times all operations between two ranks on this host: `gloo` between two cores, `nccl` between
-    GPUs 0 and 1.
+    """Times all operations on `sizes` bytes between two ranks on this host: `gloo` between two
+    cores, `nccl` between GPUs 0 and 1.
 
-    `sizes`: bytes. Raises RuntimeError with the first failed rank's reason.
+    Raises RuntimeError with the first failed rank's reason.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -242,8 +242,7 @@ print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
     """Measures one GPU in about 5 s, or this process's CPU threads in 2 s.
 
-    Initialises CUDA for a GPU: call it in a separate process. Raises RuntimeError for an unusable
-    device.
+    Initialises CUDA, so call it in a separate process. Raises RuntimeError for an unusable device.
     """
     import torch
 
@@ -262,7 +261,7 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
     """Measures a device in a separate process, so that this one leaves CUDA alone.
 
-    Never raises: the result has any failure's reason. `limit`: seconds.
+    Never raises: the result has any failure's reason.
     """
     command = [sys.executable, "-c", _APART, device]
     try:

@@ -245,8 +245,8 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
     """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
     `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of threads
-    started since the imports. The rest of `in_use` is invisible to Python: autograd's activations,
-    C++ buffers.
+    started since the imports. The rest of `in_use` is invisible to Python: saved activations, C++
+    buffers.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []

@@ -58,9 +58,9 @@ class Peak:
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: the kernel's peak resident memory (VmHWM) minus file and shared pages at the end, which
-    only grow: the peak anonymous memory, or slightly less. Anonymous memory after imports is
-    subtracted. CUDA: the caching allocator's counters per device, and host memory.
+    CPU: peak resident memory (VmHWM) minus file and shared pages at the end, which only grow, and
+    anonymous memory after imports: the peak anonymous memory, or slightly less. CUDA: the caching
+    allocator's counters per device, and host memory.
     """
 
     def __init__(
@@ -106,11 +106,10 @@ class MemoryMeter:
 
     @staticmethod
     def _give_pages_back() -> None:
-        """Makes glibc map tensors of 128 KiB or more separately, so that freeing one returns its
-        pages.
+        """Makes glibc map tensors from 128 KiB separately, so that freeing one returns its pages.
 
-        By default glibc raises this threshold up to 32 MiB and keeps smaller freed blocks. The
-        limit would measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
+        By default the threshold grows to 32 MiB and smaller freed blocks stay, so the limit would
+        measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):

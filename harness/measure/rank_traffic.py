@@ -184,8 +184,8 @@ def tcp_bytes_sent() -> int | None:
     """Returns the payload bytes given to this process's open TCP connections; None on older
     kernels.
 
-    Includes bytes that the kernel still holds, or a step's last message would count in the next.
-    Excludes retransmissions, which depend on the machine's load.
+    Includes bytes that the kernel still holds, or the next step would count them. Excludes
+    retransmissions, which depend on load.
     """
     total = 0
     for entry in os.scandir("/proc/self/fd"):

@@ -1,7 +1,7 @@
 """Breakdown of a step's time by component, and of a GPU's time by kind of kernel.
 
-The training thread's step is cut at each event boundary. Each piece has one component, so
-components sum to the step; communication that overlaps others is reported separately.
+The training thread's step is cut at event boundaries into pieces with one component each, which sum
+to the step. Overlapped communication is reported separately.
 
 Kernels are classified by the names in torch's NVIDIA libraries (cuBLAS, cuDNN, CUTLASS, Triton,
 FlashAttention, NCCL).
@@ -140,11 +140,10 @@ def breakdown(
     """Returns the seconds of each component of the step [begin, end] on `thread`.
 
     Also returns `overlapped`, and `operators`: seconds with an operator running. Device kernels
-    take precedence over host events, and inner host events over outer ones. Time without an
-    operator goes to what the thread waits for, or to communication if a collective is in flight or
-    gradient hooks run. The rest is interpreter and dispatcher: `optimizer` inside the optimizer's
-    step, else `compute`. `pipeline`: waits for point-to-point messages are the bubble. `alone`:
-    there is no other rank.
+    take precedence over host events, inner host events over outer ones. Time without an operator
+    goes to what the thread waits for, or to communication if a collective is in flight or gradient
+    hooks run. The rest is interpreter and dispatcher: `optimizer` inside the optimizer's step, else
+    `compute`. `pipeline`: point-to-point waits are the bubble. `alone`: there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
@@ -210,7 +209,7 @@ def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
     """Returns the rank that is slowest in every step, and its median excess over the other ranks'
     median, as a share.
 
-    None without such a rank, or below STRAGGLES. `steps`: each rank's own seconds, by step.
+    None below STRAGGLES. `steps`: each rank's own seconds, by step.
     """
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:
@@ -267,9 +266,9 @@ def gpu_parts(
     """Returns the seconds of each of GPU_PARTS in [begin, end], prefixed by `gpu_`; empty without
     device events.
 
-    If kernels overlap, the first of GPU_PARTS counts. Compute kernels in the optimizer's step count
-    as the optimizer, time without events as idle. `step_seconds`: the step by the clock, to which
-    the parts sum.
+    If kernels overlap, the first of GPU_PARTS counts. The optimizer gets compute kernels in its
+    step, idle the time without events. `step_seconds`: the step by the clock, to which the parts
+    sum.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:

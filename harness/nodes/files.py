@@ -41,7 +41,6 @@ class FileFact:
 
 @functools.cache
 def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
-    """Returns the file's SHA-256, cached by size and time."""
     with open(file, "rb") as source:
         sha256 = hashlib.sha256()
         while part := source.read(2**20):
@@ -144,8 +143,6 @@ def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
 
 
 def in_own_cache(spec: TrialSpec) -> TrialSpec:
-    """Returns the spec with the paths of this node's copies."""
-
     def own(path: str | None) -> str | None:
         return path and str(cache_folder() / _below_cache(path))
 

@@ -3,12 +3,11 @@
 A message is a word and a value of the word's type, as JSON. Nothing received is executed or
 unpickled; a wrong type ends the connection.
 
-Each side sends a nonce; its first tag proves that it knows the key. Each direction's key derives
-from it and both nonces, so recorded connections are useless. Numbered tags prevent repeated,
-dropped or reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
+Each side sends a nonce; its first tag proves that it knows the key. Both nonces enter each
+direction's key, so recorded connections are useless. Numbered tags prevent repeated, dropped or
+reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
 
-`multiprocessing.connection` authenticates only the connection: anyone on the path could forge
-messages.
+`multiprocessing.connection` authenticates only the connection, so messages could be forged.
 """
 
 from __future__ import annotations

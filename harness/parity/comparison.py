@@ -34,10 +34,10 @@ def deviations_from(
     """Returns the deviations of this rank's tensors; call on all ranks.
 
     `decay`: share of the weights that decayed in the segment, in half precision. `ahead`: compares
-    with the reference's replay ahead (see `Reference.save_ahead`). `replicas`: how many normalise
-    samples of their own; None if this rank's buffers do not count, because it is not the first of
-    them. `share`: number of this rank's replica, if the reference emulates several. Directions with
-    an analytically zero gradient are exempt: AdamW turns their rounding noise into full-size steps.
+    with the replay ahead (`Reference.save_ahead`). `replicas`: how many normalise separately; None
+    unless this rank is the first of them, whose buffers count. `share`: number of this rank's
+    replica, if the reference emulates several. Directions with an analytically zero gradient are
+    exempt: AdamW turns their rounding noise into full-size steps.
     """
     from safetensors import safe_open
 

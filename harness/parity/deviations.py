@@ -14,8 +14,9 @@ class Deviations:
     elements: Mapping[str, float] = field(default_factory=dict)
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
-    """Part of the deviation in the direction of the weights, over the norm of the update: wrong
-    weight decay goes there, rounding does not."""
+    """Deviation in the direction of the weights, over the norm of the update: wrong weight decay
+    goes there, rounding does not.
+    """
     directions: Mapping[str, float] = field(default_factory=dict)
     """Such a part in half precision, in standard deviations of an error without direction: rounding
     hides little of it in a large tensor. Only if it is `LEAST_DECAY` of the weight decay."""

@@ -37,9 +37,9 @@ def envelope(
     """Returns the allowed relative loss deviation at a step after the segment; infinite from
     `WIDEST`.
 
-    Declared tolerances grow with the square root of the steps, like independent roundings, or with
-    the drift if that grew more. `own`: the trial's largest deviation within the segment. `drift`:
-    the second reference run's relative deviation by step, or empty.
+    Declared tolerances grow with the root of the steps, like independent roundings, or with the
+    drift if that grew more. `own`: the trial's largest deviation within the segment. `drift`: the
+    second reference's relative deviation by step, or empty.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
@@ -57,10 +57,8 @@ def envelope(
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
-    """Raises a convolutional net's reference drift, because trials may jump earlier.
-
-    ReLU and max pooling can turn rounding into a different gradient at once (see
-    docs/studies/parity-deviations.md).
+    """Raises a convolutional net's reference drift: in ReLU and max pooling, rounding can change a
+    gradient at once (docs/studies/parity-deviations.md).
     """
     least = UNKNOWN / TIMES_OWN
     later = enumerate(drift[segment:], 1)

@@ -40,8 +40,7 @@ def reference_cell(cell: Cell) -> Cell:
     """Returns the reference: the training in one process.
 
     On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
-    in the tokens, get the parts of the batch that they get in the cell. A strategy's own
-    reference may ask for some.
+    in the tokens, get the parts of the batch that they get in the cell.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
@@ -186,7 +185,8 @@ def _copies(reference: Cell) -> int:
 
 def memory_bytes(reference: Cell) -> int:
     """Returns an upper bound on a reference run's GPU memory in bytes: model states, and the larger
-    of activations and torch's optimizer temporaries (4 bytes per parameter)."""
+    of activations and optimizer temporaries (4 bytes per parameter).
+    """
     from harness.workloads.operators import activation_bytes
 
     workload, base = (

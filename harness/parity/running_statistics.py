@@ -14,8 +14,7 @@ STATISTICS = ("running_mean", "running_var")
 class RunningStatistics:
     """Follows a reference run's BatchNorm layers, for strategies whose replicas see fewer samples.
 
-    The first of N replicas sees the first Nth of the parts. Its statistics count, because DDP
-    broadcasts them before each forward.
+    The first of N replicas sees the first Nth of the parts, and DDP broadcasts its statistics.
     """
 
     def __init__(self, model: nn.Module, parts: int) -> None:

@@ -190,8 +190,7 @@ def parity_verdict(
 def _nearest_to_limits(
     found: Deviations, limit: Callable[[str], float], precision: str
 ) -> list[_Excess]:
-    """Returns each kind's tensor nearest to its limit, or furthest beyond. `limit`: that of
-    updates."""
+    """`limit`: that of updates."""
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)
@@ -256,9 +255,9 @@ def widened(
     precision: str,
     limited: bool = True,
 ) -> Tolerance:
-    """Returns `allowed`, wider by what fp32 cannot represent of a tensor (see
-    `Reference.roundings`), or TIMES_NOISE times the noise if more. If `limited`, at most
-    WIDEST_BY_NOISE."""
+    """Returns `allowed`, wider by what fp32 cannot represent (`Reference.roundings`), or
+    TIMES_NOISE times the noise if more; if `limited`, at most WIDEST_BY_NOISE.
+    """
     most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}

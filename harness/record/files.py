@@ -125,7 +125,6 @@ def parquet_schema(file: Path) -> pa.Schema:
 
 
 def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
-    """Raises DamagedFile if a file's columns differ from the table's, or OtherSchema."""
     other = f"it does not belong to table {table}"
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():

@@ -136,7 +136,7 @@ def _check(table: str, file: Path) -> None:
 
 
 def _folder(file: Path) -> str:
-    """Returns the folder of the results folder that a file is in; empty for a file elsewhere."""
+    """Empty for a file elsewhere."""
     names = (file.absolute().parent.name, file.absolute().parents[1].name)
     return next((name for name in names if name in (*TABLES, GATHERED)), "")
 

@@ -39,8 +39,7 @@ def sole_writer(
 
 
 def _locked(file: Path, how: int, deadline: float) -> int:
-    """Locks a file and returns its descriptor; raises BlockingIOError after `deadline`
-    (time.monotonic)."""
+    """Raises BlockingIOError after `deadline` (time.monotonic)."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -61,7 +60,6 @@ def _locked(file: Path, how: int, deadline: float) -> int:
 
 
 def _release(file: Path, descriptor: int) -> None:
-    """Releases the lock; removes the file unless others hold it."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()

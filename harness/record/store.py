@@ -186,7 +186,7 @@ class Store:
     def _frame(
         self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Returns these runs' rows, from single files if a gathered copy is damaged."""
+        """Reads single files if a gathered copy is damaged."""
         tables = [part for r in run_ids for part in self._tables(table, r, columns)]
         return frame_of(table, tables, columns)
 
@@ -240,5 +240,4 @@ def is_plain_name(run_id: str) -> bool:
 
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
-    """Loads everything recorded in a results folder."""
     return Store(folder).load(run_ids)

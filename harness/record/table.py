@@ -1,7 +1,7 @@
 """Base class of tables, and the conversion of rows from and to arrow.
 
-A table is a frozen dataclass, with a field per column, described by its docstring. Optional fields
-are nullable columns: unknown is null, never a guess.
+A table is a frozen dataclass whose fields are columns, described by their docstrings. Unknown is
+null, never a guess.
 """
 
 from __future__ import annotations

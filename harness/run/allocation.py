@@ -40,7 +40,7 @@ def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[
 
     A baseline compared with k cells gets the square root of k, rounded down, which makes all k
     intervals narrowest (Dunnett, Journal of the American Statistical Association 50, 1955, section
-    5). `cores`: of each node; None if unknown.
+    5).
     """
     return {
         baseline.id: launches

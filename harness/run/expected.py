@@ -260,8 +260,9 @@ GIB = 2**30
 
 def device_bytes(cell: Cell) -> float:
     """Returns the approximate bytes that a trial holds per GPU from its first step on: the
-    strategy's formula for states and temporary memory, a micro-batch's activations (torch's
-    allocator keeps them), and the CUDA context."""
+    formula's states and temporary memory, a micro-batch's activations (torch's allocator keeps
+    them), and the CUDA context.
+    """
     from harness.workloads.operators import activation_bytes
 
     workload = make_workload(cell.workload)

@@ -1,7 +1,7 @@
 """Searches for the largest trainable model or longest sequence under a memory budget per rank.
 
-Probes take real steps and are recorded as trial 0 of matrix `maxsize`; trial 1 verifies the size
-found. Assumes that a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054, table 2.
+Probes take real steps (trial 0 of matrix `maxsize`); trial 1 verifies the size found. Assumes that
+a larger model never needs less memory. Method: ZeRO, arXiv 1910.02054, table 2.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
     """Returns the largest hidden size of a four-block model for long sequences, in heads of 64 that
     divide among the ranks.
 
-    AdamW's states in fp32 (16 bytes for each of 12 hidden^2 parameters per block) take at most a
-    tenth of the budget. The activations of `tokens` tokens fit: about 136 bytes per token, block
-    and hidden unit. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 in half precision,
-    partly for dropout.
+    AdamW's fp32 states (16 bytes for each of 12 hidden^2 parameters per block) take at most a tenth
+    of the budget. Activations take about 136 bytes per token, block and hidden unit; 34 in half
+    precision by Korthikanti et al. (arXiv 2205.05198, section 4.1), partly for dropout.
     """
     most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
     return 64 * ranks * max(1, int(most) // (64 * ranks))
@@ -116,7 +115,7 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
     """Returns the fullest rank's bytes at the peak of a step; None without a formula.
 
-    Adds to the states the larger of activations and temporary memory, since gradients grow as
+    Adds the larger of activations and temporary memory to the states, since gradients grow as
     activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's
     activations remain until the last gradient. From the second micro-batch on, all gradients exist.
     `activations`: see Prediction; `tokens`: see `cell_at_size`.
@@ -286,8 +285,8 @@ class Search:
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
         """Returns whether a probe trains.
 
-        After two other failures, it is too large if it trains without the limit; otherwise raises
-        Stopped. Libraries may crash on refused memory, or wait for a failed rank.
+        After two other failures it is too large if it trains without the limit; otherwise raises
+        Stopped. On refused memory, libraries may crash or wait for a failed rank.
         """
         status = self._status(launcher, cell, 0)
         if (

@@ -149,8 +149,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
     finishing this one.
 
-    The maximum of the ranks' times would count waiting twice, so times are summed per rank from a
-    common start: after a pause, or at the first timed step. `by_rank`: all steps of each rank.
+    The ranks' maximum would count waits twice, so times are summed per rank from a common start:
+    after a pause, or at the first timed step. `by_rank`: all steps of each rank.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0

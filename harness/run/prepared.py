@@ -82,7 +82,6 @@ class PreparedTrial:
         self.restarted = self._restarted() if cell.checkpoint != "none" else None
 
     def _restarted(self) -> RestartedLaunch:
-        """Returns the launch that saves, and the one that loads."""
         saves, first = self.launch, saving_cell(self.cell)
         if first != self.cell:
             strategy, layout = validate(first, self.workload)

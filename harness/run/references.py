@@ -171,7 +171,6 @@ class ReferenceRuns:
             reference.note_losses(losses)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
-        """Learns the reference's loss deviation by step when rounded differently."""
         known = reference.all_losses
         longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
@@ -200,7 +199,7 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores; its time does not matter."""
+    """Returns the cell on all cores."""
     cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores)
 

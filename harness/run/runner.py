@@ -221,11 +221,10 @@ class Runner:
     def _is_launched(
         self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
     ) -> bool:
-        """Returns whether to launch a trial; records it as skipped if a cell that needs less memory
-        ran out.
+        """Returns whether to launch a trial: False if an earlier one ran out of memory or time, or
+        the time budget is spent.
 
-        Also False if an earlier trial of the cell ran out of memory or time, or the time budget is
-        spent.
+        Records it as skipped if a cell that needs less memory ran out.
         """
         if cell.id in self._given_up and key.trial > 0:
             return False
@@ -261,7 +260,7 @@ class Runner:
         return True
 
     def start(self, cells: Sequence[Cell]) -> LauncherProtocol:
-        """Returns a launcher whose fork server has imported the cells' packages."""
+        """Returns a launcher with the cells' packages imported."""
         return self.launcher(packages(cells))
 
     def run_trial(
@@ -326,7 +325,6 @@ class Runner:
         return trial
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
-        """Returns why not to try a cell: an easier one ran out of memory."""
         for other in self.plan.cells:
             if self._given_up.get(other.id) != "out_of_memory" or other.id == cell.id:
                 continue

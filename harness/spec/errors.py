@@ -7,10 +7,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """A user's mistake: one sentence that says what is wrong, where, and what would be right.
-
-    Names no command or option: the command line adds those. Exit code 2.
-    """
+    """Returns pydantic's first error: field, problem and value."""
 
 
 class NotWritable(UsageError):

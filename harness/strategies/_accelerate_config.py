@@ -59,8 +59,8 @@ def launch_config(
 ) -> dict[str, object]:
     """Returns the config file for DDP, FSDP, or DeepSpeed with its config file.
 
-    CPUs too use type MULTI_GPU: MULTI_CPU starts one process without an MPI host file. The script
-    must pass `Accelerator(cpu=True)`.
+    CPUs too use type MULTI_GPU, with `Accelerator(cpu=True)` in the script: MULTI_CPU starts one
+    process without an MPI host file.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -154,7 +154,7 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
     """Returns FSDP2 through Accelerate, if that trains the same.
 
     Accelerate computes half precision entirely in half, offloads only on GPUs, needs token
-    embeddings, and lacks prefetch and hybrid sharding.
+    embeddings, and cannot prefetch or shard hybridly.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"

@@ -108,8 +108,8 @@ def compiled_parts() -> set[str]:
 def settle(device: str, local_processes: int) -> None:
     """Sets up DeepSpeed in a rank, whichever device the fork server imported it for.
 
-    Compiled ops are declared compatible: probing starts compilers. The CPU accelerator's
-    shared-memory collectives, which leave 66 MiB per rank in /dev/shm, are left out.
+    Declares compiled ops compatible, because probing starts compilers. Omits the CPU accelerator's
+    shared-memory collectives, which leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -146,9 +146,9 @@ def _switch_to(accelerator: Any) -> None:
 def keep_dtype(device: str) -> None:
     """Keeps fp32 parameters in fp32 when offloaded to disk.
 
-    DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` parses as `(dtype or fp16) if ...
-    else bf16`. On a CPU without fp16, parameters below 2 MiB would stay in memory and others return
-    in bf16, which layers reject. So the CPU claims fp16 support.
+    DeepSpeed parses `dtype or fp16 if fp16 is supported else bf16` as `(dtype or fp16) if ... else
+    bf16`. Without fp16, parameters below 2 MiB would stay in memory and others return in bf16,
+    which layers reject. So the CPU claims fp16 support.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

@@ -37,8 +37,8 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """DeepSpeed's layer with the interface of a transformers mixture.
 
-    Disables defaults that change training: dropping tokens beyond an expert's capacity, and
-    sampling the second expert.
+    Disables dropping tokens beyond an expert's capacity and sampling the second expert, which
+    change training.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:

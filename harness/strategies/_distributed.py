@@ -137,8 +137,7 @@ def _check_experts(workload: Workload, sizes: MeshSizes) -> None:
 def load(job: Job, sizes: MeshSizes) -> nn.Module:
     """Saves the job's model and loads it in parts: transformers splits models only while loading.
 
-    Raises RuntimeError if its mesh would use another device type; transformers picks any
-    accelerator.
+    Raises RuntimeError if its mesh would use another device type than the job.
     """
     import torch
     import torch.distributed as dist
@@ -223,8 +222,8 @@ def exchange(
 ) -> float:
     """Returns the bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    `rows` is the bytes of a rank's hidden states, sent to each expert of a token. With uniform
-    routing, `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for token counts.
+    `rows`: bytes of a rank's hidden states, sent to each expert of a token; with uniform routing,
+    `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for counts.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -242,8 +241,7 @@ def sharded_traffic(
     """Returns the bytes of FSDP's gathers and scatters and of token exchanges.
 
     FSDP2 gathers in every micro-batch and reduces gradients `reductions` times (default: as often).
-    Final norm and head stay gathered until backward. Experts are sharded among ranks that hold
-    them.
+    Final norm and head stay gathered until backward. Experts are sharded among their ranks.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -276,12 +274,12 @@ def tensor_traffic(
 ) -> float | None:
     """Returns the bytes of tensor parallelism without data parallelism.
 
-    Hidden states are all-reduced in forward after the embedding and each layer split by row, in
-    backward for each layer split by column. The head is one, and its logits are gathered.
+    All-reduces hidden states in forward after the embedding and each layer split by row, in
+    backward for each layer split by column, such as the head, whose logits are gathered.
 
-    Experts split like an MLP reduce outputs, and gradients of inputs and token weights. Whole
-    experts exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block
-    repeats its forward collectives except the last.
+    Split experts reduce outputs, and gradients of inputs and token weights. Whole experts exchange
+    tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
+    collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

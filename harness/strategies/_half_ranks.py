@@ -65,7 +65,6 @@ class HalfRanks(Amp):
 
 
 def _sum(tensors: Sequence[Tensor | None], divisor: int = 1) -> Tensor | None:
-    """Adds quotients one after the other; returns None without tensors."""
     total: Tensor | None = None
     for tensor in tensors:
         if tensor is not None:

@@ -74,8 +74,8 @@ def missing(controller: str, device: str) -> str:
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
 
-    A rank's two threads share its cores, so one that waits for MPI must yield. By default Open MPI
-    uses every node of a SLURM allocation.
+    A rank's two threads share its cores, so one that waits must yield. By default Open MPI uses
+    every node of a SLURM allocation.
     """
     settings = {
         "orte_tmpdir_base": str(scratch),
@@ -194,7 +194,7 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    Horovod's `broadcast_optimizer_state` lets a new optimizer take a real step with zero gradients,
+    Horovod's `broadcast_optimizer_state` takes a real step with zero gradients in a new optimizer,
     and misses plain SGD's learning rate. Call after wrapping, which discards the state.
     """
     import horovod.torch as hvd

@@ -28,7 +28,7 @@ SEED, SEEDS = 0, 1_000_000_000
 class PowerSgd(Emulation):
     """PowerSGD (arXiv 1905.13727) between ranks that one process trains one after the other.
 
-    Follows torch's hook: error feedback, factors kept between steps, and random numbers in the
+    Like torch's hook, has error feedback, keeps factors between steps and draws numbers in the
     order in which gradients are complete.
     """
 

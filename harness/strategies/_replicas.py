@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Replicas(Emulation):
     """Replicas that train one after the other, each on its part of the batch, and are averaged.
 
-    With an outer learning rate, they instead restart from where an outer optimizer steps: SGD,
-    whose gradient is the mean of the ways that the replicas went.
+    With an outer learning rate, they restart from an outer optimizer's step: SGD along the mean of
+    the replicas' ways.
     """
 
     capabilities = Capabilities(process_group=False)
@@ -125,7 +125,6 @@ def replicas_of(
 
 
 def average(replicas: Sequence[Sequence[Tensor]]) -> None:
-    """Replaces each tensor by its mean over the replicas."""
     import torch
 
     with torch.no_grad():

@@ -93,8 +93,7 @@ def at_positions(
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions.
 
-    Attention returns gradients to the ranks of keys and values. Ranks have equally many tokens, so
-    averaging gradients over ranks gives that of the mean loss.
+    Ranks have equally many tokens, so averaged gradients are those of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -163,9 +162,9 @@ def exchanged_for_heads(
     """Returns the mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv
     2309.14509, section 3.2: 4Nh/P).
 
-    None unless all tensors are fp32. A block has four all-to-alls forward (queries, keys, values,
-    outputs) and four backward; recomputation repeats the forward ones. `gathers_positions` adds 8
-    bytes per token and computed block.
+    None unless all tensors are fp32. A block has four all-to-alls (queries, keys, values, outputs)
+    each way; recomputation repeats the forward ones. `gathers_positions` adds 8 bytes per token and
+    computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:

@@ -37,7 +37,7 @@ class Stepped:
     """A script with its own training loop, in a thread that pauses before each step.
 
     A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
-    loop's work. The script also builds the model, as glibc keeps freed memory per thread.
+    loop's work. The thread also builds the model, as glibc keeps freed memory per thread.
     """
 
     trainer: SteppedTrainer
@@ -266,8 +266,8 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    For a model that ignores the count, Trainer would multiply the mean by the ranks and not divide
-    by micro-batches. So it is told that such models do not accept it.
+    If it ignores the count, Trainer must be told, or it would multiply the mean by the ranks and
+    not divide by micro-batches.
     """
     return workload.kind == "causal"
 
@@ -275,9 +275,8 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns the inputs of the model's forward by name.
 
-    Labels are already shifted, so causal models also get them as `shift_labels`. Otherwise Trainer
-    counts unshifted labels if transformers does not recognise the loss by class name (as for
-    GPT-2).
+    Causal models get the shifted labels as `shift_labels` too. Otherwise Trainer counts unshifted
+    ones if transformers does not recognise the loss by class name (as for GPT-2).
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     if part.positions is not None:

@@ -18,9 +18,9 @@ class Accelerate(AccelerateEngine):
     """Hugging Face Accelerate around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
     Accelerate infers its set-up from the environment, so it is verified before the first step.
-    Without torchrun's variables, or without `cpu=True` on a host with no GPU, ranks train alone. On
-    CPUs it silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin sees one process unless
-    the backend is named, and clips gradients at 1.0 unless configured.
+    Without torchrun's variables, or `cpu=True` without a GPU, ranks train alone. On CPUs it
+    silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin sees one process unless the
+    backend is named, and clips gradients at 1.0 unless configured.
     """
 
     config_file: bool = False

@@ -29,9 +29,8 @@ LOST = Tolerance(
 class Amp(Strategy):
     """Apex-style AMP under DDP: autocast (O1), half with fp32 master weights (O2), pure half (O3).
 
-    Half is the cell's precision; fp16 scales the loss dynamically in O1 and O2. As in apex, O2
-    keeps BatchNorm in fp32 and O3 does not scale the loss. Unlike apex, master weights start
-    unrounded and rotary frequencies stay fp32.
+    Half is the cell's precision; O1 and O2 scale the fp16 loss dynamically. As in apex, O2 keeps
+    BatchNorm in fp32. Unlike apex, master weights start unrounded and rotary frequencies stay fp32.
 
     Each level is compared with itself in one process. From fp32 they deviate by rounding in
     autocast operators (O1), also in norms and residuals (O2), and by lost updates (O3): in bf16, a

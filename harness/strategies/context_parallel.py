@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    Heads do not limit the ranks (arXiv 2310.01889). Each rank gets a chunk from the front and one
-    from the back, to balance the causal mask.
+    Heads do not limit the ranks (arXiv 2310.01889). A rank's chunks from the front and the back
+    balance the causal mask.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"

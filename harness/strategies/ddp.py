@@ -182,9 +182,9 @@ def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """Returns the minimum bucket size in MiB under this hook; 0 for any size.
 
-    PowerSGD reduces each bucket several times, from callbacks in another thread, in a different
-    order on each rank. With several buckets gloo pairs the wrong ones and aborts, so on CPUs one
-    must hold all gradients.
+    PowerSGD reduces each bucket several times, from another thread's callbacks, whose order differs
+    between ranks. With several buckets gloo pairs the wrong ones and aborts, so on CPUs one must
+    hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Deepspeed(ZeroOptions):
     """DeepSpeed ZeRO stages 0 to 3: shard nothing, the optimizer, gradients too, parameters too.
 
-    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, and fp32
-    masters of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use
-    DeepSpeed's CPU Adam: torch's AdamW up to rounding.
+    fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, fp32 masters
+    of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use its CPU
+    Adam: torch's AdamW up to rounding.
     """
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
@@ -144,8 +144,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 
-        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters; stage 3 is meant to
-        share it, but compares a device with its name. It also keeps the partition's gradients and
+        Stages 1 to 3 keep an fp32 master partition even for fp32 parameters (stage 3 fails to share
+        it: it compares a device with its name). It also keeps the partition's gradients and
         reduction buckets. States offloaded from a GPU do not count.
         """
         chosen = self.strategy

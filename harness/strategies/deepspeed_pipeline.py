@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class DeepspeedPipeline(Strategy):
     """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
 
-    Parameters tied between the first and last stage use TiedLayerSpec, which sums their gradients.
-    DeepSpeed 0.19.8 would clip to the first stage's norm alone; `count_in_norm` adds the others.
+    TiedLayerSpec sums the gradients of parameters tied between the end stages. DeepSpeed 0.19.8
+    would clip to the first stage's norm alone; `count_in_norm` adds the others.
     """
 
     requires = ("deepspeed",)
@@ -177,9 +177,9 @@ def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
 def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
     """Returns the bytes of the engine's buffers in stage `stage` of `count` between steps.
 
-    Each boundary adds a buffer for one micro-batch's hidden states or gradients. The first stage
-    keeps its latest token ids, the last its latest results and labels (DeepSpeed 0.19,
-    runtime/pipe/engine.py). `hidden` is the bytes of hidden states of a rank's samples.
+    Each boundary adds one micro-batch's hidden states or gradients. The first stage keeps its
+    latest token ids, the last its latest results and labels (DeepSpeed 0.19,
+    runtime/pipe/engine.py). `hidden`: bytes of hidden states of a rank's samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

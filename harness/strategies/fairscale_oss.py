@@ -33,8 +33,8 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
 
-    Clear gradients through the model, not the optimizer (see `clear`). torch's sharded loss scaler
-    replaces fairscale's ShardedGradScaler, disabled without CUDA.
+    Clear gradients through the model (see `clear`). torch's sharded loss scaler replaces
+    fairscale's, disabled without CUDA.
     """
 
     requires = ("fairscale",)
@@ -132,7 +132,7 @@ def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees the others.
 
     OSS's `zero_grad` sets all to None (torch's default since 2.0), which detaches them from
-    ShardedDataParallel's buckets: from the second step ranks update with local gradients.
+    ShardedDataParallel's buckets: later steps use local gradients.
     """
     model.zero_grad(set_to_none=True)
 

@@ -120,8 +120,8 @@ class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns a full copy, the fusion buffer and, with Adasum, each update's starting point.
 
-        The buffer has its threshold size once two gradients are fused. On CPUs it takes memory only
-        as gradients fill it.
+        The buffer has its threshold size from two gradients on; on CPUs only what gradients fill
+        counts.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0

@@ -106,10 +106,10 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the bytes of hidden-state all-reduces.
 
-        Layers split by row have one in forward, layers split by column one in backward. Megatron-LM
-        (arXiv 1909.08053, section 3) needs four per block, as it first sums gradients of layers
-        with the same input; torch needs seven for Llama. A recomputed block repeats its forward
-        all-reduces except the last, whose result no gradient needs.
+        Layers split by row have one in forward, by column one in backward. Megatron-LM (arXiv
+        1909.08053, section 3) needs four per block, as it first sums gradients of layers with the
+        same input; torch needs seven for Llama. A recomputed block repeats all forward ones except
+        the last, whose result no gradient needs.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:

@@ -175,7 +175,6 @@ def _with_gradients(stage: nn.Module, inputs: object) -> None:
 def stage_optimizer(
     job: Job, parameters: Sequence[nn.Parameter], shards: dist.ProcessGroup | None
 ) -> Optimizer:
-    """Returns the cell's optimizer, sharded over `shards` if given."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if shards is None:

@@ -16,10 +16,9 @@ from harness.workloads.family import HAS_DECODER
 class TransformersTrainer(AccelerateEngine):
     """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    By default Trainer shuffles, clips the gradient norm at 1.0, decays the learning rate, exempts
-    norms and biases from weight decay, and lets DDP look for unused parameters. All this is
-    disabled, and the order of samples checked at every step. Its gradient norm and check for NaN
-    losses remain, and are measured.
+    Disables Trainer's defaults: shuffling, clipping at 1.0, learning-rate decay, exempting norms
+    and biases from weight decay, DDP's search for unused parameters. The order of samples is
+    checked at every step. Its gradient norm and check for NaN losses remain, and are measured.
 
     A router's balancing loss (transformers 5.23) would count once per rank and micro-batch: see
     `scale_balance` in _trainer.py.

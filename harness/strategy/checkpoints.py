@@ -219,8 +219,8 @@ def _options(job: Job) -> StateDictOptions:
     """Returns options with flat optimizer names, except for full checkpoints.
 
     Flat names let ranks with different parameters share a checkpoint, but torch 2.13 raises
-    KeyError when loading them from a full one. On a CPU, `cpu_offload` makes FSDP1 return views of
-    memory that it frees.
+    KeyError when loading them from a full one. On a CPU, `cpu_offload` gives views of memory that
+    FSDP1 frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 

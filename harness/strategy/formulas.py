@@ -98,8 +98,8 @@ def pipeline_states(
 ) -> States | None:
     """Returns the states of the fullest pipeline rank, including buffers.
 
-    `own` lists each rank's stages. `keeps` returns a rank's states from its facts, `buffers` a
-    stage's bytes from its index, the stage count, and the bytes of a rank's hidden states.
+    `own`: each rank's stages. `keeps`: a rank's states from its facts. `buffers`: a stage's bytes
+    from its index, the stage count, and the bytes of a rank's hidden states.
     """
     from harness.workloads import make_workload
 

@@ -293,7 +293,7 @@ def standard_step(
 ) -> TrainStep:
     """Returns one optimizer step: forward and backward of every micro-batch, then the update.
 
-    Losses are divided by the number of micro-batches; fp16 scales them dynamically
+    Divides losses by the number of micro-batches; scales fp16 ones dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the update. `scaler` replaces the default,
     `clear` the optimizer's `zero_grad`, `job.recipe.clip` torch's clipping.

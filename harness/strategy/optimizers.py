@@ -63,9 +63,8 @@ def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
 def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
     """Builds the cell's optimizer for a model's trained parameters.
 
-    Muon updates block matrices, AdamW the rest (https://kellerjordan.github.io/posts/muon/). Muon's
-    steps are scaled to AdamW's, so both share a learning rate (Moonlight, arXiv 2502.16982, section
-    2.2).
+    Muon updates block matrices (https://kellerjordan.github.io/posts/muon/), AdamW the rest. Muon's
+    steps are scaled to AdamW's learning rate (Moonlight, arXiv 2502.16982, section 2.2).
     """
     import torch
 

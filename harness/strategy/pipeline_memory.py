@@ -113,9 +113,9 @@ def held_with_gradients(
     cell: Cell, layout: Layout, workload: Workload, own: Sequence[tuple[int, ...]], engine: Engine
 ) -> float | None:
     """Returns a rank's peak fp32 bytes of activations and gradients in a step, without retained
-    states and the optimizer's gradients (`States.transient`).
+    states and `States.transient`.
 
-    `own` lists each rank's stages. None if the model has no split or is not fully trained.
+    `own`: each rank's stages. None if the model has no split or is not fully trained.
     """
     if workload.pretrained or workload.partly_frozen:
         return None

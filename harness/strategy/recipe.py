@@ -114,8 +114,8 @@ def clip_gradients(
     """Clips gradients to a global 2-norm; returns the norm before.
 
     torch's `clip_grad_norm_` fails on DTensors of several meshes, or mixed with plain tensors
-    (2.13), so norms are computed per kind. `group` has ranks with other parameters, such as
-    pipeline stages; `copies` are parameters that another of its ranks counts.
+    (2.13). `group` has ranks with other parameters, such as pipeline stages; `copies` are
+    parameters that another of its ranks counts.
     """
     import torch
     import torch.distributed as dist
@@ -143,7 +143,6 @@ def clip_gradients(
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor:
-    """Returns the gradient, as a DTensor if the parameter was one."""
     from torch.distributed.tensor.parallel._data_parallel_utils import _unflatten_tensor
 
     assert parameter.grad is not None

@@ -250,7 +250,6 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
 
 
 def _admit_recipe(cell: Cell, workload: Workload, layout: Layout, stages: bool) -> None:
-    """Raises Refused if the workload, or its division, does not allow the recipe."""
     if (cell.labels == "padded" or cell.documents == "packed") and workload.kind != "causal":
         raise Refused(
             f"{workload.name} has one label per sample, so none can be left out; use a causal"
@@ -322,7 +321,6 @@ def _admit_checkpoint(cell: Cell, loads: Strategy, workload: Workload, here: boo
 
 
 def _admit_cuda_graphs(cell: Cell) -> None:
-    """Raises Refused if blocks cannot be replayed as CUDA graphs."""
     if cell.device != "cuda":
         raise Refused("CUDA graphs need GPUs; use compile block on CPUs")
     if cell.micro_batches > 1 or cell.recompute != "none":

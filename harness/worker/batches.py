@@ -47,8 +47,8 @@ PLAIN = BatchRecipe()
 class Batches:
     """This rank's rows of each global batch, on its device.
 
-    For a GPU, a thread prepares the next batch during a step: drawing 32 images of 224 x 224 pixels
-    takes a core about 60 ms, longer than a step.
+    For a GPU, a thread prepares the next batch: drawing 32 images of 224 x 224 pixels takes a core
+    about 60 ms, longer than a step.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Control of a rank: a process on the rank's cores that repeats a small computation between steps.
 
-Its time shows how fast the machine is at that moment. The control must not depend on the strategy,
-or it would bias that strategy's result. The fork server therefore starts it for every launcher, and
-it runs while all threads of the rank are stopped. A child of the rank was 4 % faster in ranks that
-do not come from the fork server.
+Its time shows how fast the machine is at that moment. It must not depend on the strategy, or it
+would bias that strategy's result. So the fork server starts it for every launcher, and all threads
+of the rank are stopped while it runs. A child of the rank was 4 % faster in ranks that do not come
+from the fork server.
 
-Work that a step leaves to the rank's threads counts in the next step. If it runs around the stop,
-its CPU time is added to its own step.
+Work left to the rank's threads counts in the next step. If it runs around the stop, its CPU time is
+added to its own step.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Control:
     """Control process of one rank.
 
     All ranks pause together, from the end of the slowest rank's step until every control has
-    finished. A control computes once per pause; warm caches would make a second run a seventh
-    faster. A server has no cores of its own, so its control computes nothing.
+    finished. A control computes once per pause; with warm caches, a second run is a seventh faster.
+    A server has no cores, so its control computes nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
@@ -119,7 +119,6 @@ def _address(spec: TrialSpec, rank: int) -> str:
 
 
 def _serve(spec: TrialSpec, rank: int, line: socket.socket) -> None:
-    """Computes once per request until the rank closes the connection."""
     process, restarts = _HELLO.unpack(line.recv(_HELLO.size))
     others = _Others(spec, rank, line, restarts)
     of_rank = _processor_clock(process)
@@ -191,8 +190,6 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
 
 
 class _Others:
-    """The other ranks' control processes."""
-
     def __init__(self, spec: TrialSpec, rank: int, line: socket.socket, restarts: int) -> None:
         self.addresses = [
             f"{spec.scratch}/others{restarts}.{other}" for other in range(spec.processes)

@@ -146,7 +146,6 @@ class Loop:
         return self.batches.fetch(self.training_step, index)
 
     def start_counting(self) -> None:
-        """Starts counting traffic, energy and load between steps."""
         self._counted_from = len(self.steps)
         self.traffic.start()
         self.gpus.start()
@@ -217,7 +216,6 @@ class Loop:
             self.training_step = rewinds.from_step
 
     def _knows_what_is_left(self) -> bool:
-        """Returns whether many steps remain, or the ranks have agreed on their number."""
         steps_left = self.job.cell.timed_steps - self.timed
         many = steps_left > FIRST_WITHIN + REPLAYED_STEPS
         return self.control is None or steps_left <= 0 or many

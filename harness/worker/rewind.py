@@ -34,7 +34,7 @@ class MemoryCheckpoint:
     """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
     file.
 
-    The strategy's step counters are not restored, or training that goes wrong at some step would go
+    Leaves the strategy's step counters alone, or training that goes wrong at some step would go
     right when repeated. Rewinds span whole cycles, which keeps a counter's phase.
     """
 

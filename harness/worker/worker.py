@@ -232,7 +232,6 @@ def _device(cell: Cell, serves: bool) -> torch.device:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError, naming the import, if the fork server initialised CUDA."""
     culprit = getattr(sys.modules.get("harness.worker.forkserver"), "INITIALIZED_CUDA", None)
     if culprit is not None:
         raise RuntimeError(

@@ -69,13 +69,11 @@ class Split(ABC):
         logits if `last`."""
 
     def absent(self, module: nn.Module) -> nn.Module:
-        """Returns the placeholder for a module in a stage without it."""
         from torch import nn
 
         return nn.Identity()
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Runs the whole model part by part."""
         blocks = list(model.get_submodule(self.blocks).children())
         return self.stage(model, blocks, inputs, inputs.shape[1], first=True, last=True)
 

@@ -1,10 +1,9 @@
 """Low-precision weights and arithmetic: half, float8, and quantised.
 
-`int8` and `nf4` are bitsandbytes' LLM.int8() (arXiv 2208.07339) and NF4 as in QLoRA (arXiv
-2305.14314).
+`int8` and `nf4`: bitsandbytes' LLM.int8() (arXiv 2208.07339) and QLoRA's NF4 (arXiv 2305.14314).
 
-`float8` is torchao's recipe `rowwise`: a scale per row and column. `tensorwise`, one scale for all
-samples of a rank, would depend on the number of ranks.
+`float8`: torchao's recipe `rowwise`, a scale per row and column. With `tensorwise`, a scale would
+depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def _family(
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """Returns a whole number of a config, 0 if absent or given per block."""
+    """Returns 0 if absent or given per block."""
     try:
         value = getattr(config, name, None)
     except Exception:  # such as a property that computes with what is wrong

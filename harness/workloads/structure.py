@@ -130,7 +130,6 @@ def attention_window(config: PretrainedConfig) -> int:
 def _stages(
     model: PreTrainedModel, paths: tuple[str, ...], tied: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Returns paths of embedding and head by the pipeline plan, or why there are none."""
     plan: Mapping[str, object] = getattr(model.config, "base_model_pp_plan", None) or {}
     prefix, head_module = model.base_model_prefix, model.get_output_embeddings()
     if not plan:

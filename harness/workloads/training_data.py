@@ -470,7 +470,7 @@ def _columns(
 def _require_kind(
     name: str, column: str, values: Iterable[object], kind: type, meaning: str
 ) -> None:
-    """Raises UsageError for the first value of another type; booleans are not numbers."""
+    """Booleans are not numbers."""
     for row, value in enumerate(values):
         if not isinstance(value, kind) or isinstance(value, bool):
             found = "nothing" if value is None else repr(value)

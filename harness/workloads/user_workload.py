@@ -215,8 +215,9 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that drops the biases of keys, whose gradient is zero: the middle third of
-    nn.MultiheadAttention's tensor."""
+    """Returns a function that drops nn.MultiheadAttention's key biases (the middle third), whose
+    gradient is zero.
+    """
     import torch
     from torch import nn
 

@@ -4,14 +4,16 @@ A variant's reference is the same variant in one process. Sizes are fixed, so th
 different hosts are comparable:
 
 - adapters (peft): LoRA and DoRA of rank 8, scaled by 2, on all attention and MLP matrices. Prompt
-  tuning, P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on
-  peft's default matrices. No dropout.
-- `bf16`, `fp16`: parameters, gradients, optimizer state and arithmetic in half precision; fp32
-  buffers.
-- `float8` (torchao): float8 products of attention and MLP matrices, with a scale per row and
-  column; emulated if necessary.
+tuning, P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on
+peft's default matrices. No dropout.
+
+- `bf16`, `fp16`: everything in half precision, except fp32 buffers.
+
+- `float8` (torchao): attention and MLP products, with a scale per row and column; emulated if
+necessary.
+
 - `int8`, `nf4` (bitsandbytes): frozen attention and MLP matrices, with a scale per int8 row or per
-  64 nf4 weights (no double quantisation).
+64 nf4 weights (no double quantisation).
 """
 
 from __future__ import annotations
@@ -258,7 +260,6 @@ def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:
 def _storage_and_adapter(
     base: Workload, name: str, given: list[str]
 ) -> tuple[str | None, str | None]:
-    """Raises UsageError for unknown, repeated or unordered suffixes."""
     for suffix in given:
         if suffix not in SUFFIXES:
             known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
