@@ -138,7 +138,6 @@ def _speeds(cells: Sequence[CellResult]) -> dict[str, LogEstimate]:
 
 
 def why_no_more_trials(cells: Sequence[CellResult]) -> str:
-    """Says how many cells left the race early, and why."""
     coarse, compared = [], 0
     for group in by_setting(cells):
         by_id = {cell.cell_id: cell for cell in group}
@@ -179,7 +178,6 @@ def _undecided(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def what_more_would_buy(cells: Sequence[CellResult]) -> str:
-    """Says how many more trials would resolve differences of `EQUAL`."""
     more, seconds, count = 0, 0.0, 0
     for group in undecided(cells):
         speeds = [cell.speed.log_throughput for cell in group if cell.speed.log_throughput]

@@ -45,7 +45,7 @@ def mean_window(windows: Sequence[Window]) -> Window:
 
 
 def adjustment(cells: Mapping[str, Sequence[Window]]) -> Adjustment:
-    """Returns the spreads over all cells' trials; zeros if no cell has two trials."""
+    """Returns zeros if no cell has two trials."""
     before, after, degrees = 0.0, 0.0, 0
     for trials in cells.values():
         if len(trials) < 2:

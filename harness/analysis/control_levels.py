@@ -42,8 +42,9 @@ class ControlLevels:
     labels: int
     """Combinations of strategy and launcher."""
     probability: float
-    """Probability that chance makes the labels' controls differ at least as much (randomisation
-    test: labels are shuffled within blocks of consecutive trials)."""
+    """Probability of at least this difference by chance (randomisation test: labels are shuffled
+    within blocks of consecutive trials).
+    """
 
     @property
     def by_chance(self) -> bool:

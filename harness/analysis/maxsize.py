@@ -90,8 +90,7 @@ class MaxsizeResult:
     def fill(self) -> dict[str, float]:
         """Bytes that filled the budget, by kind; empty if memory did not run out.
 
-        `temporaries`: the failed operation's. `rest`: saved activations, C++ buffers, Python's
-        heap.
+        `temporaries`: the failed operation's. `rest`: saved activations, C++ buffers, Python.
         """
         if self.holding is None:
             return {}
@@ -160,7 +159,6 @@ def limits(row: MaxsizeResult) -> str:
 
 
 def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -> list[str]:
-    """Explains results that contradict the theoretical order."""
     by_label = {row.label: row for row in rows if row.parameters}
     notes = []
     for chain in order:

@@ -1,6 +1,6 @@
 """Chooses the cells that get the next trials: a race for the fastest of each setting.
 
-After its first trial, a cell drops out if noise cannot explain how far it is behind. The others get
+After its first trial, a cell drops out if noise cannot explain its distance. The others get
 three trials each. Further ones go to the largest undecided setting, to leaders and challengers
 drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research 68, 2020).
 Lowest memory is a separate race.

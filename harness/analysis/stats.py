@@ -114,7 +114,7 @@ def ratio(
 ) -> Comparison:
     """Returns the ratio of two cells of one run.
 
-    Degrees of freedom do not add up, because both spreads are moderated over the same cells.
+    Degrees of freedom do not add up: both spreads are moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:

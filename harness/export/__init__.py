@@ -55,7 +55,7 @@ _WHAT = {
 
 
 def known_target(to: str) -> str:
-    """Returns the target's description; raises UsageError if unknown."""
+    """Raises UsageError if the target is unknown."""
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
     return TARGETS[to]

@@ -1,6 +1,6 @@
 """AMD GPUs under a ROCm build of torch, which calls them `cuda`.
 
-torch says which GPUs there are; amd-smi's library, if it is installed, says what they do.
+torch lists the GPUs; amd-smi's library, if installed, says what they do.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ print(json.dumps([vars(described(gpu)) for gpu in gpus]))
 def torch_gpus() -> tuple[TorchGpu, ...]:
     """Returns the GPUs that torch shows, in its order; empty if it finds none.
 
-    Asks another process, because one that has initialised HIP can no longer fork ranks.
+    Asks another process: one that has initialised HIP cannot fork ranks.
     """
     if not amd_gpus():
         return ()

@@ -68,7 +68,7 @@ def share_cores(
 ) -> list[tuple[int, ...]]:
     """Returns each GPU's share of the cores, as hardware threads; shared if too few.
 
-    `cores`: threads of each core. `near`: threads near each GPU; all, if none is among `cores`.
+    `cores`: threads of each core. `near`: threads near each GPU; all, if none is in `cores`.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):

@@ -34,8 +34,8 @@ def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
 def architectures() -> list[str]:
     """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    Before torch 2.12, torch.cuda.get_arch_list() would initialise CUDA, and returns nothing without
-    a visible GPU.
+    Before torch 2.12, torch.cuda.get_arch_list() initialises CUDA; it returns nothing without a
+    GPU.
     """
     import torch
 
@@ -61,9 +61,8 @@ def cuda_is_initialized() -> bool:
 
 
 def missing_compiler() -> str:
-    """Returns what is missing to compile and how to install it; else empty.
-
-    torch.compile builds C++ code (CPU kernels, GPU launchers) with $CXX or g++.
+    """Returns what torch.compile lacks to build C++ code ($CXX or g++) and how to install it; else
+    empty.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

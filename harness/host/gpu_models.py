@@ -41,7 +41,6 @@ class GpuModel:
 
     @property
     def device_name(self) -> str:
-        """Returns the name that the driver reports."""
         return f"{self.maker} {self.product_name}"
 
     def peak_flops_per_second(self, precision: str) -> float | None:

@@ -269,7 +269,6 @@ class GpuRecord:
         ]
 
     def findings(self) -> list[GpuFinding]:
-        """Returns the reasons to doubt the trial's times."""
         around = _around("just before", self.before) + _around("just after", self.after)
         return around + _during(self.use)
 

@@ -27,7 +27,7 @@ def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
     """Returns the bytes that this process can still allocate without swapping or being killed.
 
-    Includes reclaimable page cache. A SLURM limit covers this process and its children.
+    Includes reclaimable page cache. A SLURM limit covers its children too.
     """
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]

@@ -1,5 +1,3 @@
-"""Copies the memory that a forked process shares with its parent."""
-
 from __future__ import annotations
 
 import ctypes
@@ -14,8 +12,8 @@ _BYTES_PER_ENTRY = 8
 def copy_shared_pages() -> int:
     """Copies each present page that this process may write; returns their bytes.
 
-    Otherwise the first write to each page copies it, which costs a forked rank's first steps about
-    4 %. Returns 0 where the kernel cannot do this (before Linux 5.14).
+    Otherwise first writes copy them, which costs a forked rank's first steps about 4 %. Returns 0
+    where the kernel cannot do this (before Linux 5.14).
     """
     libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
     copied = 0

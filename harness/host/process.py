@@ -25,13 +25,11 @@ LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 

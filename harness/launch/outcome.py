@@ -47,7 +47,6 @@ class Outcome:
 
     @property
     def trained(self) -> list[TrainedAnswer]:
-        """Returns the measurements of ranks that finished all steps."""
         return [answer.trained for answer in self.answers if answer.trained]
 
 

@@ -25,8 +25,9 @@ VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 """Environment variable: seconds of silence that count as a hang; 0: never."""
 SECONDS = 15.0
 COLD_GPU_SECONDS = 60.0
-"""Seconds of silence that count as a hang before the first GPU step: initialising GPUs and NCCL
-waits in the kernel without using a core."""
+"""Seconds of silence that count as a hang before the first GPU step: GPUs and NCCL start in the
+kernel without using a core.
+"""
 TIMES_LONGEST = 10
 """Multiple of its longest phase or step for which a rank may be silent."""
 LOOK_SECONDS = 0.5

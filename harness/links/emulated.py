@@ -153,7 +153,6 @@ class EmulatedNodes:
         return self._columns[link]
 
     def forget(self) -> None:
-        """Makes the next use of each link measure it again."""
         self._columns.clear()
         self._link = ""
 

@@ -30,8 +30,7 @@ from harness.host.process import (
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Interface of each node. /sys shows the machine's interfaces inside a namespace, so no machine may
-use the name."""
+"""Interface of each node. No machine may use the name, as namespaces see its /sys."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"
@@ -76,8 +75,9 @@ def ip(*lines: str, inside: int | None = None) -> None:
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """Returns 64 KiB up to 100 Mbit/s, twice as much per tenfold rate (`burst` of tc-tbf(8)). With
-    less, the kernel's timer would limit the rate."""
+    """Returns 64 KiB up to 100 Mbit/s, twice as much per tenfold rate (`burst` of tc-tbf(8)), or
+    the kernel's timer would limit the rate.
+    """
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 

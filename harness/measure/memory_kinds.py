@@ -60,8 +60,7 @@ def state_bytes(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns bytes by kind, and of kind `library` by name.
 
-    Kind `host` is tensors on another device type. A storage counts for its first tensor: list
-    owners before views.
+    `host`: tensors on another device type. A storage counts once, for its first tensor.
     """
     kinds: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
     library: dict[str, int] = {}
@@ -165,10 +164,8 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 
 def _tracker(written: list[Tensor]) -> MemTracker:
-    """Returns torch's tracker, extended to append to `written` older tensors that operators write
-    to.
-
-    Statistics by module are off: a module called twice in a step confuses them.
+    """Returns torch's tracker, which also appends older tensors that operators write to to
+    `written`, without statistics by module, as a module called twice in a step confuses them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType

@@ -50,7 +50,7 @@ THEORY: dict[str, Callable[[int], float]] = {
 """Bytes a rank must send, averaged over ranks, per byte of the tensor, by group size.
 
 An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054,
-section 7.1, which neglects the factor (n-1)/n).
+section 7.1, without the factor (n-1)/n).
 """
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
 """Factors of torch's gloo, which scatters after a full all-reduce, and reduces by a reduce-scatter

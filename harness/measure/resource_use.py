@@ -173,9 +173,7 @@ class RankGpus:
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
         """Returns each GPU's joules since driver load, by UUID, with the value at which the counter
-        wraps around (0: never); None if any is unknown.
-
-        A slice has no counter, and its GPU's includes the other slices.
+        wraps around (0: never); None if any is unknown, as for slices.
         """
         if self.library is None or not self.complete:
             return None

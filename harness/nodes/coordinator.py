@@ -42,7 +42,7 @@ class Nodes:
         """Listens on one address, and writes it and a new key to the file `where` if it is a path.
 
         `interface`: reaches all nodes; None: the host name's, or the default route's.
-        `socket_file`: Unix socket to use instead, which bypasses emulated links.
+        `socket_file`: Unix socket instead, which bypasses emulated links.
         """
         self.count = count
         self.rendezvous_file = where if isinstance(where, Path) else None

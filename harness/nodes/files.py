@@ -1,7 +1,6 @@
 """A trial's reference and data: sent to nodes that lack them, and verified by digest.
 
-Agents ask for one chunk at a time, which bounds memory. Each node caches files under the
-coordinator's names.
+Agents ask for one chunk at a time, which bounds memory, and cache files by the coordinator's names.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ def _below_cache(path: str) -> PurePosixPath:
 
 @dataclass(frozen=True)
 class Offer:
-    """Files that the coordinator has for the nodes of a trial."""
-
     files: tuple[Path, ...]
     facts: tuple[FileFact, ...]
 

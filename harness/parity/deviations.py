@@ -18,8 +18,9 @@ class Deviations:
     goes there, rounding does not.
     """
     directions: Mapping[str, float] = field(default_factory=dict)
-    """Such a part in half precision, in standard deviations of an error without direction: rounding
-    hides little of it in a large tensor. Only if it is `LEAST_DECAY` of the weight decay."""
+    """Such a part in half precision, in standard deviations of an error without direction; only if
+    it is `LEAST_DECAY` of the weight decay.
+    """
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)

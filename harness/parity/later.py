@@ -1,7 +1,7 @@
 """Parity after the segment.
 
-Correct runs drift apart, because each step amplifies rounding. Losses must stay within an envelope
-that widens like the drift between two reference runs.
+Each step amplifies rounding, so correct runs drift apart. Losses must stay within an envelope that
+widens like the drift between two reference runs.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def reference_cell(cell: Cell) -> Cell:
 def split_differently(reference: Cell) -> Cell | None:
     """Returns the reference with twice as many micro-batches, to measure rounding alone.
 
-    None if that trains differently, if EXACT is known to hold (fp32 on a CPU), or for a large
-    batch.
+    None if that trains differently, if EXACT holds (fp32 on a CPU), or for a large batch.
     """
     rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
     if rounds_alike or _tokens(reference, 1) > NOISE_TOKENS:
@@ -132,8 +131,9 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs, if any, on which random numbers depend: CUDA's
-    generator uses as many threads as the multiprocessors hold."""
+    """Returns the kind of this host's GPUs, if any: CUDA's random numbers depend on the number of
+    multiprocessors.
+    """
     devices = visible_gpus()
     if not devices:
         return ""
@@ -172,7 +172,7 @@ def mark_used(reference: Reference) -> None:
 
 
 def kept_bytes(cell: Cell) -> int:
-    """Returns the disk bytes of a cell's reference: its trained tensors and optimizer states."""
+    """Returns the disk bytes of a cell's reference."""
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
     moments = cell.moments if facts.trained_bytes <= MOMENTS_UP_TO else 0
     return _copies(reference_cell(cell)) * (1 + moments) * facts.trained_bytes

@@ -140,8 +140,8 @@ def parity_verdict(
 ) -> ParityVerdict:
     """Returns the verdict on a trial's losses and deviations.
 
-    `ranks`: each rank's deviations. `noise`: the reference's, mentioned in the reason if it exceeds
-    the tolerance.
+    `ranks`: each rank's deviations. `noise`: the reference's, in the reason if beyond the
+    tolerance.
     """
     tied = tied or {}
     gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)

@@ -18,8 +18,6 @@ GATHERED = "gathered"
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a file or one of its values."""
-
     file: Path
     what: str
     damaged: bool = True
@@ -54,7 +52,6 @@ def check_folder(store: Store) -> Checked:
 
 
 def stores_below(folder: Path) -> Iterator[Store]:
-    """Yields the results folders at or below a folder."""
     inside = {*TABLES, GATHERED, QUARANTINE}
     for root, names, _ in os.walk(folder):
         if {"runs", "trials", GATHERED} & set(names):

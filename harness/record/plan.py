@@ -1,5 +1,3 @@
-"""Plan of a run, recorded so that it can be resumed."""
-
 from __future__ import annotations
 
 import itertools
@@ -105,8 +103,7 @@ class Plan:
         """Returns (cell, trial) pairs in shuffled rounds over all cells, so that drift affects all
         alike.
 
-        A cell's first trial in a round has the round's number; others are numbered from `trials`
-        on.
+        A cell's first trial in a round has its number; others are numbered from `trials` on.
         """
         further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
         of_round = [

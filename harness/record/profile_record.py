@@ -1,5 +1,3 @@
-"""Table `explained`: one row per profile of a cell."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Table `trials`: one row per trial."""
-
 from __future__ import annotations
 
 import json
@@ -366,7 +364,6 @@ class TrialRecord(Record):
 
 
 def cell_columns(cell: Cell) -> dict[str, Any]:
-    """Returns the columns that follow from a cell, by name."""
     of_fields = {column.name: getattr(cell, column.name) for column in _OF_A_FIELD}
     unknown = {c.name: None for c in _OF_A_FIELD if c.nullable and of_fields[c.name] == ""}
     return {

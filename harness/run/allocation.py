@@ -147,8 +147,9 @@ class TimeBudget:
         self.left_out = 0
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial, as it and all shorter ones exceed the remaining
-        time. Dropping the longest makes most cells precise."""
+        """Returns whether to drop a planned trial: it and all shorter ones exceed the remaining
+        time.
+        """
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf

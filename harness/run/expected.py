@@ -113,7 +113,8 @@ def inputs_of(cell: Cell) -> Inputs:
 
 def has_control(cell: Cell) -> bool:
     """Returns whether a control can run between steps: not on GPUs, where it needs memory, nor on
-    several nodes, which do not pause together."""
+    several nodes.
+    """
     return cell.device == "cpu" and cell.nodes == 1
 
 
@@ -224,7 +225,7 @@ MOST_RUNS = 20
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns median trial times by cell id, from the newest run with any of them."""
+    """Returns medians by cell id, from the newest run with any."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}

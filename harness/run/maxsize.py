@@ -43,8 +43,9 @@ OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """Returns the largest hidden size in heads of 64 whose block takes at most 2.5 % of the budget:
-    12 hidden^2 parameters with AdamW's fp32 states and buckets."""
+    """Returns the largest hidden size in heads of 64 whose block (12 hidden^2 parameters, AdamW's
+    fp32 states, buckets) takes at most 2.5 % of the budget.
+    """
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
@@ -62,7 +63,8 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
 
 def wide_size(ranks: int) -> int:
     """Returns the smallest hidden size in heads of 64 whose matrices have 1 MiB of fp32 per rank,
-    so that libraries offload more of them to disk."""
+    so that libraries offload more to disk.
+    """
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
@@ -103,7 +105,8 @@ class Prediction:
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
     """Returns a search's token step: about 1 % of the tokens that fill the budget, a multiple of
-    twice the ranks, which every strategy can divide."""
+    twice the ranks.
+    """
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks

@@ -228,7 +228,6 @@ def _launch(
 
 
 def compared(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells and their fp32 twins, which all need references."""
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
 
 
@@ -365,7 +364,6 @@ class _Judging:
         return deviations_later(losses, self.reference.all_losses, segment)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
-        """Returns the verdict, or `diverged` for a later deviation outside the envelope."""
         assert self.reference is not None
         if verdict.verdict not in VERIFIED:
             return verdict

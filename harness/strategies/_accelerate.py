@@ -200,8 +200,6 @@ class SavedStep:
 
 
 class AccelerateState:
-    """Saves and loads by Accelerate's `save_state` and `load_state`."""
-
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator, self.position = accelerator, SavedStep()
         accelerator.register_for_checkpointing(self.position)

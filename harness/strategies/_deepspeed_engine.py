@@ -47,8 +47,9 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO, which
-    decays weights and counts in bias corrections: the second loss is off by 8e-3."""
+    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO: it decays
+    weights and counts in bias corrections, so the second loss is off by 8e-3.
+    """
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()

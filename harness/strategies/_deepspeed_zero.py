@@ -211,7 +211,6 @@ class ZeroOptions(Strategy):
         return Swapping(sizes, ranks, 4 if cell.precision == "fp32" else 2, *places)
 
     def bucket(self, sizes: Sequence[int]) -> int:
-        """Returns the elements reduced, prefetched and held live at a time."""
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
     def config(
@@ -257,7 +256,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns the engine-independent part of DeepSpeed's JSON config.
 
     `gradient_clipping` is explicit, or DeepSpeed clips at 1.0; so is the batch size, which
-    libraries on top would derive from a wrong process count.
+    libraries would derive from a wrong process count.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,

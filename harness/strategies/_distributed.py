@@ -167,7 +167,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
     """Yields this rank's retained tensors, with only its parts of parameters.
 
-    On CPUs a part is a view of a memory-mapped file: only written pages take memory.
+    On CPUs a part is a view of a memory-mapped file, of which only written pages take memory.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):

@@ -1,5 +1,3 @@
-"""Half precision throughout instead of autocast, and its reference."""
-
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,3 @@
-"""Ranks that train in half precision throughout, in one process: a reference."""
-
 from __future__ import annotations
 
 import dataclasses

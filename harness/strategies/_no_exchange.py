@@ -1,5 +1,3 @@
-"""Ranks that exchange nothing, which parity limits must reject."""
-
 from __future__ import annotations
 
 from harness.spec.training import TrainStep

@@ -1,5 +1,3 @@
-"""Ranks that exchange gradients by PowerSGD, in one process: a reference."""
-
 from __future__ import annotations
 
 import dataclasses

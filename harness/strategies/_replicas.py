@@ -1,5 +1,3 @@
-"""Replicas that train locally, in one process: a reference."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -118,8 +118,7 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
-    transformers rightly makes no mask for an unknown attention: it would take this rank's tokens
-    for a whole sample.
+    An unknown attention gets no mask, which would take this rank's tokens for a whole sample.
     """
     from transformers import AttentionInterface
 
@@ -142,9 +141,8 @@ def even_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Applies torch's causal attention, repeating key and value heads to match queries.
-
-    torch's ring attention, which can replace this call, supports no dropout or grouped heads.
+    """Applies torch's causal attention, repeating key and value heads: torch's ring attention,
+    which can replace this call, supports no dropout or grouped heads.
     """
     from torch.nn import functional
 

@@ -255,8 +255,7 @@ def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recomp
 def scale_balance(job: Job, model: nn.Module) -> None:
     """Divides the balancing loss by ranks and micro-batches, in place.
 
-    transformers 5.23 adds it to a loss already divided by all their labels, so it would count once
-    for each.
+    transformers 5.23 would count it once for each.
     """
     if job.cell.balance_weight:
         parts = job.layout.data * job.cell.micro_batches

@@ -1,5 +1,3 @@
-"""Data parallelism by hand-written collectives."""
-
 from __future__ import annotations
 
 import functools

@@ -159,7 +159,7 @@ def wrap_in_ddp(
 
 
 def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
-    """Yields DDP's gradient buckets, which live in C++ and expose only their sizes.
+    """Yields DDP's gradient buckets, which expose only their sizes.
 
     Yields nothing for an unwrapped model, as Accelerate and Trainer leave it on one GPU.
     """

@@ -1,5 +1,3 @@
-"""DDP with an elastic restart."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Expert parallelism by DeepSpeed's `MoE` layer."""
-
 from __future__ import annotations
 
 import dataclasses

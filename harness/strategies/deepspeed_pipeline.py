@@ -120,7 +120,7 @@ class DeepspeedPipeline(Strategy):
 def count_in_norm(stage: Stage) -> None:
     """Marks a stage's parameters as model parallel, except copies of the first stage's.
 
-    DeepSpeed's norm counts only these, and all of the first stage, but it marks none itself.
+    DeepSpeed's norm counts only these, and all of the first stage, but marks none.
     """
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():
@@ -139,8 +139,8 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns the bytes of 1F1B's micro-batches in flight and the engine's input copies.
 
-        This agrees with torch's allocator (docs/studies/recompute-memory.md). torch's memory
-        tracker shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
+        Agrees with torch's allocator (docs/studies/recompute-memory.md); torch's memory tracker
+        shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_with_gradients

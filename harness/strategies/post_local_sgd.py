@@ -22,8 +22,8 @@ EARLY_START = 4
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    AdamW's moments are never averaged. torch's gradient averaging within a node is disabled, or a
-    single node would take no local steps.
+    AdamW's moments are never averaged. torch's averaging within a node is off, or one node would
+    take no local steps.
     """
 
     capabilities = Capabilities(

@@ -145,7 +145,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
     ZeroRedundancyOptimizer reject them.
 
-    A schedule's first forward, for shapes, has no backward, so DDP needs find_unused_parameters.
+    A schedule's first forward, for shapes, has no backward: DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -162,8 +162,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward runs without gradients; DTensors built by torch's own hook
-    would never pass any on.
+    Before torch 2.12 the first forward has no gradients, and torch's own DTensors would never pass
+    any on.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

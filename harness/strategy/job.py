@@ -337,7 +337,6 @@ def step_halves(
     scaler: GradScaler | None = None,
     clear: Callable[[], object] | None = None,
 ) -> StepHalves:
-    """Returns the halves of `standard_step`."""
     import torch
 
     scaler = scaler or loss_scaler(job)

@@ -134,8 +134,8 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
     """Returns the bytes the optimizer keeps for the whole model between steps.
 
     AdamW keeps two moments of a parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054,
-    section 3.1, for fp32), Muon one for block matrices. AdamW8bit keeps two of one byte per
-    element, a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
+    section 3.1, for fp32), Muon one for block matrices. AdamW8bit's two have one byte per element,
+    a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
     """
     if cell.optimizer == "muon":
         workload = make_workload(cell.workload)

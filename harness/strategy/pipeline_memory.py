@@ -36,9 +36,9 @@ class Engine:
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
 
-    A block's parameters are gathered for forward and freed after it. Backward regathers them (with
-    several ranks, during the following block) and keeps them until the next forward. Gradients are
-    whole until the last micro-batch ends.
+    A block's parameters are gathered for forward and freed after it, regathered in backward (with
+    several ranks, during the following block) and kept until the next forward. Gradients are whole
+    until the last micro-batch ends.
     """
     copies_inputs: bool = False
     """Whether stages copy inputs twice, send at once, and keep last results until replaced, like

@@ -34,7 +34,7 @@ def skipped_graphs() -> int:
 
 
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
-    """Returns `compile_seconds` at a trial's end; None if the cell compiles nothing.
+    """Returns `compile_seconds`; None if the cell compiles nothing.
 
     Raises RuntimeError if nothing was compiled, a timed step compiled, or CUDA graphs are missing.
     """

@@ -98,8 +98,8 @@ class Control:
 def run_control(spec: TrialSpec, rank: int) -> None:
     """Runs a rank's control process until the rank and its restarts have ended.
 
-    It has its own session, so that Linux schedules it separately (autogroup, sched(7)). In the
-    rank's session, DDP's next step took 4 % less time.
+    Linux schedules its own session separately (autogroup, sched(7)). In the rank's session, DDP's
+    next step took 4 % less time.
     """
     die_with_parent()
     os.setsid()
@@ -161,8 +161,8 @@ def _stopped(process: int) -> Iterator[None]:
 def _keep_memory() -> None:
     """Makes the allocator keep freed memory.
 
-    glibc's default thresholds depend on earlier frees (mallopt(3)), so page faults would differ
-    between strategies by a factor of two.
+    glibc's thresholds depend on earlier frees (mallopt(3)), so strategies' page faults would differ
+    by a factor of two.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

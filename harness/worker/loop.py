@@ -77,8 +77,6 @@ MOST_TIMED_STEPS = 200
 
 
 class Loop:
-    """Training steps, memory peaks and parity checks of one rank."""
-
     def __init__(
         self,
         spec: TrialSpec,

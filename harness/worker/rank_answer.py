@@ -35,8 +35,6 @@ class RankStep:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU and wall-clock time over all timed steps."""
-
     seconds: float
     own: float
     """CPU seconds of this rank's process."""
@@ -46,8 +44,6 @@ class CpuTime:
 
 @dataclass(frozen=True)
 class Offload:
-    """A rank's bytes read and written per timed step, and bytes in the offload folder."""
-
     read: float | None
     written: float | None
     kept: int
@@ -119,8 +115,6 @@ class TrainedAnswer:
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """Report of a rank that has saved a checkpoint."""
-
     steps: tuple[RankStep, ...]
     save_seconds: float
     blocked_seconds: float

@@ -231,9 +231,7 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
 
 def training_thread(events: list[Event], calling: int) -> int:
     """Returns the thread that trains: the caller of the step, or a library's thread that computes
-    more.
-
-    The latter gets a copy of the caller's data events.
+    more, with a copy of the caller's data events.
     """
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:

@@ -68,8 +68,6 @@ def read_beat(scratch: str | Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class GroupState:
-    """A rank's progress in one process group."""
-
     group: str
     ranks: tuple[int, ...]
     entered: int

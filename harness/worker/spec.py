@@ -58,8 +58,6 @@ class TurnClient:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Checkpoint that a launch of a restarted trial saves or loads."""
-
     folder: str
     step: int
     loads: bool

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
     """Returns variables to set before NCCL is loaded; empty without emulated links.
 
-    They leave only TCP between nodes. Within a node (NCCL_HOSTID), peer-to-peer copies, shared
-    memory and NVLink multicasts stay on.
+    Only TCP is left between nodes; peer-to-peer copies, shared memory and NVLink multicasts stay on
+    within one (NCCL_HOSTID).
     """
     if not links:
         return {}
@@ -135,8 +135,6 @@ def run_rank(spec: TrialSpec) -> None:
 
 @dataclass
 class RankProgress:
-    """State of a rank, for its failure report."""
-
     heartbeat: Heartbeat
     meter: MemoryMeter | None = None
     job: Job | None = None

@@ -234,7 +234,7 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def without_memory() -> Iterator[None]:
     """Makes new tensors fake, to count a model without allocating it.
 
-    Experts use transformers' grouped product, as torch's supports fake tensors only in bf16. Fake
+    Experts use transformers' grouped product: torch's supports fake tensors only in bf16. Fake
     positions hide packed sequences.
     """
     import torch

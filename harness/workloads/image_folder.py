@@ -1,5 +1,3 @@
-"""Images in folders, one for each class."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

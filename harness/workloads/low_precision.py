@@ -100,7 +100,7 @@ def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
     """Stores packed 4-bit weights in this dtype, in place (bitsandbytes' `quant_storage`).
 
     FSDP1 shards no integers, FSDP2 none before torch 2.13, and Accelerate 1.15 silently keeps them
-    whole (huggingface/accelerate#3983). Casting to another dtype destroys the weights.
+    whole (huggingface/accelerate#3983). Casting destroys the weights.
     """
     for module in model.modules():
         if getattr(getattr(module, "weight", None), "quant_state", None) is not None:

@@ -63,8 +63,6 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class OperatorCounter(OperatorObserver):
-    """Counts operators other than views, their bytes and FLOPs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
@@ -237,8 +235,6 @@ class Held(OperatorObserver):
 
 @dataclass(frozen=True)
 class Operators:
-    """Counts for one micro-batch of the unsplit model."""
-
     number: int
     """Number of operators other than views."""
     moved_bytes: int

@@ -213,8 +213,7 @@ def key_biases(model: nn.Module) -> Iterator[str]:
     """Yields biases of attention keys whose gradient is zero, as softmax ignores an equal shift of
     all scores.
 
-    The shift varies if it depends on the key's position, as with rotary positions and DeBERTa's p2c
-    scores.
+    Not if the shift depends on the key's position: rotary positions, DeBERTa's p2c scores.
     """
     kinds = [type(module).__name__.lower() for module in model.modules()]
     if any("rotary" in kind or "rope" in kind for kind in kinds):

@@ -178,9 +178,9 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: device that draws the initial weights (default: `device`); a seed gives the same
-        weights only on the same kind. An `hf:` model gets its saved weights, if any, unless
-        `saved_weights` is false.
+        `drawn_on`: device that draws the initial weights (default: `device`); a seed fixes them
+        only on one kind. An `hf:` model gets saved weights, if any, unless `saved_weights` is
+        false.
         """
         import torch
 
