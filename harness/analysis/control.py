@@ -22,8 +22,6 @@ class Window:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Spread of step times between trials, with and without the control."""
-
     spread_before: float
     spread_after: float
     """Standard deviation of the log ratio of step time to control time."""

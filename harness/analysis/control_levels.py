@@ -26,8 +26,6 @@ FEWEST_LABELS = 2
 
 @dataclass(frozen=True)
 class ControlLevel:
-    """The control's time next to one launcher, relative to the others' nearby in time."""
-
     launcher: str
     ratio: float
     low: float

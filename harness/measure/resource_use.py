@@ -1,5 +1,3 @@
-"""CPU load, GPU use and energy over stretches of steps, read between steps."""
-
 from __future__ import annotations
 
 import contextlib

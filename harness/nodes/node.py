@@ -1,5 +1,3 @@
-"""A node's facts and link, and its agent as the coordinator sees it."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Agreement between ranks that hold the same parameters, at the end of a trial."""
-
 from __future__ import annotations
 
 import math

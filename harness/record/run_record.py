@@ -1,6 +1,3 @@
-"""Tables `runs`, `steps` (a row per step of a rank) and `conclusions` (a row each time a run
-ends)."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

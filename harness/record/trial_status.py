@@ -1,5 +1,3 @@
-"""Values of column `status`, for trials and cells."""
-
 from __future__ import annotations
 
 WORST_FIRST = (

@@ -1,5 +1,3 @@
-"""Shared code of strategies that split a sample's tokens over ranks."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Checkpoints of any model and optimizers by torch's distributed checkpoints."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

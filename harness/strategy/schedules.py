@@ -1,5 +1,3 @@
-"""Constraints of pipeline schedules, without importing torch."""
-
 from __future__ import annotations
 
 from typing import Literal

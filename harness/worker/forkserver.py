@@ -1,5 +1,3 @@
-"""Imports for every rank, done once in the fork server."""
-
 from __future__ import annotations
 
 import contextlib

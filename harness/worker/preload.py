@@ -1,5 +1,3 @@
-"""Imports of every rank, done before its memory is measured."""
-
 from __future__ import annotations
 
 import contextlib

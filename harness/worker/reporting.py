@@ -1,5 +1,3 @@
-"""Reports of a running rank to its launcher: heartbeats, progress, last collectives."""
-
 from __future__ import annotations
 
 import contextlib

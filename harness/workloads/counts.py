@@ -1,5 +1,3 @@
-"""Parameter names, sizes and FLOPs of unsplit models, cached on disk."""
-
 from __future__ import annotations
 
 import contextlib
