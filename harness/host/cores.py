@@ -39,8 +39,8 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of their GPUs' shares, because autograd, NCCL and libraries need several
-    nearby.
+    """Returns the cores of each local process of a GPU cell: several near its GPUs, because
+    autograd, NCCL and libraries have threads of their own.
     """
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes

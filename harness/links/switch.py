@@ -30,7 +30,7 @@ from harness.host.process import (
 from harness.spec.link import Link
 
 INTERFACE = "link0"
-"""Interface of each node. No machine may use the name, as namespaces see its /sys."""
+"""Interface of each node. The machine must not use the name, because the nodes see its /sys."""
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"

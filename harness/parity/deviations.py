@@ -18,8 +18,8 @@ class Deviations:
     goes there, rounding does not.
     """
     directions: Mapping[str, float] = field(default_factory=dict)
-    """Such a part in half precision, in standard deviations of an error without direction; only if
-    it is `LEAST_DECAY` of the weight decay.
+    """The error's part along the weights in half precision, in standard deviations of an error
+    without a direction; only where decay is at least `LEAST_DECAY`.
     """
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""

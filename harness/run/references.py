@@ -231,6 +231,12 @@ def compared(cells: Sequence[Cell]) -> list[Cell]:
     return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
 
 
+def _ranks_agree(cell: Cell, step: int) -> bool:
+    """Returns whether ranks should have equal parameters after a step."""
+    reference = make_strategy(reference_cell(cell))
+    return not isinstance(reference, Emulation) or reference.ranks_agree(step)
+
+
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
     """Returns a trial's verdict; unknown without a reference, because of `why_not`.
 
@@ -287,8 +293,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
             verdict = judging.with_later(verdict, since)
     ends = [rank.sketches or {} for rank in outcome.trained]
     last = len(steps) - 1 if steps[-1] is None else steps[-1]
-    emulation = make_strategy(reference_cell(cell))
-    if not isinstance(emulation, Emulation) or emulation.ranks_agree(last):
+    if _ranks_agree(cell, last):
         verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)

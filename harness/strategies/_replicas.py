@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Replicas(Emulation):
     """Replicas that train one after the other, each on its part of the batch, and are averaged.
 
-    With an outer learning rate, they restart from an outer optimizer's step: SGD along the mean of
-    the replicas' ways.
+    With an outer learning rate, they restart from the step of an outer SGD, whose gradient is the
+    mean of what each replica moved.
     """
 
     capabilities = Capabilities(process_group=False)

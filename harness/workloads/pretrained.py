@@ -212,7 +212,7 @@ def _family(
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """Returns 0 if absent or given per block."""
+    """Returns the config's number; 0 if it is absent or a list with one per block."""
     try:
         value = getattr(config, name, None)
     except Exception:  # such as a property that computes with what is wrong
