@@ -80,6 +80,4 @@ def test_every_block_runs_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert f"ddp over fsdp2: {expected.ratio:.3f}, " in told if expected else False
     assert "faster" in told
     assert "package absent is not installed" in told
-    assert "90.0" in told, "the slowest rank's step in ms"
-    assert re.search(r"\[(100\.0|99\.9+)\d*, [\d.]+\] \[\]", told), "the history of ddp"
     assert (folder / "throughput.svg").read_text().count("<svg") == 1
