@@ -137,9 +137,9 @@ def _column_findings(rows: pa.Table) -> Iterator[tuple[str, int, str]]:
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         allowed, wrong = "", None
         if name in VOCABULARY:
-            words = VOCABULARY[name]
-            wrong = pc.and_(column.is_valid(), pc.invert(pc.is_in(column, pa.array(words))))
-            allowed = f"one of: {', '.join(words)}"
+            values = VOCABULARY[name]
+            wrong = pc.and_(column.is_valid(), pc.invert(pc.is_in(column, pa.array(values))))
+            allowed = f"one of: {', '.join(values)}"
         elif name == "schema_version":
             wrong, allowed = pc.not_equal(column, VERSION), str(VERSION)
         elif name in HEX:
@@ -197,11 +197,11 @@ def _outcome(trial: TrialRecord) -> Iterator[Finding]:
 def _verdict(trial: TrialRecord) -> Iterator[Finding]:
     verdict, loss = trial.parity_verdict, trial.parity_max_loss_deviation
     if trial.reference_losses and loss is not None:
-        found = max(loss_deviations(trial.losses, trial.reference_losses))
-        if not math.isclose(found, loss, rel_tol=NEAR, abs_tol=1e-12):
+        deviation = max(loss_deviations(trial.losses, trial.reference_losses))
+        if not math.isclose(deviation, loss, rel_tol=NEAR, abs_tol=1e-12):
             yield (
                 "parity_max_loss_deviation",
-                f"it is {loss:.3g}, but losses and reference_losses differ by {found:.3g}",
+                f"it is {loss:.3g}, but losses and reference_losses differ by {deviation:.3g}",
             )
     if verdict == "diverged" and not trial.parity_reason:
         yield "parity_reason", "it is empty, though parity_verdict is diverged"

@@ -52,19 +52,16 @@ class ControlLevels:
 def control_levels(trials: Sequence[TrialRecord]) -> ControlLevels | None:
     """Returns levels over trials with a core per rank; None for fewer than two labels."""
     blocks = _blocks(trials)
-    deviations = [
-        (trial, value)
-        for block in blocks
-        for trial, value in zip(block, _deviations(block), strict=True)
-    ]
-    names = sorted({_label(trial) for trial, _ in deviations})
+    trials = [trial for block in blocks for trial in block]
+    deviations = [value for block in blocks for value in _deviations(block)]
+    names = sorted(set(map(_label, trials)))
     if len(names) < FEWEST_LABELS:
         return None
     by_launcher: dict[str, list[float]] = defaultdict(list)
-    for trial, value in deviations:
+    for trial, value in zip(trials, deviations, strict=True):
         by_launcher[str(trial.launcher)].append(value)
     levels = [_level(name, values) for name, values in sorted(by_launcher.items())]
-    return ControlLevels(tuple(levels), len(names), _probability(blocks, names))
+    return ControlLevels(tuple(levels), len(names), _probability(blocks, deviations, names))
 
 
 def _label(trial: TrialRecord) -> str:
@@ -96,20 +93,22 @@ def _level(name: str, values: Sequence[float]) -> ControlLevel:
 
     mean, error = statistics.fmean(values), math.inf
     if len(values) > 1:
-        own = statistics.stdev(values) / math.sqrt(len(values))
-        error = own * float(t.ppf(0.975, len(values) - 1))
+        standard_error = statistics.stdev(values) / math.sqrt(len(values))
+        error = standard_error * float(t.ppf(0.975, len(values) - 1))
     return ControlLevel(
         name, math.exp(mean), math.exp(mean - error), math.exp(mean + error), len(values)
     )
 
 
-def _probability(blocks: Sequence[Sequence[TrialRecord]], names: Sequence[str]) -> float:
+def _probability(
+    blocks: Sequence[Sequence[TrialRecord]], deviations: Sequence[float], names: Sequence[str]
+) -> float:
     import numpy as np
 
     chance = np.random.default_rng(0)
     number = {name: i for i, name in enumerate(names)}
     labels = [np.array([number[_label(trial)] for trial in block]) for block in blocks]
-    values = np.concatenate([_deviations(block) for block in blocks])
+    values = np.array(deviations)
     observed = _differences(np.concatenate(labels)[None], values, len(names))
     shuffled = [chance.permuted(np.tile(own, (SHUFFLES, 1)), axis=1) for own in labels]
     differences = _differences(np.concatenate(shuffled, axis=1), values, len(names))
@@ -127,6 +126,6 @@ def _differences(
 
     total = np.zeros(len(labels))
     for name in range(names):
-        own = labels == name
-        total += (own @ values) ** 2 / own.sum(axis=1)
+        has_name = labels == name
+        total += (has_name @ values) ** 2 / has_name.sum(axis=1)
     return total

@@ -224,8 +224,9 @@ class Launcher:
                         0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server
                     ),
                 )
-                controls = _start_controls(spec)
+                controls: list[BaseProcess] = []
                 try:
+                    controls += _start_controls(spec)
                     if own:
                         by = Path(own[0]).name
                         left.ended = ending(_run_command(own, spec), by=by)

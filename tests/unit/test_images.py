@@ -36,7 +36,7 @@ def test_each_step_parses_and_the_last_is_the_set_up() -> None:
 
 
 def test_what_set_up_needs_before_it_can_install_packages_is_there() -> None:
-    """As root, set-up installs the compilers itself; it starts with an interpreter."""
+    """Set-up as root installs the compilers, so the image needs only Python beforehand."""
     first = steps("RUN")[0]
     assert {"python3", "git", "ca-certificates"} <= set(first.split())
     listed = (ROOT / ".dockerignore").read_text().split()
