@@ -42,7 +42,7 @@ tests=(chromium slurm-wlm munge shellcheck) # for some tests, which are skipped 
 [ $with_tests = 1 ] || tests=()
 mapfile -t lack < <(missing "${need[@]}" "${like[@]}" "${tests[@]}")
 install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1; }
-candidate() { LC_ALL=C apt-cache policy "$1" 2>/dev/null | grep -q 'Candidate: [^(]'; } # whether the archive has a package
+candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) =~ Candidate:\ [^\(] ]]; } # whether the archive has a package
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   apt-get -o Acquire::Retries=3 update -qq >/dev/null 2>&1 || say "apt-get update failed: Debian's archive may be out of reach" >&2
   offered=() absent=()
