@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need need-tests run smoke test test-thorough test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
+.PHONY: help setup setup-cuda-check need need-light need-tests run smoke test test-thorough test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and tries again what could not be built
@@ -21,13 +21,15 @@ setup-cuda-check:
 	@scripts/cuda_check.sh $(ARGS)
 need:
 	@scripts/setup.sh --need
+need-light:
+	@scripts/setup.sh --need --light
 need-tests:
 	@scripts/setup.sh --need --tests
 ## make run     runs matrix full (or MATRIX=name) and writes its HTML report
 run: need
 	$(PY) -m bench run --matrix $(MATRIX) $(ARGS)
-## make smoke   a first look in a minute
-smoke: need
+## make smoke   a first look in a minute, without waiting for what must be compiled
+smoke: need-light
 	$(PY) -m bench run --matrix smoke $(ARGS)
 ## make test    all tests but the thorough ones, three at a time; those that measure time alone, at the end
 test: need-tests

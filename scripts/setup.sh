@@ -3,15 +3,17 @@
 # setup.sh          also tries again to build what could not be built before
 # setup.sh --need   does not try again: called before a run or a test
 # setup.sh --tests  as root also installs the programs that tests use; goes with --need too
+# setup.sh --light  leaves what must be compiled, Horovod and DeepSpeed, for the next set-up; goes with --need too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-need_only=0 with_tests=0
+need_only=0 with_tests=0 light=0
 for word in "$@"; do
   case $word in
     --need) need_only=1 ;;
     --tests) with_tests=1 ;;
-    *) printf 'setup: %s is no option: use --need or --tests\n' "$word" >&2; exit 2 ;;
+    --light) light=1 ;;
+    *) printf 'setup: %s is no option: use --need, --tests or --light\n' "$word" >&2; exit 2 ;;
   esac
 done
 python=${PYTHON:-python3}
@@ -94,7 +96,7 @@ esac
 want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scripts/native.sh; echo "${lack[@]}"; "$CXX" --version; echo "$march $fits $major"; } |
   sha256sum | cut -c1-16)
 want=$want-$("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')
-stamp=.venv/.set-up
+stamp=.venv/.set-up light_stamp=.venv/.set-up-light
 unbuilt() { # prints the libraries that could not be built
   local file
   for file in .venv/share/parallelism-bench/unbuilt/*.json; do [ ! -f "$file" ] || basename "$file" .json; done
@@ -109,6 +111,11 @@ if [ $same = 1 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     say "some cells are unavailable, as this could not be built: $(unbuilt | paste -sd ' '); \`make setup\` tries again, \`doctor\` says why"
     exit 0
   fi
+fi
+had_light=0 # whether all but the compiled parts is up to date
+if [ $same = 1 ] && [ -f "$light_stamp" ] && [ "$(cat "$light_stamp")" = "$want" ]; then
+  had_light=1
+  [ $light = 0 ] || exit 0
 fi
 [ ${#lack[@]} = 0 ] || say "without Debian's packages ${lack[*]} some cells are unavailable; install them and run this again" >&2
 if [ -e .venv ] && [ ! -f .venv/pyvenv.cfg ] && [ -n "$(ls -A .venv)" ]; then
@@ -141,13 +148,20 @@ if [ "$major" = 12 ]; then # torch itself names the versions of the CUDA librari
 fi
 # A machine's pip may be configured with folders that lack some packages, and warns about each of them.
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither a file nor a directory" >&2); }
-say "1/4 installing torch (the largest part)"
-pip install --quiet --no-compile --constraint $constraints setuptools torch
-scripts/machine.sh .venv/bin/python
-say "2/4 installing the suite, its tools and the libraries of the strategies"
-pip install --quiet --constraint $constraints wheel cmake ninja
-pip install --quiet --no-compile --constraint $constraints --no-build-isolation --editable '.[dev]'
-.venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages hold files for other Pythons
+if [ $had_light = 0 ]; then
+  say "1/4 installing torch (the largest part)"
+  pip install --quiet --no-compile --constraint $constraints setuptools torch
+  scripts/machine.sh .venv/bin/python
+  say "2/4 installing the suite, its tools and the libraries of the strategies"
+  pip install --quiet --constraint $constraints wheel cmake ninja
+  pip install --quiet --no-compile --constraint $constraints --no-build-isolation --editable '.[dev]'
+  .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages hold files for other Pythons
+  echo "$want" >"$light_stamp"
+fi
+if [ $light = 1 ]; then
+  say "left for \`make setup\`, \`make run\` and \`make test\`: Horovod and DeepSpeed, which are compiled (5 minutes on 2 cores)"
+  exit 0
+fi
 say "3/4 installing what has no binary release: Horovod, and DeepSpeed with its compiled parts"
 built=$(scripts/native.sh .venv/bin/python)
 mapfile -t wheels <<<"$built"
