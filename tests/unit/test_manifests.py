@@ -3,6 +3,7 @@ right processes."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PODS = Pods(image="example.org/bench:1", claim="kept", accelerator="H100")
+ABSENT = "not installed: make setup"
 SITE = Site(nodes=3, gpus_per_node=8, memory="64G", interface="eth0", pods=PODS)
 
 
@@ -138,6 +140,58 @@ def test_what_a_site_lacks_is_named(target: Target, lacking: str, said: str) -> 
     site = SITE.model_copy(update={"pods": PODS.model_copy(update={lacking: ""})})
     with pytest.raises(UsageError, match=said):
         documents(target, site)
+
+
+def misspelt(document: dict[str, Any], *path: str) -> dict[str, Any]:
+    """A copy whose key at `path` ends in an x."""
+    changed = copy.deepcopy(document)
+    *parents, key = path
+    inner = changed
+    for name in parents:
+        inner = inner[name]
+    inner[f"{key}x"] = inner.pop(key)
+    return changed
+
+
+def holds(read: Any, given: Any) -> bool:
+    """Whether all that was given was read; defaults may have been added."""
+    if isinstance(given, dict):
+        return all(key in read and holds(read[key], value) for key, value in given.items())
+    if isinstance(given, list):
+        return len(read) == len(given) and all(map(holds, read, given))
+    return bool(read == given)
+
+
+def accepted(model: Any, document: dict[str, Any]) -> bool:
+    """Whether the API has all keys of a document; it ignores those that it does not know."""
+    try:
+        return holds(model.from_dict(document).to_dict(), document)
+    except ValueError:
+        return False
+
+
+def test_kubernetes_and_kubeflow_accept_them() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=ABSENT)
+    service, *jobs = documents(Target.KUBERNETES)
+    (train_job,) = documents(Target.TRAINJOB)
+    assert accepted(models.IoK8sApiCoreV1Service, service)
+    assert all(accepted(models.IoK8sApiBatchV1Job, job) for job in jobs)
+    assert accepted(models.TrainerV1alpha1TrainJob, train_job)
+    pod = ("spec", "template", "spec")
+    for path in (("spec", "completionMode"), (*pod, "containers"), (*pod, "restartPolicy")):
+        assert not accepted(models.IoK8sApiBatchV1Job, misspelt(jobs[0], *path))
+    for path in (("spec", "runtimeRef"), ("spec", "trainer", "numNodes")):
+        assert not accepted(models.TrainerV1alpha1TrainJob, misspelt(train_job, *path))
+
+
+def test_skypilot_accepts_a_task() -> None:
+    schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
+    jsonschema = pytest.importorskip("jsonschema", reason=ABSENT)
+    (made,) = documents(Target.SKYPILOT)
+    jsonschema.validate(made, schemas.get_task_schema())
+    for path in (("num_nodes",), ("resources", "accelerators")):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(misspelt(made, *path), schemas.get_task_schema())
 
 
 def test_submit_writes_a_file_and_starts_nothing(tmp_path: Path) -> None:
