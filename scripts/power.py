@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from harness.analysis.answer import trustworthy
-from harness.analysis.estimates import FORKED_ALLOWANCE, estimates_of, log_estimates
+from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates
 from harness.analysis.race import RACE_ROUNDS, Entrants, next_round
 from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
@@ -119,7 +119,8 @@ RUN_LENGTH = 10_000
 
 
 def estimated(values: Mapping[str, Sequence[float]]) -> dict[str, LogEstimate]:
-    return log_estimates(values, {cell: [1] * len(own) for cell, own in values.items()})
+    cells = log_estimates(values, {cell: [1] * len(own) for cell, own in values.items()})
+    return {name: replace(cell, allowance=ALLOWANCE) for name, cell in cells.items()}
 
 
 class Found(NamedTuple):
@@ -140,7 +141,7 @@ def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs)
     chosen = {name for name, bound in zip(names, bounds, strict=True) if bound.may_be_best}
     others = [name for name in names if name != design.baseline]
     widths, beaten = [], False
-    for allowance in (0.0, FORKED_ALLOWANCE):
+    for allowance in (0.0, ALLOWANCE):
         wide = {name: replace(speed, allowance=allowance) for name, speed in cells.items()}
         found = gains(wide[design.baseline], [wide[name] for name in others])
         gain = dict(zip(others, found, strict=True)).get(picked)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.race import FAR_BEHIND, RACE_ROUNDS, Entrants, contenders, is_decided
-from harness.analysis.ranking import compare, critical_value, gains, may_be_fastest
+from harness.analysis.ranking import compare, gains, half_widths, may_be_fastest
 from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate
 from harness.record.profile_record import ProfileRecord
@@ -182,8 +182,8 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
     for group in undecided(cells):
         speeds = [cell.speed.log_throughput for cell in group if cell.speed.log_throughput]
         widest = max(speeds, key=lambda speed: speed.error)
-        others = [speed for speed in speeds if speed is not widest]
-        half = critical_value(widest, others) * math.sqrt(2) * widest.error
+        plain = replace(widest, allowance=0.0)
+        half = half_widths(plain, [plain] * (len(speeds) - 1))[0]
         trials = math.ceil(widest.trials * max(0.0, (half / EQUAL) ** 2 - 1))
         more = max(more, trials)
         seconds += trials * sum(cell.times.wall_seconds or 0.0 for cell in group)

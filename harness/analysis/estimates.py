@@ -31,12 +31,10 @@ FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
 WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
-FORKED = ("elastic",)
-"""Launchers that fork ranks from a server; others start fresh interpreters."""
-FORKED_ALLOWANCE = 0.0085
-"""Standard deviation of a strategy's effect on its control between forked cells, in logarithms."""
-FRESH_ALLOWANCE = 0.013
-"""Standard deviation for fresh interpreters, next to which the control was 4 % faster."""
+ALLOWANCE = 0.006
+"""Standard deviation of a cell's effect on its control, in logarithms: the 95 % upper bound from 20
+trials of twelve cells, among them four launchers (docs/studies/overhead.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -169,16 +167,11 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
     oversubscribed = {trial.cell_id for trial in finished if trial.oversubscribed}
-    fresh = {trial.cell_id for trial in finished if trial.launcher not in FORKED}
     alone = logs.keys() - oversubscribed
     estimates = log_estimates(_part(logs, alone), steps)
     estimates |= log_estimates(_part(logs, oversubscribed), steps)
     cells = {
-        cell_id: replace(
-            estimate,
-            control=controls[cell_id],
-            allowance=FRESH_ALLOWANCE if cell_id in fresh else FORKED_ALLOWANCE,
-        )
+        cell_id: replace(estimate, control=controls[cell_id], allowance=ALLOWANCE)
         if cell_id in controls
         else estimate
         for cell_id, estimate in estimates.items()

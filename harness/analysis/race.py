@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate
@@ -58,7 +58,20 @@ def _is_open(setting: Entrants) -> bool:
     best = max(setting.speeds.values(), key=lambda speed: speed.mean)
     usual = setting.speeds.get(setting.baseline, best)
     wide = usual is not best and math.hypot(best.error, usual.error) > GAIN_ERROR
-    return wide or not is_decided([*setting.speeds.values()])
+    return wide or _more_would_decide([*setting.speeds.values()])
+
+
+def _more_would_decide(speeds: Sequence[LogEstimate]) -> bool:
+    """Whether any number of trials with these means would do more than those so far; allowances
+    remain."""
+    if is_decided(speeds):
+        return False
+    certain = [replace(speed, error=0.0) for speed in speeds]
+    return is_decided(certain) or _number_of_ties(certain) < _number_of_ties(speeds)
+
+
+def _number_of_ties(speeds: Sequence[LogEstimate]) -> int:
+    return sum(bound.may_be_best for bound in against_best(speeds))
 
 
 def is_decided(speeds: Sequence[LogEstimate]) -> bool:

@@ -4,9 +4,11 @@ Statements about a setting hold jointly, with 95 % confidence: multiple comparis
 (Hsu, Annals of Statistics 9, 1981), and two-sided gains over the baseline (Dunnett, Journal of the
 American Statistical Association 50, 1955).
 
-Throughputs have t distributions, given moderated spreads (Smyth, Statistical Applications in
-Genetics and Molecular Biology 3, 2004). Critical values integrate over the common cell (Edwards and
-Hsu, Journal of the American Statistical Association 78, 1983).
+Differences of throughputs have t distributions, given moderated spreads (Smyth, Statistical
+Applications in Genetics and Molecular Biology 3, 2004). Intervals are balanced: each alone would
+hold with the same probability (Beran, Journal of the American Statistical Association 83, 1988), so
+cells with few trials do not widen the intervals of others. The probability integrates over the
+common cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
 """
 
 from __future__ import annotations
@@ -61,21 +63,21 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
     if len(cells) < 2:
         return (AgainstBest(1.0, 1.0001),) * len(cells)
     highs = []
-    factors: dict[int, float] = {}
+    halves: dict[int, list[float]] = {}
     for own, cell in enumerate(cells):
         others = [*cells[:own], *cells[own + 1 :]]
         if confident_that_beaten(cell, others) >= confidence:
             highs.append(0.0)
             continue
-        factor = critical_value(cell, others, confidence)
-        high = min(_gap(cell, other) + factor * _error(cell, other) for other in others)
-        highs.append(max(1e-12, high))
-        factors[own] = factor
+        widths = half_widths(cell, others, confidence)
+        ends = [cell.mean - o.mean + width for o, width in zip(others, widths, strict=True)]
+        highs.append(max(1e-12, min(ends)))
+        halves[own] = [*widths[:own], 0.0, *widths[own:]]
     bounds = []
     for own, (cell, high) in enumerate(zip(cells, highs, strict=True)):
         gaps = [
-            _gap(cell, cells[place]) - factor * _error(cell, cells[place])
-            for place, factor in factors.items()
+            cell.mean - cells[place].mean - widths[own]
+            for place, widths in halves.items()
             if place != own
         ]
         low = min(0.0, min(gaps, default=0.0))
@@ -83,60 +85,71 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
     return tuple(bounds)
 
 
-def _gap(cell: LogEstimate, other: LogEstimate) -> float:
-    return cell.mean - other.mean
-
-
-def _error(cell: LogEstimate, other: LogEstimate) -> float:
-    return math.hypot(cell.whole_error, other.whole_error)
-
-
-def critical_value(
+def half_widths(
     cell: LogEstimate,
     others: Sequence[LogEstimate],
     confidence: float = CONFIDENCE,
     two_sided: bool = False,
-) -> float:
-    """Returns how many standard errors make any other cell's difference from this one jointly
+) -> list[float]:
+    """Returns the log ratios that make other cells' differences from this one jointly
     significant."""
     from scipy.optimize import brentq
 
-    held = _Joint(cell, others, two_sided)
-    return float(brentq(lambda factor: held.share(factor) - confidence, 0.0, 200.0, xtol=1e-3))
+    joint = _Joint(cell, others, two_sided)
+    score = brentq(lambda score: joint.share(score) - confidence, 0.0, _FURTHEST, xtol=1e-4)
+    return joint.half_widths(score)
 
 
 def confident_that_beaten(cell: LogEstimate, others: Sequence[LogEstimate]) -> float:
     """Returns the joint confidence that some other cell is faster than this one."""
-    worst = max(-_gap(cell, other) / max(_error(cell, other), 1e-12) for other in others)
-    return _Joint(cell, others, two_sided=False).share(worst)
+    joint = _Joint(cell, others, two_sided=False)
+    return joint.share(joint.score([other.mean - cell.mean for other in others]))
+
+
+_FURTHEST = 8.0
+"""Largest score; 6e-16 of a normal distribution lie beyond."""
 
 
 class _Joint:
-    """Joint distribution of several cells' standardised differences from one cell."""
+    """Joint distribution of several cells' differences from one cell.
+
+    A score is a difference in standard errors whose t distribution has been made normal.
+    """
 
     def __init__(self, cell: LogEstimate, others: Sequence[LogEstimate], two_sided: bool) -> None:
         import numpy as np
-        from scipy.special import stdtrit
+        from scipy.special import ndtri
 
-        shares = (np.arange(_NODES) + 0.5) / _NODES
-        own = stdtrit(cell.whole_degrees, shares) * cell.whole_error
         errors = np.array([max(other.whole_error, 1e-12) for other in others])
-        self.degrees = np.array([other.whole_degrees for other in others])
-        self.slopes = np.hypot(errors, cell.whole_error) / errors
+        degrees = np.array([other.whole_degrees for other in others])
+        self.errors = np.hypot(errors, cell.whole_error)
+        self.degrees = np.minimum(degrees, max(cell.whole_degrees, 1e-12))
+        own = ndtri((np.arange(_NODES) + 0.5) / _NODES) * cell.whole_error
+        self.slopes = self.errors / errors
         self.offsets = own[:, None] / errors[None, :]
         self.two_sided = two_sided
 
-    def share(self, factor: float) -> float:
-        """Returns the probability that no difference exceeds this many standard errors."""
-        within = self._below(self.offsets + factor * self.slopes)
+    def half_widths(self, score: float) -> list[float]:
+        from scipy.special import ndtr, stdtrit
+
+        return list(map(float, -stdtrit(self.degrees, ndtr(-score)) * self.errors))
+
+    def score(self, differences: Sequence[float]) -> float:
+        """Returns the highest of the differences' scores."""
+        import numpy as np
+        from scipy.special import ndtri, stdtr
+
+        tails = stdtr(self.degrees, -np.array(differences) / self.errors)
+        return float(np.clip(-ndtri(tails.min()), -_FURTHEST, _FURTHEST))
+
+    def share(self, score: float) -> float:
+        """Returns the probability that no difference exceeds the score."""
+        from scipy.special import ndtr
+
+        within = ndtr(self.offsets + score * self.slopes)
         if self.two_sided:
-            within = within - self._below(self.offsets - factor * self.slopes)
+            within = within - ndtr(self.offsets - score * self.slopes)
         return float(within.prod(axis=1).mean())
-
-    def _below(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        from scipy.special import stdtr
-
-        return stdtr(self.degrees[None, :], values)
 
 
 def gains(
@@ -146,14 +159,10 @@ def gains(
     cell without spread."""
     if not cells:
         return []
-    factor = critical_value(baseline, cells, confidence, two_sided=True)
+    halves = half_widths(baseline, cells, confidence, two_sided=True)
     return [
-        comparison(
-            cell.mean - baseline.mean,
-            factor * _error(cell, baseline),
-            min(cell.trials, baseline.trials),
-        )
-        for cell in cells
+        comparison(cell.mean - baseline.mean, half, min(cell.trials, baseline.trials))
+        for cell, half in zip(cells, halves, strict=True)
     ]
 
 

@@ -21,8 +21,8 @@ from harness.analysis.ranking import (
     against_best,
     compare,
     confident_that_beaten,
-    critical_value,
     gains,
+    half_widths,
 )
 from harness.analysis.stats import LogEstimate, between_runs, ratio
 from harness.analysis.summary import cell_results
@@ -39,8 +39,37 @@ def test_critical_values_are_those_of_dunnetts_table(
 ) -> None:
     """With equal spreads that are known."""
     cell = LogEstimate(0.0, 0.01, 1e6, 3)
-    found = critical_value(cell, [cell] * comparisons, 0.95, two_sided)
-    assert found == pytest.approx(value, abs=0.025)
+    found = half_widths(cell, [cell] * comparisons, 0.95, two_sided)
+    assert [half / math.hypot(0.01, 0.01) for half in found] == pytest.approx(
+        [value] * comparisons, abs=0.025
+    )
+
+
+def test_a_coarse_cell_does_not_widen_the_intervals_of_others() -> None:
+    """It has one trial and two degrees of freedom; its own interval is wide."""
+    sharp, coarse = LogEstimate(0.0, 0.01, 50, 50), LogEstimate(-0.2, 0.03, 2, 1)
+    alone = half_widths(sharp, [sharp] * 20, two_sided=True)[0]
+    *others, widest = half_widths(sharp, [*[sharp] * 20, coarse], two_sided=True)
+    assert others == pytest.approx([alone] * 20, rel=0.03)
+    assert widest > 5 * alone
+
+
+def test_balanced_intervals_hold_together() -> None:
+    """In at least 95 % of runs: the fewer degrees of freedom of two count for both."""
+    chance, runs, held = np.random.default_rng(2), 400, 0
+    degrees = [30, *[2] * 10, *[4] * 10, *[30] * 10]
+    for _ in range(runs):
+        baseline, *others = (
+            LogEstimate(
+                float(chance.normal(0.0, 0.01)),
+                float(0.01 * np.sqrt(chance.chisquare(of) / of)),
+                of,
+                3,
+            )
+            for of in degrees
+        )
+        held += all(gain.low <= 1 <= gain.high for gain in gains(baseline, others))  # type: ignore[operator]
+    assert 0.93 <= held / runs <= 0.995
 
 
 def equal_cells(chance: np.random.Generator, cells: int = 53) -> list[LogEstimate]:
@@ -73,9 +102,9 @@ def test_a_lower_bound_uses_the_critical_value_of_the_candidate() -> None:
     candidate, second = LogEstimate(0.5, 0.05, 20, 3), LogEstimate(0.0, 0.01, 20, 9)
     rest = [LogEstimate(-1.0, 0.01, 20, 9)] * 8
     low = against_best([candidate, second, *rest])[1].low
-    factor = critical_value(candidate, [second, *rest])
-    assert factor < critical_value(second, [candidate, *rest]) - 0.1
-    assert math.log(low) == pytest.approx(-0.5 - factor * math.hypot(0.05, 0.01), abs=1e-3)
+    half = half_widths(candidate, [second, *rest])[0]
+    assert half < half_widths(second, [candidate, *rest])[0] - 0.1 * math.hypot(0.05, 0.01)
+    assert math.log(low) == pytest.approx(-0.5 - half, abs=1e-3)
 
 
 def test_gains_hold_together_for_a_cell_that_was_chosen() -> None:
