@@ -24,13 +24,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.matrix import read_matrix
+from harness.analysis.answer import answer
 from harness.analysis.estimates import estimates_of
+from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate
 from harness.analysis.stats import ratio as over
+from harness.analysis.summary import cell_results
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from tests.benchmarks.conftest import Ratio
@@ -43,12 +47,15 @@ SHORTEST_SEQUENCE = 64
 """Tokens; the pairs are told apart by the length of their sequences."""
 MOST_SECONDS_A_PAIR = 60
 """Of the run's time, on average."""
+SETTINGS = int(os.environ.get("BENCH_SETTINGS", "20"))
+EQUALS = 4
+MOST_SECONDS_A_SETTING = 45
 
 
-def estimates(
+def trials_of(
     folder: Path, cells: Sequence[Mapping[str, Any]], minutes: float | None = None
-) -> list[tuple[TrialRecord, LogEstimate]]:
-    """Launches them all; returns one trial of each cell, and the cell's throughput.
+) -> pd.DataFrame:
+    """Runs the cells; returns their trials.
 
     `minutes`: the time budget, which is otherwise a share of the first rounds' time.
     """
@@ -64,7 +71,14 @@ def estimates(
     file.write_text(json.dumps(matrix))
     command = [sys.executable, "-m", "bench", "run", "--matrix", str(file), "--no-report"]
     subprocess.run([*command, "--results", str(folder / "results")], check=True)
-    trials = TrialRecord.from_frame(Store(folder / "results").load(steps=False).trials)
+    return Store(folder / "results").load(steps=False).trials
+
+
+def estimates(
+    folder: Path, cells: Sequence[Mapping[str, Any]], minutes: float | None = None
+) -> list[tuple[TrialRecord, LogEstimate]]:
+    """Runs the cells; returns one trial of each cell, and the cell's throughput."""
+    trials = TrialRecord.from_frame(trials_of(folder, cells, minutes))
     found = estimates_of(trials).cells
     by_cell = {trial.cell_id: trial for trial in trials}
     return [(trial, found[cell_id]) for cell_id, trial in by_cell.items()]
@@ -134,6 +148,26 @@ def test_pairs_on_which_the_answer_depends(
         ratio(f"{percent} % planted, launches of a pair, mean", [statistics.fmean(launches)], "")
     held = [holds(over(a, b, CONFIDENCE), 0, percent) for percent, a, b in pairs]
     ratio(f"intervals of 95 % that hold, {len(held)} pairs, share", [statistics.fmean(held)], "")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.benchmark(group="planted differences, by launches")
+def test_advice_among_equals(
+    benchmark: BenchmarkFixture, ratio: Ratio, plugin: object, tmp_path: Path
+) -> None:
+    """BENCH_SETTINGS settings (20), each with DDP and four cells that are as fast under another
+    name: nothing is known to beat DDP, so DDP must remain the advice."""
+    cells = [
+        cell | {"sequence_length": SHORTEST_SEQUENCE + number}
+        for number in range(SETTINGS)
+        for cell in ({"strategy": "ddp"}, *(slowed(other / 1000) for other in range(EQUALS)))
+    ]
+    minutes = SETTINGS * MOST_SECONDS_A_SETTING / 60
+    trials = benchmark.pedantic(lambda: trials_of(tmp_path, cells, minutes), rounds=1)
+    answers = [answer(group) for group in by_setting(cell_results(trials))]
+    advised = [found.advice[0].cell.cell.strategy == "ddp" for found in answers if found]
+    what = f"equal cells, DDP is the advice, {len(advised)} settings, share"
+    ratio(what, [statistics.fmean(advised)], "at least 0.95")
 
 
 def told_apart(first: LogEstimate, second: LogEstimate) -> bool:
