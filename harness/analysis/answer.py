@@ -68,7 +68,7 @@ class Answer:
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
-                "the two cells launch ranks differently, which alone changes CPU times by up to 4 %"
+                "the two cells launch ranks differently, which alone changes CPU times by up to 2 %"
             )
         if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(

@@ -20,7 +20,7 @@ OUTPUT = {
     "A measured column": ["passed", "True"],
     "An axis": ["ddp(denormals=flushed)"],
     "A section of the report": ["starting.html", "## Set-up"],
-    "A command": ["List the runs of a results folder", "20261125T060908-d185  full"],
+    "A command": ["List the runs of a results folder", "20261127T162933-b3d3  full"],
 }
 """What the commands of each example print, beside much else."""
 TESTS = re.compile(r"python -m pytest (\S+) -k (\w+)")

@@ -27,7 +27,7 @@ from tests.unit.stored_trials import one_cell_run, step, trial_row
 CELL = Cell(strategy="single")
 KEYS = [TrialKey(CELL.id, trial) for trial in range(3)]
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-RUN = "20261125T060908-d185"
+RUN = "20261127T162933-b3d3"
 VERIFIED = {
     "losses": [4.0, 3.5],
     "reference_losses": [4.0, 3.5],

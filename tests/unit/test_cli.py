@@ -21,7 +21,7 @@ from harness.record.store import load
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "results" / "reference")
-RUN = "20261125T060908-d185"
+RUN = "20261127T162933-b3d3"
 
 
 def here(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
