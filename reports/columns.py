@@ -166,7 +166,7 @@ def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns throughput before the control's adjustment; empty without a control."""
     if not any(
-        cell.speed.log_throughput and cell.speed.log_throughput.control is not None
+        (speed := cell.speed.log_throughput) and speed.control is not None and speed.adjusted
         for cell in cells
     ):
         return []

@@ -155,13 +155,15 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     steps: dict[str, list[int]] = {}
     by_trial: dict[tuple[str, int], float] = {}
     controls: dict[str, float] = {}
+    adjusted: set[str] = set()
     for trial, own in zip(finished, measured, strict=True):
         assert trial.samples_per_second is not None
         value = math.log(trial.samples_per_second)
         if own:
             value = math.log(trial.global_batch) - own.step
+            controls[trial.cell_id] = usual[computing(trial)]
             if adjustments[_kind(trial)].helps:
-                controls[trial.cell_id] = usual[computing(trial)]
+                adjusted.add(trial.cell_id)
                 value += own.control - controls[trial.cell_id]
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
@@ -171,9 +173,12 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     estimates = log_estimates(_part(logs, alone), steps)
     estimates |= log_estimates(_part(logs, oversubscribed), steps)
     cells = {
-        cell_id: replace(estimate, control=controls[cell_id], allowance=ALLOWANCE)
-        if cell_id in controls
-        else estimate
+        cell_id: replace(
+            estimate,
+            control=controls.get(cell_id),
+            adjusted=cell_id in adjusted,
+            allowance=ALLOWANCE if cell_id in adjusted else 0.0,
+        )
         for cell_id, estimate in estimates.items()
     }
     return RunEstimates(cells, by_trial, adjustments.get(_Kind(False, False), NONE))

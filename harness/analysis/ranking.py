@@ -35,8 +35,7 @@ from harness.analysis.stats import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 _NODES = 64
 """Number of integration points, of equal probability."""

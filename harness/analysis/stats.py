@@ -83,7 +83,9 @@ class LogEstimate:
     degrees: float
     trials: int
     control: float | None = None
-    """Log of the control's usual time in the run; None if the control was not used."""
+    """Log of the control's usual time in the run; None without a control."""
+    adjusted: bool = True
+    """Whether the mean is adjusted by the control, if there is one."""
     allowance: float = 0.0
     """Standard deviation of effects that repetition does not reduce."""
 
@@ -132,9 +134,9 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval covers steps that follow the machine's speed differently, outliers among single
-    trials and, without `same_control`, the unadjusted ratio. Degrees of freedom: Welch (Biometrika
-    34, 1947).
+    The interval covers steps that follow the machine's speed differently and outliers among single
+    trials. Without `same_control`, or if a run's trials were not adjusted, it also covers the
+    unadjusted ratio, which is then given. Degrees of freedom: Welch (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -148,12 +150,13 @@ def between_runs(
     singles = (first.trials == 1) + (second.trials == 1)
     error = math.sqrt(errors + singles * SINGLE_TRIAL**2 + (CONTROL_MISMATCH * drift) ** 2)
     found = comparison(mean + drift, _students_t((1 + confidence) / 2, degrees) * error, count)
-    if same_control or not drift:
+    adjusted = first.adjusted and second.adjusted
+    if not drift or (same_control and adjusted):
         return found
     own = between_runs(replace(first, control=None), replace(second, control=None), confidence)
     lows, highs = (own.low, found.low), (own.high, found.high)
     return replace(
-        found,
+        found if adjusted else own,
         low=min(low for low in lows if low is not None),
         high=max(high for high in highs if high is not None),
     )

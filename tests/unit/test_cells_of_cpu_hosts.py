@@ -43,16 +43,16 @@ def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str, update: bool) -
     assert cells_of(matrix) == json.loads(GOLDEN.read_text())[matrix]
 
 
-def test_the_time_of_a_kept_run_is_predicted_within_a_quarter() -> None:
-    """The inputs of harness/run/expected.py for CPUs are those of real trials: all of a run of
-    `full` on two cores.
+def test_the_time_of_a_kept_run_is_predicted_within_a_third() -> None:
+    """The inputs of harness/run/expected.py for CPUs are those of real trials on a Xeon; the kept
+    run's cores are of an EPYC.
     """
     kept = Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False)
     trials = kept.trials[kept.trials["wall_seconds"].notna()]
     plan = Plan.from_row(kept.runs.iloc[0].to_dict())
     cells = [Cell(**json.loads(cell)) for cell in trials["cell"]]
     predicted = sum(trial_seconds(one, 2, None, plan.timed_seconds_of(one) or 0.0) for one in cells)
-    assert predicted == pytest.approx(trials["wall_seconds"].sum(), rel=0.25)
+    assert predicted == pytest.approx(trials["wall_seconds"].sum(), rel=1 / 3)
 
 
 def test_a_slow_or_distant_link_takes_as_long_as_its_bytes_and_messages() -> None:

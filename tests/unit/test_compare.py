@@ -356,6 +356,6 @@ def test_parts_of_one_run_are_hardly_ever_called_different() -> None:
             if name in rest and cell.ranked and rest[name].ranked
         ]
         verdicts += [found.verdict for pair in pairs if (found := compare(*pair))]
-    assert len(verdicts) > 200
+    assert len(verdicts) > 60
     different = [verdict for verdict in verdicts if verdict != "no difference seen"]
-    assert len(different) <= len(verdicts) / 100
+    assert len(different) <= 1

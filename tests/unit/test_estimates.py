@@ -24,7 +24,7 @@ from harness.analysis.ranking import (
     gains,
     half_widths,
 )
-from harness.analysis.stats import LogEstimate, between_runs, ratio
+from harness.analysis.stats import Comparison, LogEstimate, between_runs, ratio
 from harness.analysis.summary import cell_results
 from harness.spec.cell import Cell
 from tests.unit.made_results import stored, trial_rows
@@ -68,7 +68,8 @@ def test_balanced_intervals_hold_together() -> None:
             )
             for of in degrees
         )
-        held += all(gain.low <= 1 <= gain.high for gain in gains(baseline, others))  # type: ignore[operator]
+        intervals = [(gain.low or 0.0, gain.high or 0.0) for gain in gains(baseline, others)]
+        held += all(low <= 1 <= high for low, high in intervals)
     assert 0.93 <= held / runs <= 0.995
 
 
@@ -132,6 +133,21 @@ def test_between_runs_the_common_control_takes_out_drift() -> None:
         between_runs(dataclasses.replace(slowed, mean=-0.04, control=first.control), still).verdict
         == "slower"
     )
+
+
+def test_a_cell_that_is_not_adjusted_may_follow_the_machine() -> None:
+    """Such as one that waits for a disk: a slower machine explains up to its whole slowdown."""
+    first = LogEstimate(0.0, 0.01, 20, 10, control=math.log(0.1), adjusted=False)
+    slow_machine = math.log(0.1) + 0.3
+
+    def found(mean: float) -> Comparison:
+        later = dataclasses.replace(first, mean=mean, control=slow_machine)
+        return between_runs(later, first)
+
+    assert [found(mean).verdict for mean in (0.0, -0.15, -0.3)] == ["no difference seen"] * 3
+    assert found(-0.15).ratio == pytest.approx(math.exp(-0.15))
+    assert found(-0.7).verdict == "slower"
+    assert found(0.2).verdict == "faster"
 
 
 def test_best_is_in_the_set_and_all_distances_hold_together() -> None:

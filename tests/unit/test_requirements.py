@@ -126,7 +126,7 @@ def test_commands_that_train_name_torch_and_transformers(words: list[str]) -> No
     [
         ["list", "strategies"],
         ["plan", "--model", "llama-8b", "--devices", "8"],
-        ["show", "e99c3a968048", "--results", str(REFERENCE)],
+        ["show", "7468f6f3bd0c", "--results", str(REFERENCE)],
         ["compare", "--cells", "ddp", "fsdp2", "--results", str(REFERENCE)],
         ["check", str(REFERENCE)],
         ["report", "--results", "{results}", "--out", "{out}"],
