@@ -218,8 +218,9 @@ def answer(
     if other not in advisable and _faster(other, use):
         advice.append(Advice("Faster at a price", other, _price(other, use)))
     if smallest := _smallest(fair):
-        # Cells are sorted by throughput, so this is the fastest of the smallest.
-        advice.append(Advice("Least memory", smallest[0], _memory(smallest[0], use)))
+        # Cells are sorted by throughput, so the first is the fastest of the smallest.
+        least = use if use in smallest else smallest[0]
+        advice.append(Advice("Least memory", least, _memory(least, use)))
     simple = _simplest(advisable)
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))

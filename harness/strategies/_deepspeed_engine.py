@@ -255,13 +255,20 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_moments(engine: DeepSpeedEngine) -> Iterator[Moment]:
-    """Yields whole optimizer states by name; call on all ranks."""
+    """Yields whole optimizer states by name; call on all ranks.
+
+    DeepSpeed 0.19.8 links parameters with their states after the first parameter group's first
+    step, when other groups have none (stages 1 and 2); they are linked again here.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     named, optimizer = dict(engine.module.named_parameters()), engine.basic_optimizer
     if not engine.zero_optimization():
         yield from moments_of(named.items(), [optimizer])
         return
+    if relink := getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None):
+        engine.optimizer._hp_optimizer_states_linked = False
+        relink()
     kinds = [kind for kind in MOMENTS if any(kind in s for s in optimizer.state.values())]
     for name, parameter in named.items():
         for kind in kinds if parameter.requires_grad else ():

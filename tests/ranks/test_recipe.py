@@ -48,6 +48,16 @@ def test_each_way_to_split_the_work_clips_to_the_same_norm(
     assert deviation <= LARGEST_NORM_DEVIATION
 
 
+def test_deepspeed_shards_the_states_of_two_parameter_groups(run_cells: RunCells) -> None:
+    """Matrices decay, vectors do not; DeepSpeed links only the first group with its states."""
+    pytest.importorskip("deepspeed")
+    cells = [
+        trained("deepspeed", micro_batches=2, workload="gpt2-nano", options={"stage": stage})
+        for stage in (1, 2, 3)
+    ]
+    assert largest(run_cells(*cells)) <= LARGEST_NORM_DEVIATION
+
+
 def test_mixed_meshes_and_localised_tensors_are_counted_once(run_cells: RunCells) -> None:
     axes: dict[str, Any] = {"micro_batches": 2, "workload": "gpt2-nano", "timed_steps": 1}
     axes |= {"parity_steps": 4}

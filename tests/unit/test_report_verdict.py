@@ -64,7 +64,7 @@ def test_a_fastest_cell_that_trains_another_way_says_so(tmp_path: Path, verdict:
     rows = trial_rows(other, [2.0, 2.1], parity_verdict="within tolerance")
     rows += trial_rows(same, [1.0, 1.1], parity_verdict=verdict)
     results = stored(tmp_path, rows)
-    assert figures_of(results)[0] == (("b", "Use") if verdict == "exact" else FASTEST)
+    assert figures_of(results)[0] == (("b", "Use, Least memory") if verdict == "exact" else FASTEST)
     assert set(bars_of(results)) == {"a*", "b" if verdict == "exact" else "b*"}
 
 
