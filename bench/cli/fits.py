@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
 USUAL = Path(__file__).parents[1] / "fits.yaml"
 """Default strategy for each way of sharding states."""
 GIB = 2**30
-VARIANTS = {
-    "full": "",
-    "lora": "+lora",
-    "dora": "+dora",
-    "qlora": "+nf4+lora",
-    "qdora": "+nf4+dora",
+ADAPTED_CELLS = {
+    "lora": ("+bf16+lora", "fp32"),
+    "dora": ("+bf16+dora", "fp32"),
+    "qlora": ("+nf4+lora", "bf16"),
+    "qdora": ("+nf4+dora", "bf16"),
 }
-"""Suffixes of the workload that trains by each method."""
+"""Workload suffix and precision of the cells that train by each method."""
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 
 Model: TypeAlias = Annotated[
@@ -131,12 +131,13 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
 
     if result.verdict == "no":
         return ""
-    variant = VARIANTS[question.method]
-    precision = "bf16"
-    if question.method == "full":
-        if question.precision not in SUITE_CELLS:
-            return ""
-        variant, precision = SUITE_CELLS[question.precision]
+    cells: Mapping[str, tuple[str, str]] = SUITE_CELLS
+    recipe_name: str = question.precision
+    if question.method != "full":
+        cells, recipe_name = ADAPTED_CELLS, question.method
+    if recipe_name not in cells:
+        return ""
+    variant, precision = cells[recipe_name]
     workload = f"{model}{variant}"
     try:
         make_workload(workload)

@@ -20,6 +20,8 @@ from harness.planner.cluster.footprint import footprint
 from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.recipe import ATTENTION, Adapter, Base, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
+from harness.planner.rehearsal.rehearse import rehearse
+from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +177,26 @@ def test_public_questions() -> None:
     wrong = [row for row in answers if row[1] != row[2]]
     assert len(wrong) <= 3, wrong
     assert not [row for row in wrong if row[2] == "yes"], wrong
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_command_allocates_what_was_counted(method: str) -> None:
+    """But for the inputs of matrices that peft casts to fp32."""
+    words = ["llama-1b", "--gpus", "a100-80gb", "--method", method, "--seq", "1024", "--batch", "2"]
+    if method == "full":
+        words += ["--precision", "pure-bf16"]
+    found = json.loads(CliRunner().invoke(app, ["fits", *words, "--json"]).stdout)
+    given = dict(word.split("=", 1) for word in found["command"].split() if "=" in word)
+    cell = Cell(
+        strategy="single",
+        workload=given["workload"],
+        sequence_length=int(given["sequence_length"]),
+        global_batch=int(given["batch"]),
+        recompute=given["recompute"],  # type: ignore[arg-type]
+        precision=given["precision"],  # type: ignore[arg-type]
+    )
+    peak = rehearse(cell).fullest.peak_bytes
+    assert peak == pytest.approx(found["peak_bytes"], rel=0.15)
 
 
 def test_dora_learns_norms_and_needs_more_than_lora() -> None:
