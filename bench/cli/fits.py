@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -131,13 +130,11 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
 
     if result.verdict == "no":
         return ""
-    cells: Mapping[str, tuple[str, str]] = SUITE_CELLS
-    recipe_name: str = question.precision
-    if question.method != "full":
-        cells, recipe_name = ADAPTED_CELLS, question.method
-    if recipe_name not in cells:
+    full = question.method == "full"
+    cell = SUITE_CELLS.get(question.precision) if full else ADAPTED_CELLS[question.method]
+    if cell is None:
         return ""
-    variant, precision = cells[recipe_name]
+    variant, precision = cell
     workload = f"{model}{variant}"
     try:
         make_workload(workload)
