@@ -62,22 +62,22 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
     if len(cells) < 2:
         return (AgainstBest(1.0, 1.0001),) * len(cells)
     highs = []
-    halves: dict[int, list[float]] = {}
-    for own, cell in enumerate(cells):
-        others = [*cells[:own], *cells[own + 1 :]]
+    candidate_widths: dict[int, list[float]] = {}
+    for index, cell in enumerate(cells):
+        others = [*cells[:index], *cells[index + 1 :]]
         if confident_that_beaten(cell, others) >= confidence:
             highs.append(0.0)
             continue
         widths = half_widths(cell, others, confidence)
         ends = [cell.mean - o.mean + width for o, width in zip(others, widths, strict=True)]
         highs.append(max(1e-12, min(ends)))
-        halves[own] = [*widths[:own], 0.0, *widths[own:]]
+        candidate_widths[index] = [*widths[:index], 0.0, *widths[index:]]
     bounds = []
-    for own, (cell, high) in enumerate(zip(cells, highs, strict=True)):
+    for index, (cell, high) in enumerate(zip(cells, highs, strict=True)):
         gaps = [
-            cell.mean - cells[place].mean - widths[own]
-            for place, widths in halves.items()
-            if place != own
+            cell.mean - cells[candidate].mean - widths[index]
+            for candidate, widths in candidate_widths.items()
+            if candidate != index
         ]
         low = min(0.0, min(gaps, default=0.0))
         bounds.append(AgainstBest(math.exp(low), math.exp(high)))
@@ -123,9 +123,9 @@ class _Joint:
         degrees = np.array([other.whole_degrees for other in others])
         self.errors = np.hypot(errors, cell.whole_error)
         self.degrees = np.minimum(degrees, max(cell.whole_degrees, 1e-12))
-        own = ndtri((np.arange(_NODES) + 0.5) / _NODES) * cell.whole_error
+        deviations = ndtri((np.arange(_NODES) + 0.5) / _NODES) * cell.whole_error
         self.slopes = self.errors / errors
-        self.offsets = own[:, None] / errors[None, :]
+        self.offsets = deviations[:, None] / errors[None, :]
         self.two_sided = two_sided
 
     def half_widths(self, score: float) -> list[float]:

@@ -39,8 +39,8 @@ def test_critical_values_are_those_of_dunnetts_table(
 ) -> None:
     """With equal spreads that are known."""
     cell = LogEstimate(0.0, 0.01, 1e6, 3)
-    found = half_widths(cell, [cell] * comparisons, 0.95, two_sided)
-    assert [half / math.hypot(0.01, 0.01) for half in found] == pytest.approx(
+    widths = half_widths(cell, [cell] * comparisons, 0.95, two_sided)
+    assert [width / math.hypot(0.01, 0.01) for width in widths] == pytest.approx(
         [value] * comparisons, abs=0.025
     )
 

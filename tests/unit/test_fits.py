@@ -182,11 +182,21 @@ def test_public_questions() -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_command_allocates_what_was_counted(method: str) -> None:
     """But for the inputs of matrices that peft casts to fp32."""
-    words = ["llama-1b", "--gpus", "a100-80gb", "--method", method, "--seq", "1024", "--batch", "2"]
+    options = [
+        "llama-1b",
+        "--gpus",
+        "a100-80gb",
+        "--method",
+        method,
+        "--seq",
+        "1024",
+        "--batch",
+        "2",
+    ]
     if method == "full":
-        words += ["--precision", "pure-bf16"]
-    found = json.loads(CliRunner().invoke(app, ["fits", *words, "--json"]).stdout)
-    given = dict(word.split("=", 1) for word in found["command"].split() if "=" in word)
+        options += ["--precision", "pure-bf16"]
+    answer = json.loads(CliRunner().invoke(app, ["fits", *options, "--json"]).stdout)
+    given = dict(word.split("=", 1) for word in answer["command"].split() if "=" in word)
     cell = Cell(
         strategy="single",
         workload=given["workload"],
@@ -196,7 +206,7 @@ def test_the_command_allocates_what_was_counted(method: str) -> None:
         precision=given["precision"],  # type: ignore[arg-type]
     )
     peak = rehearse(cell).fullest.peak_bytes
-    assert peak == pytest.approx(found["peak_bytes"], rel=0.15)
+    assert peak == pytest.approx(answer["peak_bytes"], rel=0.15)
 
 
 def test_dora_learns_norms_and_needs_more_than_lora() -> None:
