@@ -1,4 +1,4 @@
-"""Which addresses the processes of a run listen on, as the kernel's tables say."""
+"""Addresses on which a run's processes listen, from the kernel's tables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LISTENS = "0A"
 
 
 def address_of(digits: str) -> str:
-    """An address of /proc/net/tcp or tcp6, whose words of 32 bits are in the host's order."""
+    """Parses an address in /proc/net/tcp or tcp6, whose 32-bit words are in host byte order."""
     words = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
     raw = struct.pack(f"={len(words)}I", *words)
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw)
 
 
 def listeners(process: int | str = "self") -> dict[str, str]:
-    """The address of every listening TCP socket in the network of this process, by its inode."""
+    """Returns addresses of listening TCP sockets in a process's network, by inode."""
     found = {}
     with contextlib.suppress(OSError):  # it has ended
         for table in ("tcp", "tcp6"):
@@ -36,8 +36,8 @@ def listeners(process: int | str = "self") -> dict[str, str]:
 
 
 def other_networks(processes: list[psutil.Process]) -> dict[int, bool]:
-    """A process in each network namespace of these processes that is not this one's, and whether
-    there is loopback alone in it."""
+    """Returns one of these processes per other network namespace, and whether the namespace has
+    only loopback."""
     found = {}
     for process in processes:
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ def other_networks(processes: list[psutil.Process]) -> dict[int, bool]:
 
 
 def owned_by(processes: list[psutil.Process]) -> set[str]:
-    """The inodes of these processes' sockets."""
+    """Returns the inodes of these processes' sockets."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -67,20 +67,20 @@ def is_loopback(address: str) -> bool:
 
 
 class Watched:
-    """What this process and its descendants listened on while it was watched."""
+    """Addresses on which this process and its descendants listened."""
 
     def __init__(self) -> None:
         self.inside: list[str] = []
-        """Loopback addresses, and any in a network that has nothing but loopback."""
+        """Loopback addresses, and all in networks that have only loopback."""
         self.outside: list[str] = []
         self.elsewhere: set[str] = set()
-        """In networks of emulated nodes."""
+        """Addresses in networks of emulated nodes."""
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
-    """Looks at the kernel's tables in a thread: at this network's fifty times a second, at those of
-    descendants in other networks once, as that costs more."""
+    """Reads the kernel's tables in a thread: this network's 50 times a second, and those of
+    descendants in other networks, which cost more, once a second."""
     seen, over, before = Watched(), threading.Event(), set(listeners())
 
     def look() -> None:

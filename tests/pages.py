@@ -1,4 +1,4 @@
-"""The files, patches and commands of a document, applied and run as they stand."""
+"""Files, patches and commands in a document, to be applied and run unchanged."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Block:
     """A block of code in a document."""
 
     path: str
-    """The file that the line above names (`path`:), empty where it names none."""
+    """File named in the line above (`path`:); empty if none."""
     language: str
-    """`diff` is a patch of that file, another language its whole text; without one and without a
-    file the block is commands."""
+    """`diff` for a patch of the file, else the file's whole text. Without a language and a file,
+    the block is commands."""
     text: str
 
     @property
     def commands(self) -> list[str]:
-        """The block's lines if it is commands, else none."""
+        """Lines of a block of commands; empty for other blocks."""
         return [] if self.path or self.language else self.text.splitlines()
 
     def apply(self, checkout: Path) -> None:
@@ -37,31 +37,31 @@ class Block:
         if self.language == "diff":
             file.write_text(_patched(file.read_text(), self.text, self.path))
         else:
-            assert not file.exists(), f"{self.path} is there already"
+            assert not file.exists(), f"{self.path} already exists"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self.text)
 
 
 def _patched(text: str, patch: str, path: str) -> str:
-    """The text with each hunk (parted by lines `@@`) in place of the one stretch that it fits."""
+    """Applies each hunk (separated by `@@` lines) at the only place that matches."""
     for hunk in re.split(r"^@@.*\n", patch, flags=re.M):
         lines = [line or " " for line in hunk.splitlines()]
         before = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
         after = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
         assert lines
-        assert text.count(before) == 1, f"{text.count(before)} places in {path} fit:\n{hunk}"
+        assert text.count(before) == 1, f"{text.count(before)} places in {path} match:\n{hunk}"
         text = text.replace(before, after)
     return text
 
 
 def section(page: Path, heading: str) -> str:
-    """The text of a section of a page."""
+    """Returns the text of a page's section."""
     parts = re.split(r"^## (.*)\n", page.read_text(), flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
 
 
 def blocks(text: str) -> list[Block]:
-    """The blocks of a document, in order."""
+    """Returns the blocks of a document, in order."""
     return [
         Block(found["path"] or "", found["language"], found["text"])
         for found in BLOCK.finditer(text)
@@ -69,7 +69,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of this checkout's code, tests and documents, to be changed at will."""
+    """Copies this checkout's code, tests and documents, for tests that change them."""
     copy = folder / "checkout"
     folders = ("bench", "harness", "reports", "results/reference", "scripts", "slurm", "tests")
     for name in (*folders, "docs"):

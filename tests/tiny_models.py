@@ -1,4 +1,4 @@
-"""Tiny configs of transformers' models, saved as a user's folder has them."""
+"""Tiny configs of transformers' models, saved like a user's folder."""
 
 from __future__ import annotations
 
@@ -182,12 +182,11 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"image_size": 32, "patch_size": 4, "num_labels": 5},
     ),
 }
-"""Models that only the thorough tests try."""
+"""Further models, most of which only thorough tests use."""
 
 
 def save_config(folder: Path, model_type: str, architecture: str = "", **changes: Any) -> str:
-    """Saves a model of MODELS or MORE_MODELS, with changes, without weights; returns the
-    workload's name."""
+    """Saves a changed config of MODELS or MORE_MODELS, no weights; returns the workload name."""
     from transformers import AutoConfig
 
     named, config = (MODELS | MORE_MODELS)[model_type]

@@ -1,12 +1,13 @@
-"""Training as a person writes it by hand, each strategy with its library and nothing of the suite;
-run by test_overhead.py.
+"""Hand-written training: each strategy uses its library and nothing from the suite.
+
+test_overhead.py runs it.
 
     torchrun --nproc-per-node 2 plain.py ddp FOLDER
 
-Each rank pins itself to a core and computes with one thread, as the suite's ranks do, and writes
-its step times, in seconds, to FOLDER/RANK.json. Where there is a file FOLDER/wait it first says
-that it is ready, in FOLDER/RANK.pid, and waits until that file is gone. The model is a Llama of 0.9
-million parameters, the batch 8 samples of 64 tokens, the optimizer AdamW.
+Each rank pins itself to a core, computes with one thread like the suite's ranks, and writes its
+step times in seconds to FOLDER/RANK.json. If FOLDER/wait exists, a rank that is ready first writes
+FOLDER/RANK.pid and waits until FOLDER/wait is gone. The model is a Llama with 0.9 million
+parameters, the batch is 8 samples of 64 tokens, and the optimizer is AdamW.
 """
 
 import json
@@ -94,7 +95,7 @@ def fsdp2():
 def zero(stage):
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it leaves files in /dev/shm
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # leaves files in /dev/shm
     model = make_model()
     size = sum(p.numel() for p in model.parameters())
     bucket = size // 8
@@ -136,7 +137,7 @@ def zero(stage):
 
 
 def pipeline():
-    """Half of the blocks on each rank, 1F1B."""
+    """Puts half of the blocks on each rank; the schedule is 1F1B."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     class Half(torch.nn.Module):
@@ -210,7 +211,7 @@ def accelerate():
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    torch.set_num_threads(1)  # it takes all cores
+    torch.set_num_threads(1)  # Accelerate takes all cores
     model = make_model()
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
@@ -227,9 +228,8 @@ def main():
     global rank, world
     os.environ["DS_ACCELERATOR"] = "cpu"
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0")))
-    os.sched_setaffinity(
-        0, {sorted(os.sched_getaffinity(0))[local_rank]}
-    )  # before the library starts threads of its own
+    # before the library starts its threads
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[local_rank]})
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if strategy == "horovod":
         import horovod.torch as hvd

@@ -1,5 +1,4 @@
-"""What a million recorded steps cost: writing them, reading and summarising them, and how that
-grows.
+"""Cost of a million recorded steps: writing, reading and summarising them, and how it grows.
 
 Run by `make bench`.
 """
@@ -24,7 +23,7 @@ from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 MILLIONS = float(os.environ.get("BENCH_MILLIONS", "1"))
 STEPS = 10_000
-"""Of each trial: 8 ranks by 1,250 steps."""
+"""Step rows of each trial: 8 ranks by 1,250 steps."""
 _SUMMARISE = """
 import re, sys, time
 began = time.perf_counter()
@@ -39,8 +38,8 @@ print(len(results.steps), seconds, int(re.search(r"VmHWM:\\s*(\\d+)", status)[1]
 
 
 def written(store: Store, rows: int) -> float:
-    """Seconds that writing so many step rows took, 10 trials a cell, up to the copy that a run
-    makes at its end."""
+    """Returns the seconds to write `rows` step rows with 10 trials per cell, including the copy
+    that a run makes at its end."""
     seconds = 0.0
     store.write_run(RunRecord(**one_cell_run()))
     for number in range(rows // STEPS):
@@ -57,8 +56,7 @@ def written(store: Store, rows: int) -> float:
 
 
 def summarised(folder: Path) -> tuple[float, float]:
-    """Seconds from the first import to the summary, and the largest memory in MiB, of a process of
-    its own."""
+    """Returns the seconds from first import to summary and the peak MiB of a new process."""
     done = subprocess.run(
         [sys.executable, "-c", _SUMMARISE, str(folder)], capture_output=True, text=True, check=True
     )

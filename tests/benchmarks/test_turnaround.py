@@ -1,4 +1,4 @@
-"""What the suite itself costs, side by side with what it is compared to. Run by `make bench`."""
+"""Cost of the suite itself, next to plain Python and a plain script. Run by `make bench`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ SCRIPTS = 5
 def test_turnaround(
     benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Seconds of a cell beyond its steps, recording and looking for foreign load included; a script
-    per cell beside it."""
+    """Measures a cell's seconds beyond its steps, next to a script's.
+
+    Recording and the check for foreign load are included.
+    """
     wanted = [cell("ddp", options={"bucket_cap_mb": float(1 + n)}) for n in range(CELLS)]
     store, by_script = Store(tmp_path / "results"), []
     script = [
@@ -73,7 +75,7 @@ def test_turnaround(
         assert set(taken.trials["status"]) == {"ok"}
         return (whole - float(taken.steps[taken.steps["rank"] == 0]["step_seconds"].sum())) / CELLS
 
-    matrix()  # warm: the reference run is kept from here on
+    matrix()  # warms up: the reference run is kept from here on
     beyond = [benchmark.pedantic(matrix, rounds=1)]
     for _ in range(SCRIPTS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Reports of hostile and of very large runs, in a browser."""
+"""Reports of hostile and very large runs, in a browser."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ print(time.process_time() - began, peak / 1024, path.stat().st_size / 2**20)
 
 
 def seconds_mebibytes_and_size(results: Path, page: Path) -> tuple[float, float, float]:
-    """Of writing a folder's report in a process of its own: processor time, largest memory in MiB,
-    size of the page in MiB."""
+    """Writes a folder's report in a new process; returns its processor time, peak memory and
+    page size in MiB."""
     done = subprocess.run(
         [sys.executable, "-c", _WRITE, str(results), str(page)],
         capture_output=True,
@@ -56,13 +56,13 @@ def seconds_mebibytes_and_size(results: Path, page: Path) -> tuple[float, float,
 
 @pytest.fixture(scope="module", params=[700, pytest.param(5000, marks=pytest.mark.thorough)])
 def cells(request: pytest.FixtureRequest) -> int:
-    """How many cells the run has."""
+    """Number of cells in the run."""
     return int(request.param)
 
 
 @pytest.fixture(scope="module")
 def many(cells: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of many cells with 200 steps each, kept as the copy that a run makes at its end."""
+    """A run of many cells with 200 steps each, stored as the copy made at the end of a run."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -124,8 +124,8 @@ def many(cells: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page_of_many(cells: int, many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At most 15 s, 1 GiB and 8 MB for 5,000 cells where nothing else runs (figures: make bench);
-    here twice the time is allowed."""
+    """5,000 cells take at most 15 s, 1 GiB and 8 MB on an idle machine (figures: make bench). The
+    test allows twice the time."""
     results = load(many)
     assert (len(results.trials), len(results.steps)) == (cells, STEPS * cells)
     page = tmp_path_factory.mktemp("page") / "page.html"
@@ -161,12 +161,12 @@ def test_a_filter_over_all_cells_answers_within_200_ms(opened: Watched) -> None:
                 word,
             )
         )
-    assert min(took[1:]) < 200, took  # others use the machine too
+    assert min(took[1:]) < 200, took  # the machine may be busy
     assert opened.said == []
 
 
 def visible(page: Page) -> list[str]:
-    """Ids of the rows that take place on the screen, in order."""
+    """Returns the ids of the rows that take up space on the screen, in order."""
     return page.eval_on_selector_all(
         "#all tbody tr", "rows => rows.filter(row => row.offsetHeight).map(row => row.id)"
     )
@@ -177,7 +177,7 @@ def test_the_first_cells_are_shown_and_all_on_a_click(opened: Watched, cells: in
     assert len(visible(page)) == FEW
     assert page.locator("#shown").inner_text() == f"{cells} of {cells} cells, the first {FEW} shown"
     assert page.locator("#shown").evaluate("one => one.tagName") == "OUTPUT", (
-        "which screen readers announce"
+        "screen readers announce an OUTPUT"
     )
     page.get_by_label("Search").fill("fsdp2")
     fitting = len(range(1, cells, 3))
@@ -215,7 +215,7 @@ def test_a_link_to_one_of_many_cells_finds_it(
         page_of_many.as_uri(),
         f"{page_of_many.as_uri()}#{last}",
     ):
-        page.goto(url)  # with the hash at once, without, and as a step within the page
+        page.goto(url)  # with the hash at once, without it, and within the page
     row = page.locator(f"#{last}")
     box = row.bounding_box()
     assert box is not None
@@ -255,7 +255,7 @@ def test_all_cells_are_printed_compared_and_there_without_javascript(
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Iterator[Path]:
-    """A run whose every text is hostile."""
+    """A run in which every text is hostile."""
     store = Store(tmp_path / "results")
     store.write_run(
         RunRecord(
@@ -310,8 +310,8 @@ def test_a_hostile_run_is_only_text(browser: Browser, hostile: Path, tmp_path: P
 
 
 def test_the_report_of_a_full_run_is_small_and_quick(reference: Results, tmp_path: Path) -> None:
-    """At most 3 s of processor time where nothing else runs, and 3 MB; three times the time is
-    allowed here."""
+    """The report takes at most 3 s of processor time on an idle machine, and 3 MB. The test allows
+    three times the time."""
     began = time.process_time()
     page = write_report(reference, tmp_path / "page.html")
     assert time.process_time() - began < 9

@@ -1,5 +1,7 @@
-"""Random kills over a matrix: whatever is hit, each trial ends in exactly one record, and nothing
-is left. BENCH_KILLS says how many (5: one of each kind)."""
+"""Random kills during a matrix: each trial ends in exactly one record, and no process is left.
+
+BENCH_KILLS sets their number (5: one of each kind).
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ cells:
 
 
 def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
-    """What may be killed of a kind: a rank, an agent, the coordinator or the batch shell."""
+    """Returns the processes of a kind: ranks, agents, the coordinator or the batch shell."""
     if kind == "rank":  # forked by a fork server, without a new command line
         return [
             p
             for p in slurm.of_kind("multiprocessing.forkserver")
             if "forkserver" in " ".join(p.parent().cmdline())
         ]
-    if kind == "shell":  # of the batch step, not one that keeps an agent
+    if kind == "shell":  # the batch step's, not one that restarts an agent
         return [
             p
             for p in slurm.of_kind("bash slurm/multinode.sbatch")
@@ -55,7 +57,7 @@ def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
 
 
 def strike(slurm: Slurm, kind: str, chance: random.Random) -> bool:
-    """Kills one of a kind; False where there is none at the moment."""
+    """Kills one process of a kind; returns False if there is none at the moment."""
     if kind == "controller":
         end(slurm.pid("slurmctld"), signal.SIGKILL)
         slurm.daemon("slurmctld")
@@ -90,7 +92,7 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
     while kinds and time.monotonic() - begun < 40 * KILLS:
         if over():
             if not bench.open_trials(run_id):
-                break  # done before all was killed that was to be
+                break  # the run ended before all kills were made
             jobs.append(bench.submit("--matrix", matrix, "--nodes", "2", "--run", run_id)["job"])
         recorded = bench.recorded(run_id)
         until(

@@ -1,5 +1,5 @@
-"""A SLURM of three nodes: cells over two and three of them in one job; a lost node costs its trial,
-and a spare one takes its place."""
+"""Cells on two and three nodes in one job: a lost node costs its trial, and a spare one takes its
+place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(slurm: Slurm, bench: Bench) 
         "node n2 was lost: its agent is gone" in reason
         for reason in trials[trials["status"] == "failed"]["reason"]
     )
-    assert len(trials[trials["status"] == "failed"]) <= 1, "one trial at most is lost with a node"
+    assert len(trials[trials["status"] == "failed"]) <= 1, "a lost node costs at most one trial"
     assert set(after[after["nodes"] == 3]["status"]) == {"unavailable"}
     assert all("2 of 3 are there" in reason for reason in after[after["nodes"] == 3]["reason"])
     over_two = after[after["nodes"] == 2]

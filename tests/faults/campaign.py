@@ -1,5 +1,5 @@
-"""A campaign: injects faults, one after the other, into trials that share one results folder, and
-looks after each at what was lost, recorded twice, or left behind."""
+"""Injects faults into trials that share one results folder. After each fault, checks that nothing
+was lost, recorded twice, or left behind."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ HANG_SECONDS = "1"
 
 
 class Campaign:
-    """Faults in a folder of their own, and what has to hold after each of them."""
+    """Faults injected in one folder, with checks after each."""
 
     def __init__(self, folder: Path, temporary: Path, seed: int, launcher: Launcher) -> None:
         chance = random.Random(seed)
         self.place = Place(Store(folder / "results"), launcher, chance, temporary)
         self.seconds: dict[str, float] = {}
-        """That each kind of fault took so far, with the looks after it."""
+        """Seconds spent so far by kind of fault, including checks."""
         self.kept: dict[str, bytes] = {}
-        """Trial files so far, and their content."""
+        """Content of the trial files so far, by name."""
         self.before = self._processes()
 
     def order(self, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-        """So many faults: every kind once, in a random order, before any comes again."""
+        """Returns `count` faults: every kind once, in random order, before any repeats."""
         names: list[str] = []
         while len(names) < count:
             names += self.place.chance.sample(list(kinds), len(kinds))
         return names[:count]
 
     def strike(self, kind: str) -> None:
-        """Injects a fault; raises AssertionError where something does not hold after it."""
+        """Injects a fault; raises AssertionError if a check fails afterwards."""
         began = time.monotonic()
         try:
             KINDS[kind](self.place)
@@ -52,7 +52,7 @@ class Campaign:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - began
 
     def _look(self) -> None:
-        """What has to hold after every fault."""
+        """Checks what must hold after every fault."""
         files = {str(file): file.read_bytes() for file in self.place.files()}
         lost = self.kept.keys() - files.keys() - self.place.taken_out
         assert not lost, f"lost: {sorted(lost)}"
@@ -61,12 +61,12 @@ class Campaign:
         ]
         assert not changed, f"changed: {changed}"
         self.kept = files
-        if self.place.store.run_ids():  # some kinds of faults have folders of their own
+        if self.place.store.run_ids():  # some kinds of faults use other folders
             trials = self.place.store.load(steps=False).trials
             twice = trials[trials.duplicated(["run_id", "cell_id", "trial", "attempt"])]
             assert twice.empty, f"recorded twice: {twice}"
             bad = trials[~trials["status"].isin(["ok"])]
-            assert (bad["reason"].str.len() > 0).all(), "a failure without its cause"
+            assert (bad["reason"].str.len() > 0).all(), "a failure without a reason"
         deadline = time.monotonic() + 10
         while (left := self._processes() - self.before) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -75,13 +75,12 @@ class Campaign:
         assert not scratch, f"left in temporary folders: {scratch}"
 
     def end(self) -> None:
-        """After the last fault: nothing is left of the runs that were killed."""
+        """Checks after the last fault that killed runs left nothing behind."""
         left = left_in(self.place.temporary)
         assert len(left) <= 2, f"only the last killed run may have left its folders: {left}"
 
     def _processes(self) -> set[int]:
-        """Below this process and the fork server; zombies, and the helpers of multiprocessing,
-        aside."""
+        """Returns descendants of this process, without zombies and multiprocessing's helpers."""
         found = set()
         for process in psutil.Process().children(recursive=True):
             try:
@@ -97,7 +96,7 @@ class Campaign:
 def table(
     struck: Counter[str], failed: Mapping[str, list[str]], seconds: Mapping[str, float]
 ) -> str:
-    """What was injected, how often, what did not hold, and how long one took, as Markdown."""
+    """Returns a Markdown table of faults, their number, failed checks and mean time."""
     rows = ["| fault | injected | did not hold | seconds each |", "|---|---|---|---|"]
     rows += [
         f"| {kind} | {struck[kind]} | {len(failed.get(kind, []))}"

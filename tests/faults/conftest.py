@@ -1,4 +1,4 @@
-"""What tests with ranks share."""
+"""Fixtures shared with tests that use ranks."""
 
 from tests.ranks.conftest import launcher
 

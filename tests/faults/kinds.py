@@ -1,5 +1,4 @@
-"""Faults that are injected into a results folder and the trials that write to it: how each is made,
-and what the record has to say of it."""
+"""Faults injected into trials and their results folder, and the records that must follow."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from tests.ranks.conftest import cell
 def of_a_rank(
     fault: str, status: str, reason: str, devices: int = 2, first_step: int = 0
 ) -> Inject:
-    """One of the plug-in's faults, at a random step of the last rank."""
+    """Returns one of the plug-in's faults, at a random step of the last rank."""
 
     def inject(place: Place) -> None:
         tried = cell(
@@ -52,13 +51,13 @@ def replace_axes(tried: Cell, **axes: object) -> Cell:
 
 
 def nothing(place: Place) -> None:
-    """No fault: a good trial is recorded as one."""
+    """Injects no fault: a good trial is recorded as ok."""
     assert place.trial(cell("ddp"))[0] == "ok"
 
 
 def damage(change: Callable[[bytearray, random.Random], bytes]) -> Inject:
-    """Damages the file of a recorded trial: readers leave it out, the check finds it and moves it,
-    and the rest is read as before."""
+    """Returns a fault that damages a recorded trial's file, which readers must skip, and the check
+    find and quarantine."""
 
     def inject(place: Place) -> None:
         files = place.files()
@@ -81,7 +80,7 @@ def cut(content: bytearray, chance: random.Random) -> bytes:
 
 
 def flipped(content: bytearray, chance: random.Random) -> bytes:
-    """With a flipped bit in the values of a column; those of a page are behind its header."""
+    """Flips a bit in a column's values, which follow the page header."""
     column = pq.ParquetFile(pa.BufferReader(bytes(content))).metadata.row_group(0).column(0)
     begin = column.dictionary_page_offset or column.data_page_offset
     content[begin + column.total_compressed_size - 1] ^= 1 << chance.randrange(8)
@@ -93,7 +92,7 @@ def foreign(content: bytearray, chance: random.Random) -> bytes:
 
 
 def of_the_future(place: Place) -> None:
-    """A file of a later schema: refused in words, and read again once it is gone."""
+    """A file with a newer schema is reported with its version, and not as damaged."""
     nothing(place)
     file = place.chance.choice(place.files())
     before = file.read_bytes()
@@ -106,13 +105,13 @@ def of_the_future(place: Place) -> None:
 
 
 def folder_removed(place: Place) -> None:
-    """Somebody removes the copies that are only there to be read faster, and empty folders."""
+    """The copies of runs, which only speed up reading, are removed."""
     shutil.rmtree(place.store.folder / "gathered", ignore_errors=True)
     nothing(place)
 
 
 def of_a_run(signals: tuple[int, ...], pause: float = 0.0) -> Inject:
-    """Signals to the process of a run, this many seconds apart; then the run goes on."""
+    """Returns a fault that signals a run's process, `pause` seconds apart, and resumes the run."""
 
     def inject(place: Place) -> None:
         run = Run(place)
@@ -127,7 +126,7 @@ def of_a_run(signals: tuple[int, ...], pause: float = 0.0) -> Inject:
 
 
 def machine_suspended(place: Place) -> None:
-    """All processes of a run are stopped, and go on later."""
+    """All processes of a run are stopped, and continued later."""
     run = Run(place)
     run.until_in_the_middle()
     stopped: list[psutil.Process] = []
@@ -148,7 +147,7 @@ def machine_suspended(place: Place) -> None:
 
 
 def fork_server_killed(place: Place) -> None:
-    """The process that ranks are forked from is killed during a trial: the next has another."""
+    """The fork server is killed during a trial; the next trial gets a new one."""
     killer = threading.Timer(
         place.chance.uniform(0.05, 0.6), os.kill, (place.launcher.fork_server, signal.SIGKILL)
     )
@@ -160,7 +159,7 @@ def fork_server_killed(place: Place) -> None:
 
 
 def two_runs(place: Place) -> None:
-    """Two runs that write to one folder at the same time, and a reader."""
+    """Two runs write to one folder while this process reads it."""
     runs = [Run(place), Run(place)]
     while any(run.process.poll() is None for run in runs):
         if place.store.run_ids():  # none until the first of them has started
@@ -200,4 +199,4 @@ KINDS: dict[str, Inject] = {
     "two runs write to one folder": two_runs,
     **HOST_KINDS,
 }
-"""By what they are called in the table."""
+"""Faults by their name in the table."""

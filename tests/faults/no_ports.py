@@ -1,5 +1,5 @@
-"""python -m tests.faults.no_ports COMMAND...: runs a command in a network of its own, in which all
-ports that the system gives out are in use."""
+"""python -m tests.faults.no_ports COMMAND...: runs a command in a separate network whose ephemeral
+ports are all in use."""
 
 from __future__ import annotations
 

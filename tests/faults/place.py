@@ -1,4 +1,4 @@
-"""Where faults are injected, and what a fault is."""
+"""Types of faults and of the place to inject them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from harness.spec.cell import Cell
 
 @dataclass
 class Place:
-    """Where faults are injected."""
+    """Results folder, launcher and temporary folder into which faults are injected."""
 
     store: Store
     launcher: Launcher
     chance: random.Random
     temporary: Path
-    """The folder for temporary files of runs that are processes of their own."""
+    """Temporary folder of runs in separate processes."""
     taken_out: set[str] = field(default_factory=set)
-    """Names of trial files that a fault damaged, which were then quarantined."""
+    """Names of trial files that were damaged, then quarantined."""
 
     def trial(self, tried: Cell) -> tuple[str, str]:
-        """Runs a cell once, as a run of its own; returns its status and reason."""
+        """Runs a cell once, in a new run; returns its status and reason."""
         plan = Plan.new("campaign", [tried], 1, [])
         runner = Runner(self.store, plan, launcher=lambda packages: self.launcher)
         runner.begin()
@@ -36,9 +36,9 @@ class Place:
         return str(trial["status"]), str(trial["reason"])
 
     def files(self) -> list[Path]:
-        """Of all trials that are recorded."""
+        """Returns the files of all recorded trials."""
         return sorted((self.store.folder / "trials").glob("*/*.parquet"))
 
 
 Inject = Callable[[Place], None]
-"""Injects a fault, and raises AssertionError where what follows is not what has to."""
+"""Injects a fault; raises AssertionError if the outcome is wrong."""

@@ -1,4 +1,4 @@
-"""A run as a process of its own, to which something happens in the middle of its trials."""
+"""A run in a separate process, to be disturbed in the middle of its trials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ cells: [{cell}]
 
 
 class Run:
-    """`bench run` of one cell, in a session of its own."""
+    """`bench run` of one cell, in a separate session."""
 
     trials = 3
 
@@ -36,8 +36,8 @@ class Run:
         enter: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`results`: another folder than the campaign's. `before`: words of a command that runs
-        the one after it. `enter`: called in the new process. `environment`: further variables."""
+        """`results`: replaces the campaign's folder. `before`: a command that runs the one after
+        it. `enter`: called in the new process. `environment`: further variables."""
         self.place, self.before, self.enter = place, list(before), enter
         self.store = Store(results) if results else place.store
         self.environment = dict(environment or {})
@@ -71,14 +71,13 @@ class Run:
         time.sleep(self.place.chance.uniform(0.0, 0.6))
 
     def ended(self) -> list[tuple[str, str]]:
-        """Status and reason of each trial, once the process has come to its end."""
+        """Waits for the process; returns status and reason of each trial."""
         self.process.wait(timeout=120)
         trials = self.store.load([self.name], steps=False).trials
         return [(str(row.status), str(row.reason)) for row in trials.itertuples()]
 
     def refused(self, reason: str) -> None:
-        """Waits for the end of the process, which has to say this in one sentence; unless it was
-        done with its trials before."""
+        """Waits for the process, which must fail with this reason unless it finished its trials."""
         code, said = self.process.wait(timeout=120), self.output.read_text("utf-8", "replace")
         assert "Traceback" not in said, said
         assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in said), (
@@ -87,12 +86,12 @@ class Run:
         )
 
     def finish(self, good: int = 0) -> None:
-        """Goes on with the run until it ends; all of its trials are there once, and good. `good`:
-        so many have to be without it being gone on with."""
+        """Resumes the run if necessary; asserts that every trial succeeded once. `good`: trials
+        that must be recorded without a resume."""
         if self.process.poll() is None:
             self.process.wait(timeout=120)
         assert self.recorded() >= good, self.output.read_text("utf-8", "replace")
-        # The last one may be interrupted.
+        # The last trial may have been interrupted.
         if self.recorded() < self.trials or {status for status, _ in self.ended()} != {"ok"}:
             self.process = self.start()
             code = self.process.wait(timeout=120)

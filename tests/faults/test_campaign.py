@@ -1,5 +1,5 @@
-"""A short campaign with a fixed seed. FAULTS=500 SEED=7 make it a long one, of all kinds: the same
-seed gives the same faults. KINDS="a run|a disk" leaves those kinds out whose name has neither."""
+"""A short campaign with a fixed seed. FAULTS=500 SEED=7 makes it long, with all kinds of faults; a
+seed always gives the same faults. KINDS="a run|a disk" selects kinds with either in their name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LONG = {
     "two runs write to one folder",
     *HOST_KINDS,
 }
-"""Kinds that take runs as processes of their own, or another fork server, which take ten times as
-long; tests/ranks/test_resume.py kills runs too."""
+"""Kinds that start runs in separate processes, or a new fork server, and take ten times as long;
+tests/ranks/test_resume.py kills runs too."""
 LEFT_OUT = left_out(list(KINDS)) if "FAULTS" in os.environ else {}
 CHOSEN = [
     kind
@@ -42,7 +42,7 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """A short path: that of a socket in it may have 107 characters."""
+    """A short path, because a socket's path may have at most 107 characters."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder, "tmp")
 
@@ -61,7 +61,7 @@ def test_nothing_is_lost_whatever_breaks(
     for kind in faults:
         try:
             campaign.strike(kind)
-        except Exception as error:  # the others are injected all the same
+        except Exception as error:  # the others are still injected
             failed.setdefault(kind, []).append(f"{type(error).__name__}: {error}")
     print(f"\nseed {SEED}\n\n{table(Counter(faults), failed, campaign.seconds)}")
     for kind, reason in LEFT_OUT.items():

@@ -1,5 +1,5 @@
-"""Two runs that write to one results folder while a third process reads it: at every moment all
-that was read before is there, whole and once. ROUNDS=200 writes so many trials in each run."""
+"""Two runs write to one results folder while a third process reads it. All trials read before must
+stay there, intact and only once. ROUNDS=200 writes 200 trials in each run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RUNS = ("run-a", "run-b")
 
 
 def read_once(store: Store, seen: dict[str, int]) -> bool:
-    """False before the first run has begun. Raises AssertionError where something is missing,
-    damaged or there twice; a warning of a damaged file is an error here. `seen`: trials by run in
-    the last look."""
+    """Reads the folder; returns False before the first run has begun. Raises AssertionError if
+    something is missing, damaged or duplicated; warnings about damaged files are errors here.
+    `seen`: trials by run at the last look, updated."""
     if not (begun := store.run_ids()):
         return False
     results = store.load()
@@ -33,7 +33,7 @@ def read_once(store: Store, seen: dict[str, int]) -> bool:
     steps = Counter(zip(results.steps["run_id"], results.steps["trial"], strict=True))
     for run_id, trials in results.trials.groupby("run_id"):
         count = seen.get(str(run_id), 0)
-        # The first so many in the order in which they were written: none is left out.
+        # Trials appear in the order in which they were written, without gaps.
         assert sorted(trials["trial"]) == list(range(len(trials)))
         assert len(trials) >= count
         assert len(store.ended_trials(str(run_id))) >= len(trials)

@@ -1,5 +1,5 @@
-"""Random inputs to everything that reads what somebody else may have written: each is read, or
-refused in one sentence. FUZZ=20000 tries at least so many of each, and a million in all."""
+"""Random inputs to everything that reads foreign data: each is read, or refused in one sentence.
+FUZZ=20000 tries at least 20,000 of each, and a million in all."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ FUZZ = int(os.environ.get("FUZZ", "30"))
 
 
 def fuzzed(inputs: int, share: int = 1) -> settings:
-    """`inputs`: that a test tries in each of its examples; `share`: how many times FUZZ it tries in
-    all."""
+    """Returns settings. `inputs`: inputs per example. `share`: multiple of FUZZ to try in all."""
     return settings(
         max_examples=max(10, FUZZ * share // inputs),
         database=None,
@@ -61,8 +60,8 @@ ODD = (b"", b"\0", b"-1", b"1e999", b"\xff\xfe", b"{" * 50, b"\n- " * 5, b"&a [*
 
 
 def mutated(content: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """So many versions of a content that would be read, in each of which some places are changed,
-    cut out, repeated or filled with something odd."""
+    """Yields `count` versions of valid content, with some places changed, cut out, repeated or
+    filled with odd bytes."""
     chance = random.Random(seed)
     for _ in range(count):
         changed = bytearray(content)
@@ -134,7 +133,7 @@ def test_a_matrix_file(
 @fuzzed(inputs=1, share=2)
 @given(axes=AXES)
 def test_a_cell(axes: dict[str, Any]) -> None:
-    with contextlib.suppress(ValueError):  # pydantic's, which callers put in words
+    with contextlib.suppress(ValueError):  # pydantic's, which callers translate
         assert Cell(**axes).id
 
 
@@ -166,7 +165,7 @@ GROUP = typer.main.get_command(app)
 
 @pytest.fixture(scope="module")
 def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current folder, which is empty."""
+    """An empty current folder."""
     before, folder = Path.cwd(), tmp_path_factory.mktemp("nowhere")
     os.chdir(folder)
     yield folder

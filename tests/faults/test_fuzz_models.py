@@ -1,6 +1,6 @@
-"""Random configs of models and parquet files: each is used, or refused in one sentence.
+"""Random model configs and parquet files: each is used, or refused in one sentence.
 
-FUZZ=20000 tries at least so many of each.
+FUZZ=20000 tries at least 20,000 of each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEYS = (
     *("sliding_window", "label2id", "transformers_version", "_attn_implementation", "is_decoder"),
 )
 CONFIGS = 20
-"""Configs of an example, one of which is built and trained."""
+"""Configs per example, one of which is built and trained."""
 FILES = 20
 
 
@@ -62,7 +62,7 @@ def value(chance: random.Random) -> Any:
 
 
 def config_texts(seed: int, count: int) -> Iterator[str]:
-    """Tiny configs of models, with some entries changed or missing, perhaps cut off."""
+    """Yields tiny model configs with changed or missing entries, some of them damaged."""
     chance = random.Random(seed)
     for _ in range(count):
         model = chance.choice(sorted(ALL))
@@ -101,7 +101,7 @@ def require_built(folder: Path) -> None:
         workload = make_workload(name)
         data = "images" if workload.kind == "image" else "stdlib"
         axes = {"workload": name, "sequence_length": 16, "data": data, "device": "cpu"}
-        with mock.patch("bench.host.model_facts"):  # whose every error is caught; it takes seconds
+        with mock.patch("bench.host.model_facts"):  # slow, and catches every error
             admit_here(Cell(strategy="single", devices=1, **axes), Host("cpu", 2, 2**34))
 
 
@@ -138,7 +138,7 @@ NAMES = ("text", "text", "text", "label", "label", "Text", "labels", "")
 
 
 def column(chance: random.Random, rows: int) -> pa.Array:
-    """Values of one kind, perhaps with some missing."""
+    """Returns values of one type, perhaps with nulls."""
     kinds = (
         (pa.string(), lambda: "é" * chance.randint(0, 40)),
         (pa.string(), lambda: "a" * 40),
@@ -185,7 +185,7 @@ def write_samples(file: Path, chance: random.Random) -> None:
 
 def require_samples(file: Path, workload: Workload) -> None:
     with contextlib.suppress(UsageError):
-        # Not cached by the file's name.
+        # Bypasses the cache, whose key is the file's name.
         data = prepare_data.__wrapped__(f"parquet:{file}", workload, 8)
         assert len(data.batch(0, 0, 4, slice(0, 4))[0]) == 4
 

@@ -1,5 +1,5 @@
-"""python -m tests.faults.writer FOLDER RUN TRIALS: writes a run of so many trials into a results
-folder that others write to at the same time, as fast as it can."""
+"""python -m tests.faults.writer FOLDER RUN TRIALS: writes a run as fast as it can, into a results
+folder to which others write at the same time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 STEPS = 3
 SHARED = "shared"
-"""A run that all writers begin, and conclude."""
+"""Run that all writers begin and conclude."""
 GATHERS_EVERY = 20
-"""Trials between two copies of the run, as at the end of each of its commands."""
+"""Trials between copies of the run, which commands make when they end."""
 
 
 def conclusion(run_id: str) -> ConclusionRecord:

@@ -1,2 +1,1 @@
-"""The GPU paths, proved without a GPU; each test says which finding of the reading of these paths
-it guards."""
+"""Tests of the GPU code that need no GPU; "Finding N" is the review finding that a test guards."""

@@ -1,5 +1,5 @@
-"""Probes for tests of the driver: they show something, die, or hang. `$CHECK_STEPS` names a folder
-in which each leaves a line for each time that it began."""
+"""Probes for tests of the driver: they succeed, die or hang. Whenever one starts, it adds a line to
+its file in the folder `$CHECK_STEPS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = "CHECK_STEPS"
 
 
 def begun(name: str, folder: Path) -> list[int]:
-    """The process ids of each time that a probe began."""
+    """Returns a probe's process ids, one for each time that it started."""
     file = folder / name
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
@@ -41,7 +41,7 @@ def dies(device: str) -> ProbeFinding:
 
 
 def hangs(device: str) -> ProbeFinding:
-    """Ignores SIGTERM and has a child in its group, unless the file `free` is there."""
+    """Ignores SIGTERM and has a child in its group, unless the file `free` exists."""
     folder = note("hangs")
     if (folder / "free").exists():
         return ProbeFinding.of(True, "it was let go", None)
@@ -60,6 +60,6 @@ def waits(device: str) -> ProbeFinding:
 
 
 def trains_nothing(device: str) -> ProbeFinding:
-    """Fails, unless the file `fixed` is there."""
+    """Fails unless the file `fixed` exists."""
     folder = note("gate")
     return ProbeFinding.of((folder / "fixed").exists(), "it trains", None)

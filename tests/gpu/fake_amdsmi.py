@@ -1,6 +1,6 @@
-"""ROCm as torch and amd-smi would describe it on a host with AMD GPUs. No such host was seen.
+"""ROCm as torch and amd-smi should describe it; never compared with a real host with AMD GPUs.
 
-A stand-in for the module `amdsmi`, with the names, units and "N/A" of its release 7.0.2.
+It replaces the module `amdsmi`, with the names, units and "N/A" values of release 7.0.2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AmdSmiException(Exception):
 
 @dataclass
 class FakeAmdSmi:
-    """Two MI300X, named by their bus ids; `lacking`: functions that are not supported."""
+    """Two MI300X, identified by their bus ids; `lacking`: unsupported functions."""
 
     lacking: set[str] = field(default_factory=set)
     microjoules: float = 0.0
@@ -104,7 +104,7 @@ def _refuse(name: str, *arguments: object) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: FakeAmdSmi | None) -> None:
-    """Makes this torch look built for ROCm, with two GPUs; `library` None: amdsmi is missing."""
+    """Makes torch look like a ROCm build with two GPUs; if `library` is None, amdsmi is missing."""
     forget(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 6))

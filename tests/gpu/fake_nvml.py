@@ -1,7 +1,4 @@
-"""NVML as it would answer on hosts that have GPUs.
-
-A stand-in for the module `pynvml`, with the real one's names, constants and errors.
-"""
+"""Stand-in for the module `pynvml` on hosts with GPUs, with its names, constants and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class FakeSlice:
 
 @dataclass
 class FakeGpu:
-    """A GPU, busy or not; fields may be changed while a test goes on."""
+    """A GPU; tests may change its fields at any time."""
 
     uuid: str
     name: str
@@ -54,18 +51,18 @@ class FakeGpu:
     millijoules: int = 0
     reasons: int = real.nvmlClocksEventReasonGpuIdle
     throttled_nanoseconds: dict[int, int] = field(default_factory=dict)
-    """By NVML's performance policy."""
+    """Time throttled under each of NVML's performance policies."""
     ecc: bool = True
     uncorrected_errors: int = 0
     persistent: bool = True
     processes: list[tuple[int, int | None]] = field(default_factory=list)
-    """Process id, and bytes or None, of those that compute."""
+    """Process id and memory in bytes (or None) of each compute process."""
     links: list[str] = field(default_factory=list)
     """PCI bus id at the far end of each active NVLink."""
     link_version: int = real.NVML_NVLINK_VERSION_4_0
     far_end: int = real.NVML_NVLINK_DEVICE_TYPE_SWITCH
     slices: list[FakeSlice] | None = None
-    """None: not in MIG mode."""
+    """MIG slices; None if the GPU is not in MIG mode."""
     lacks: frozenset[str] = frozenset()
     """Functions that this GPU does not support."""
 
@@ -90,7 +87,7 @@ class FakeNvml:
     cuda: int = 13000
     no_driver: bool = False
     started: int = 0
-    """Starts that were not ended yet."""
+    """Number of starts without a shutdown."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(real, name)
@@ -99,7 +96,7 @@ class FakeNvml:
         return value
 
     def _of(self, handle: Handle, function: str) -> FakeGpu:
-        """The GPU of a handle. Raises where NVML is not started or the function not supported."""
+        """Returns a handle's GPU; raises if NVML is not started or lacks the function."""
         if not self.started:
             raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
         if isinstance(handle, FakeSlice):
@@ -241,7 +238,7 @@ class FakeNvml:
         return SimpleNamespace(referenceTime=0, violationTime=time)
 
     def _link(self, handle: Handle, function: str, link: int) -> str:
-        """Bus id at the far end of an active link."""
+        """Returns the bus id at the far end of an active link."""
         device = self._of(handle, function)
         if link >= len(device.links):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
@@ -269,7 +266,7 @@ class FakeNvml:
 
 
 def _bits(members: Sequence[int] | range, words: int) -> Any:
-    """A set as NVML writes it: words of 64 bits, what does not fit left out."""
+    """Encodes a set as NVML does, in 64-bit words; members that do not fit are dropped."""
     array = (ctypes.c_ulonglong * words)()
     for member in members:
         if member < 64 * words:
@@ -278,7 +275,7 @@ def _bits(members: Sequence[int] | range, words: int) -> Any:
 
 
 def h100_node() -> FakeNvml:
-    """Eight H100 on two sockets of 56 cores, 18 NVLinks each to the switches."""
+    """Eight H100 on two sockets of 56 cores, each with 18 NVLinks to the switches."""
     names = [f"GPU-{'ab'[i // 4]}{i}000000-0000-0000-0000-00000000000{i}" for i in range(8)]
     return FakeNvml(
         [
@@ -298,7 +295,7 @@ def h100_node() -> FakeNvml:
 
 
 def rtx_4090() -> FakeNvml:
-    """A desktop's GPU, which lacks ECC, MIG and NVLink."""
+    """A desktop GPU without ECC, MIG and NVLink."""
     lacks = (
         "nvmlDeviceGetEccMode",
         "nvmlDeviceGetTotalEccErrors",
@@ -358,9 +355,9 @@ def install(
     host: FakeNvml,
     visible: str | None = None,
 ) -> FakeNvml:
-    """Lets `import pynvml` find this host until the test ends.
+    """Makes `import pynvml` find this host until the test ends.
 
-    `visible`: CUDA_VISIBLE_DEVICES, None: not set.
+    `visible`: CUDA_VISIBLE_DEVICES; None leaves it unset.
     """
     monkeypatch.setitem(sys.modules, "pynvml", host)
     forget(monkeypatch)
@@ -372,7 +369,7 @@ def install(
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of what NVML said are empty until the test ends, and then as they were before."""
+    """Gives the test empty caches of NVML's answers; the old ones return when it ends."""
     for name in ("_visible", "_visible_to_rocm", "driver"):
         asked = getattr(gpu_inventory, name).__wrapped__
         monkeypatch.setattr(gpu_inventory, name, functools.cache(asked))

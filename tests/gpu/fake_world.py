@@ -1,12 +1,11 @@
-"""One rank of a world of any size, on tensors without data: what a strategy sets up and does in a
-step.
+"""One rank of a world of any size, on tensors without data, for a strategy's set-up and steps.
 
-It is the rank that rehearsals take (see harness/planner/rehearsal/world.py, which lists what
-is substituted), on tensors of type `cpu`, or of the type that the environment variable
-BENCH_FAKE_DEVICE names: `cuda` needs what tests/gpu/fake_cuda.py prepares. Substituted are further:
+It is the rank of rehearsals; harness/planner/rehearsal/world.py lists their substitutions. Its
+tensors are of type `cpu`, or of the type in the environment variable BENCH_FAKE_DEVICE. `cuda`
+needs the preparations of tests/gpu/fake_cuda.py. Two more parts are substituted:
 
-- threads of DataParallel on CPUs, which run one after the other in the thread with the fake mode;
-- RPC of a parameter server: the other side's answers are tensors of the right shapes on the host.
+- threads of DataParallel on CPUs run one after the other in the thread with the fake mode;
+- RPC of a parameter server returns tensors of the right shapes on the host.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def one_rank(
     scratch: Path,
     strategy: Strategy | None = None,
 ) -> Iterator[tuple[Strategy, Job]]:
-    """The cell's strategy (or the one given) and the job of one of its ranks, until the block ends.
+    """Yields the cell's strategy, or the given one, and the job of one of its ranks.
 
     Raises what `validate` raises.
     """
@@ -74,7 +73,7 @@ def threads(job: Job) -> Iterator[Patch]:
 
 
 class InThisThread:
-    """An executor whose work is done when it is asked for."""
+    """Executor that does its work immediately, in the calling thread."""
 
     def map(self, function: Callable[..., Any], *items: Iterable[Any]) -> list[Any]:
         with torch.enable_grad():  # as in a new thread, whatever the caller's mode is
@@ -82,7 +81,7 @@ class InThisThread:
 
 
 def server_or_worker(job: Job) -> Iterator[Patch]:
-    """For a worker the server's answers, for the server two pushes of each worker, one a step."""
+    """Fakes the server for a worker, or two pushes of each worker, one per step, for the server."""
     if not job.layout.servers:
         return
 

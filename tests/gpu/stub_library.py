@@ -1,5 +1,5 @@
-"""Shared libraries of NVIDIA's driver, compiled from a few lines of C, that count or refuse calls
-as the real ones do."""
+"""Stubs of NVIDIA's driver libraries in a few lines of C, which count or refuse calls like the real
+ones."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millij
     *millijoules = 5000; return state();
 }
 """
-"""Answers in the process that started it, until that one ends it; a child that inherits the start
-gets an error from every call."""
+"""Stub of NVML, which answers the process that started it, until that process shuts it down; in a
+forked child, every call returns an error."""
 
 CUDA = r"""
 static int calls;
@@ -49,11 +49,11 @@ int cuInitCalls(void) { return calls; }
 /* 3: CUDA_ERROR_NOT_INITIALIZED */
 int cuDeviceGetCount(int *count) { *count = 1; return calls ? 0 : 3; }
 """
-"""The driver's library: counts how often it was initialised, by whichever library."""
+"""Stub of the driver, which counts its initialisations by any library."""
 
 
 def compiled(code: str, folder: Path, name: str) -> Path:
-    """Compiles a shared library of this name; returns its file."""
+    """Compiles a shared library with this name; returns its path."""
     source, library = folder / f"{name}.c", folder / name
     source.write_text(code)
     flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}"]
@@ -62,8 +62,10 @@ def compiled(code: str, folder: Path, name: str) -> Path:
 
 
 def run_with(code: str, folder: Path, **environment: str) -> str:
-    """What Python code prints in a new process that finds the libraries of a folder first; raises
-    AssertionError with its errors if it fails."""
+    """Runs Python code in a new process that finds a folder's libraries first; returns its output.
+
+    Raises AssertionError with stderr if it fails.
+    """
     paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
     variables = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), **environment}
     done = subprocess.run(

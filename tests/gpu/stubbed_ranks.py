@@ -1,9 +1,8 @@
 """`python -m tests.gpu.stubbed_ranks RANK RANKS FOLDER STRATEGY OPTIONS...`: a rank trains on
-a CPU with a library that needs a GPU; its streams and pinned memory are replaced by ones that do
-nothing.
+a CPU with a library that needs a GPU. Its streams and pinned memory do nothing.
 
-Rank 0 prints for each of the OPTIONS, which are JSON, the largest deviation of any tensor from
-plain training, relative to its update. Everything but the order of kernels on streams is the
+For each of the OPTIONS, which are JSON, rank 0 prints the largest deviation of any tensor from
+plain training, relative to its update. Only the order of kernels on streams differs from the
 library's path on GPUs.
 """
 
@@ -32,7 +31,7 @@ STEPS = 4
 
 
 class IdleStream:
-    """A stream in which everything has happened already."""
+    """A stream whose work is always done."""
 
     current: Any = None
 
@@ -43,14 +42,14 @@ class IdleStream:
 
 @contextlib.contextmanager
 def on(stream: IdleStream) -> Iterator[None]:
-    """The stream is the current one, as fairscale asserts."""
+    """Makes the stream the current one, as fairscale asserts."""
     before, IdleStream.current = IdleStream.current, stream
     yield
     IdleStream.current = before
 
 
 def replace_streams() -> None:
-    """Replaces them for good: this process is a rank's."""
+    """Replaces streams and pinned memory for the rest of this process, which is a rank."""
     IdleStream.current = IdleStream()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -75,8 +74,7 @@ def replace_streams() -> None:
 def trained(
     strategy: str, options: dict[str, Any], rank: int, ranks: int, scratch: Path
 ) -> dict[str, Tensor]:
-    """Each whole parameter after some steps on this rank's part of the batch; the model's initial
-    ones are those of seed 0."""
+    """Returns full parameters after some steps on this rank's part of the batch, from seed 0."""
     cell = Cell(
         strategy=strategy,
         options=options,
@@ -121,7 +119,7 @@ def main() -> None:
     if number == 0:
         print(json.dumps(deviations), flush=True)
     dist.barrier()
-    os._exit(0)  # see harness/worker/worker.py: a wrapper's destructor may wait for ever
+    os._exit(0)  # see harness/worker/worker.py: a wrapper's destructor may wait forever
 
 
 if __name__ == "__main__":

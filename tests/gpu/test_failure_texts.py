@@ -1,12 +1,11 @@
-"""Finding 21: what CUDA's libraries and NCCL say when memory is out, or a peer has gone."""
+"""Finding 21: messages of CUDA's libraries and NCCL when memory runs out or a peer is lost."""
 
 import pytest
 
 from harness.worker.worker import failure, no_memory
 
 NO_MEMORY = [
-    # torch/csrc: TORCH_CUDABLAS_CHECK, "CUDA error: ", the status's name, " when calling `", the
-    # call
+    # torch/csrc, TORCH_CUDABLAS_CHECK: "CUDA error: ", status, " when calling `", call
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
@@ -15,7 +14,7 @@ NO_MEMORY = [
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some"
         " other API call"
     ),
-    # torch's NCCLUtils.cpp, with what NCCL said last (src/include/checks.h and alloc.h)
+    # torch's NCCLUtils.cpp, with NCCL's last error (its src/include/checks.h and alloc.h)
     (
         "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error, NCCL version"
         " 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure"
@@ -48,8 +47,7 @@ LOST_PEER = [
     ),
 ]
 OWN_FAILURE = [
-    # ProcessGroupNCCL.cpp: ranks that do different things wait for each other, and all of them are
-    # there
+    # ProcessGroupNCCL.cpp: ranks that diverge wait for each other, although none is lost
     (
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7,"
         " OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 ms"
@@ -68,24 +66,23 @@ OWN_FAILURE = [
 
 
 @pytest.mark.parametrize("text", NO_MEMORY)
-def test_finding_21_no_memory_is_known_by_each_librarys_words(text: str) -> None:
-    """Finding 21: CUBLAS_STATUS_ALLOC_FAILED was a failure, not a lack of memory."""
+def test_finding_21_each_librarys_out_of_memory_message_is_known(text: str) -> None:
+    """Finding 21: CUBLAS_STATUS_ALLOC_FAILED was not counted as out of memory."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("out_of_memory", False)
     assert no_memory(f"before\n{text}\nafter")
 
 
 @pytest.mark.parametrize("text", LOST_PEER)
-def test_finding_21_a_lost_peer_is_known_by_nccls_words(text: str) -> None:
-    """Finding 21: what NCCL says of a rank that has gone was taken for the cause."""
+def test_finding_21_nccls_messages_about_a_lost_peer_are_known(text: str) -> None:
+    """Finding 21: NCCL's message about a lost rank was taken for the cause."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("failed", True)
 
 
 @pytest.mark.parametrize("text", OWN_FAILURE)
-def test_finding_21_what_a_rank_did_itself_stays_its_own_failure(text: str) -> None:
-    """A collective that timed out, a wrong call, a kernel that failed: the cause is here as well as
-    anywhere."""
+def test_finding_21_other_messages_stay_the_ranks_own_failure(text: str) -> None:
+    """A rank itself may cause a timed-out collective, a wrong call or a failed kernel."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("failed", False)
     assert not no_memory(text)

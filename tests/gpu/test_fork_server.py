@@ -18,8 +18,8 @@ from harness.run.prepared import packages
 
 ROOT = Path(__file__).parents[2]
 
-# torch is made to look like a CUDA build that sees a GPU; whatever would initialise CUDA is noted
-# and stopped.
+# Makes torch look like a CUDA build that sees a GPU; records and stops calls that would initialise
+# CUDA.
 TRIPWIRE = """
 import os, sys, traceback
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it for the fork server
@@ -41,7 +41,7 @@ torch.backends.cuda.is_built = lambda: True
 
 
 def run_with_tripwire(code: str, **environment: str) -> list[str]:
-    """What would have initialised CUDA while this code ran in a new process."""
+    """Runs code in a new process; returns the calls that would have initialised CUDA."""
     end = "\nsys.stderr.write('TRIPWIRE ' + ' || '.join(calls) + '\\n')"
     command = [sys.executable, "-c", TRIPWIRE + code + end]
     done = subprocess.run(
@@ -61,11 +61,9 @@ def run_with_tripwire(code: str, **environment: str) -> list[str]:
 
 
 def test_nothing_that_the_fork_server_imports_initialises_cuda() -> None:
-    """All that is imported for the cells of matrix full on an 8-GPU host, as
-    harness/worker/forkserver.py imports it."""
-    wanted = packages(
-        expand(read_matrix("full"), Host("cuda", 8, 80 * 2**30)).cells
-    )  # the plan's process is not forked from
+    """Covers all imports for matrix full on an 8-GPU host, as in harness/worker/forkserver.py."""
+    # ranks are not forked from this process, which plans
+    wanted = packages(expand(read_matrix("full"), Host("cuda", 8, 80 * 2**30)).cells)
     calls = run_with_tripwire(f"""
 import harness.worker.preload, harness.strategy.registry, harness.worker.worker
 
@@ -76,8 +74,8 @@ harness.strategy.registry.strategies()
 
 
 def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
-    """The process that plans a run lives as long as the run: a context of its own would take memory
-    of GPU 0 from every trial."""
+    """The process that plans a run lives as long as the run. A CUDA context in it would take memory
+    on GPU 0 from every trial."""
     planning = """
 import os, sys
 import pytest
@@ -134,7 +132,7 @@ int cuDeviceGetCount(int *count) { *count = 1; return initialized ? 0 : 3; }
 
 
 def test_a_driver_that_was_initialised_behind_torchs_back_is_noticed(tmp_path: Path) -> None:
-    """With a driver library of our own that keeps CUDA's rule: no answer before cuInit."""
+    """Uses a stub of the driver library, which like CUDA's does not answer before cuInit."""
     (tmp_path / "cuda.c").write_text(STUB)
     library = tmp_path / "libcuda.so.1"
     command = [

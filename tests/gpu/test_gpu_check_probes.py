@@ -1,4 +1,4 @@
-"""The GPU check's probes, each in a process of its own, with the CPU as a stand-in."""
+"""The GPU check's probes, each in its own process, with the CPU as a stand-in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ static int started = 0;
 int cuInit(unsigned flags) { started = 1; return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return started ? 0 : 3; }
 """
-"""What a CUDA driver's library says before and after its start."""
+"""Stub of CUDA's driver library, which answers only after its start."""
 
 
 def found(name: str) -> dict[str, object]:
@@ -45,13 +45,13 @@ def test_a_probe_that_needs_a_gpu_says_so(name: str) -> None:
 
 
 def test_weights_and_float8_have_an_answer() -> None:
-    """Their verdict depends on the libraries and on the processor that are here."""
+    """Verdicts depend on this machine's libraries and processor."""
     assert found("weights")["facts"]
     assert found("float8")["verdict"] in ("confirmed", "not checked")
 
 
-def test_a_library_that_starts_cuda_by_itself_is_found_out(tmp_path: Path) -> None:
-    """torch.cuda.is_initialized() knows only what torch did."""
+def test_a_library_that_starts_cuda_by_itself_is_detected(tmp_path: Path) -> None:
+    """torch.cuda.is_initialized() only knows about torch's calls."""
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
     flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]

@@ -1,4 +1,4 @@
-"""Versions, settings and connections of a run's GPUs; whether this torch can use them."""
+"""Versions, settings and links of a run's GPUs, and whether this torch can use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.record.run_record import RunRecord
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
-"""Of torch 2.13 for CUDA 13.0."""
+"""Architectures of torch 2.13 for CUDA 13.0."""
 
 TOO_OLD = (
     "driver 570.86.15 supports CUDA up to 12.8, torch 2.13.0+cu130 needs CUDA 13.0;"
@@ -27,7 +27,7 @@ TOO_OLD = (
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This torch, as if it were built for CUDA 13.0."""
+    """Makes torch look like a build for CUDA 13.0."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
@@ -38,7 +38,7 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hardware_of(row: dict[str, object]) -> Hardware:
-    """The hardware of a run with this row, which lacks what says which run it is."""
+    """Returns the hardware of a run with this row, adding the columns that identify it."""
     texts = dict.fromkeys(("run_id", "matrix", "plan"), "")
     started = datetime(2026, 1, 1, tzinfo=timezone.utc)
     return Hardware.of(
@@ -68,7 +68,7 @@ def test_an_old_driver_means_cpu_and_says_why(
     cuda: int,
     reason: str | None,
 ) -> None:
-    """Finding 18: an old driver gave `cuda`, and every rank then failed."""
+    """Finding 18: with an old driver, the device was `cuda` and every rank failed."""
     host = h100_node()
     host.driver, host.cuda = driver, cuda
     install(monkeypatch, host)
@@ -97,7 +97,7 @@ def test_a_gpu_that_torch_has_no_code_for_means_cpu(
     built: list[str],
     usable: bool,
 ) -> None:
-    """Finding 18: torch 2.13 for CUDA 13 has none for Volta."""
+    """Finding 18: torch 2.13 for CUDA 13 has no code for Volta."""
     host = rtx_4090()
     host.gpus[0].capability, host.gpus[0].name = capability, "Tesla V100"
     install(monkeypatch, host)
@@ -122,7 +122,7 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_type() == "cpu"
 
 
-def test_without_gpus_nothing_is_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_there_is_nothing_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeNvml([], no_driver=True))
     assert (unused_gpus(), device_type(), gpu_facts(), gpu_topology()) == (None, "cpu", [], [])
 
@@ -131,7 +131,7 @@ def test_without_gpus_nothing_is_to_be_said(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_runs_row_names_versions_settings_and_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Findings 14 and 21: of one-node runs too."""
+    """Findings 14 and 21: rows of one-node runs have them too."""
     host = h100_node()
     host.gpus[7].enforced_limit_milliwatts = 500_000
     row = run_row(monkeypatch, host)
@@ -165,7 +165,7 @@ def test_cudnns_number_is_its_version(
     assert cudnn_version() == words
 
 
-def test_gpus_that_are_not_used_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_gpus_are_recorded_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     row = run_row(monkeypatch, rtx_4090())
     assert row["gpus"] == []
@@ -178,7 +178,7 @@ def test_gpus_that_are_not_used_are_told_with_the_reason(monkeypatch: pytest.Mon
 def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 21: NVLink was never told. Of four GPUs 0 and 1 are joined by four links."""
+    """Finding 21: NVLink was never recorded. Here four links join GPUs 0 and 1 of four."""
     host = h100_node()
     del host.gpus[4:]
     host.gpus[3].numa_node = 1
@@ -202,7 +202,7 @@ def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
 def test_nvlink_versions_need_no_names_in_pynvml(
     monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """nvidia-ml-py before 13.610 lacks NVML_NVLINK_VERSION_6_0, before 12.570 all of them."""
+    """nvidia-ml-py lacks NVML_NVLINK_VERSION_6_0 before 13.610, and all versions before 12.570."""
     host = h100_node()
     names = [name for name in vars(pynvml) if name.startswith("NVML_NVLINK_VERSION_")]
     name = next((name for name in names if getattr(pynvml, name) == version), "")
@@ -226,7 +226,7 @@ def test_a_slice_has_the_settings_of_its_gpu(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_power_limits_and_other_error_correction_are_other_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 14: a power-capped node was called equal hardware."""
+    """Finding 14: a power-capped node counted as equal hardware."""
     plain = hardware_of(run_row(monkeypatch, h100_node()))
     capped, uncorrected = h100_node(), h100_node()
     for device in capped.gpus:

@@ -1,4 +1,4 @@
-"""What is recorded of a trial's GPUs, and how a reader of its figures is told of it."""
+"""What a trial records about its GPUs, and how readers of its figures learn about it."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ NOISY_RUN = {
 
 
 def use(throttled: float, **more: Any) -> GpuUse:
-    """What a rank answers of its GPU."""
+    """Returns a rank's GPU use, held back by heat for `throttled` seconds."""
     return GpuUse(("GPU-a0",), 20.0, {"temperature": throttled}, (QUIET,), **more)
 
 
 def test_memory_of_each_rank_is_recorded_by_kind() -> None:
-    """Finding 13: what the allocator had, what NVML says, what lies between, and the host's."""
+    """Finding 13: the allocator's memory, NVML's, the context's and the host's are recorded."""
     ranks = [
         answer(
             rank,
@@ -112,7 +112,7 @@ def test_a_server_in_host_memory_has_no_gpu() -> None:
 
 
 class HeatingLauncher:
-    """A launch after which GPU 1 is hot and somebody else is on GPU 0."""
+    """Launcher that leaves GPU 1 hot and another process on GPU 0."""
 
     def __init__(self, host: FakeNvml) -> None:
         self.host = host
@@ -129,7 +129,7 @@ def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
     tmp_path: Path,
     device: str,
 ) -> None:
-    """Finding 14: of the GPUs that it uses; its own rank that still goes is nobody else."""
+    """Finding 14: only the cell's GPUs are read, and its own rank, still alive, is left out."""
     host = install(monkeypatch, h100_node())
     cell = Cell(strategy="ddp", devices=2, device=device)
     runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1), _gpus=GpuLook())
@@ -150,7 +150,7 @@ def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
 
 
 def noisy(folder: Path, *, disturbed: bool = True) -> Results:
-    """A run of two cells: one trial of the first was hot and one shared; the other is quiet."""
+    """Stores a run of two cells: ddp has a hot and a shared trial; fsdp2 is undisturbed."""
     first = CELL.model_copy(update={"strategy": "fsdp2"})
     rows = trial_rows(CELL, [900.0, 905.0, 910.0]) + trial_rows(first, [800.0, 802.0, 804.0])
     for row in rows:
@@ -167,7 +167,7 @@ WHO = f"{CAUSES['shared']} 1"
 
 
 def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Path) -> None:
-    """Finding 14: the mark of a disturbed trial, with the reason beside it."""
+    """Finding 14: a disturbed trial has its mark and the reason."""
     text = page_of(noisy(tmp_path / "noisy"), tmp_path).text
     assert "ddp ¶" in text.replace("ddp¶", "ddp ¶")
     assert "fsdp2¶" not in text.replace("fsdp2 ¶", "fsdp2¶")
@@ -209,7 +209,7 @@ def test_a_comparison_names_them(tmp_path: Path) -> None:
 
 
 def test_lists_by_rank_are_never_null() -> None:
-    """A reader of older and left-out trials gets empty lists, as of all other columns by rank."""
+    """Readers get empty lists for older and left-out trials, as in all other columns by rank."""
     from tests.unit.recording import left_out_fields
 
     row = left_out_fields("r", CELL, "refused", "no")

@@ -1,4 +1,4 @@
-"""Where a GPU's step goes, on events with names of real kernels; how a reader is told of it."""
+"""Breakdown of a GPU's step time, from events named like real kernels, and how readers see it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_kernels_by_their_names(kind: str, names: list[str]) -> None:
 
 
 def on_device(name: str, activity: str = "kernel") -> Any:
-    """An event of the profiler on the GPU."""
+    """Returns a profiler event on the GPU."""
     return SimpleNamespace(
         name=lambda: name,
         start_ns=lambda: 0,
@@ -153,7 +153,7 @@ STEP = [
 
 
 def test_parts_of_a_gpus_step_by_hand() -> None:
-    """Ten seconds by the clock; events of the next step count nowhere."""
+    """The step takes ten seconds of wall time; events of the next step do not count."""
     found = gpu_parts([*STEP, event("device matmul", 11, 12)], 0.0, 9.9, 10.0)
     assert found == {
         "gpu_matmul": 3.0,
@@ -169,7 +169,7 @@ def test_parts_of_a_gpus_step_by_hand() -> None:
 
 
 def test_components_do_not_depend_on_the_kernels_classes() -> None:
-    """Matrix products and attention are compute, as all kernels were."""
+    """Matrix products and attention count as compute, like other kernels."""
     plain = [
         replace(e, kind="device compute") if e.kind in ("device matmul", "device attention") else e
         for e in STEP
@@ -180,7 +180,7 @@ def test_components_do_not_depend_on_the_kernels_classes() -> None:
 
 
 def of_rank(rank: int, *parts: float) -> RankAnswer:
-    """A rank whose GPU spent these seconds in each of GPU_PARTS in every profiled step."""
+    """Returns a rank whose GPU spent these seconds in GPU_PARTS in every profiled step."""
     told = answer(rank, sum(parts), 0.0)
     assert told.profiled is not None
     on_gpu = {f"gpu_{name}": seconds for name, seconds in zip(GPU_PARTS, parts, strict=True)}
@@ -198,8 +198,8 @@ PROFILE = profile_of(
 
 
 def test_the_gap_to_the_cards_own_rate_by_hand() -> None:
-    """A step of 1 s, 0.8 s without the profiler, whose 0.2 s the idle time is shorter by; 0.3 s of
-    it at the measured rate."""
+    """The step takes 1 s, or 0.8 s without the profiler, which shortens only idle time. Its
+    products take 0.3 s at the measured rate."""
     assert PROFILE.gpu_matmul_seconds == (0.4, 0.4)
     assert PROFILE.gpu_communication_seconds == (0.0, 0.1)
     found = gpu_time(PROFILE, 240e12, 800e12)
@@ -221,8 +221,8 @@ def test_the_gap_to_the_cards_own_rate_by_hand() -> None:
     assert "copies" not in found.sentence
 
 
-def test_what_is_unknown_of_the_gap() -> None:
-    """Without a measured rate matrix products are one part; faster than it they leave no gap."""
+def test_the_gap_if_rates_are_unknown_or_exceeded() -> None:
+    """Without a measured rate, products stay one part; products above it leave no gap."""
     unknown = gpu_time(PROFILE, 240e12, None)
     assert unknown is not None
     assert unknown.seconds["matmul"] == pytest.approx(0.4)
@@ -234,7 +234,7 @@ def test_what_is_unknown_of_the_gap() -> None:
 
 
 def test_which_rate_a_cell_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sheets have no fp8 here; a measurement that failed, and a CPU, have no rate."""
+    """Data-sheet peaks lack fp8; failed measurements and CPUs have no rate."""
     install(monkeypatch, h100_node())
 
     def rates(workload: str, measured: SpeedMeasurement = MEASURED, **changes: Any) -> Peaks:
@@ -272,7 +272,7 @@ FLOPS = {"flops_per_step": 1504e12, "mfu": 0.38, "matmul_utilization": 0.47}
 
 
 def recorded(folder: Path, measured: SpeedMeasurement = MEASURED) -> Results:
-    """A run of one cell, a step in two seconds: 752 TFLOP/s of its two GPUs together."""
+    """Stores a run of one cell: a step takes two seconds, so two GPUs reach 752 TFLOP/s."""
     rows = trial_rows(CELL, [4.0, 4.0, 4.0], **FLOPS)
     run = {"gpus": 2 * ["NVIDIA H100 80GB HBM3"], "device_speed": measured.as_json}
     results = stored(folder, rows, **run)
@@ -285,7 +285,7 @@ def recorded(folder: Path, measured: SpeedMeasurement = MEASURED) -> Results:
 
 
 def test_a_reader_is_told_both_shares(tmp_path: Path) -> None:
-    """752 TFLOP/s by two GPUs: 38 % of 989, 47 % of 800."""
+    """Each of two GPUs reaches 376 TFLOP/s: 38 % of 989 and 47 % of 800."""
     results = recorded(tmp_path / "results")
     told = commands.told(show, "ddp", "--results", str(tmp_path / "results"))
     for figure in ("38 %", "989 TFLOP/s", "47 %", "800 TFLOP/s"):

@@ -1,4 +1,4 @@
-"""Finding 20: over emulated links NCCL has no way around the link."""
+"""Finding 20: NCCL cannot bypass emulated links."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from harness.worker.worker import _prepare_process
 def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(
     links: str, kept: bool, tmp_path: Path
 ) -> None:
-    """Finding 20: InfiniBand, shared memory and NVLink pass by a network namespace; NCCL reads
-    these before it chooses."""
+    """Finding 20: InfiniBand, shared memory and NVLink bypass a network namespace; NCCL reads these
+    variables before it chooses."""
     axes: dict[str, Any] = {
         "strategy": "ddp",
         "workload": "llama-micro",
@@ -41,14 +41,14 @@ def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(
         ("Socket", "1") if kept else (None, None)
     )
     assert given.get("NCCL_HOSTID") == ("node1" if kept else None), (
-        "ranks of one machine are on two hosts"
+        "ranks on one machine count as two hosts"
     )
     assert given.get("NCCL_MNNVL_ENABLE") == ("0" if kept else None)
     assert "NCCL_P2P_DISABLE" not in given, "within a node NCCL communicates as on a real one"
 
 
 def _variables_of_a_rank(spec: TrialSpec, folder: Path) -> dict[str, str]:
-    """NCCL's variables of a process that was prepared as a rank is."""
+    """Returns NCCL's variables in a process prepared like a rank."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""Finding 19: mpirun within an allocation of several nodes keeps a trial on its own node."""
+"""Finding 19: mpirun in an allocation of several nodes keeps a trial on its own node."""
 
 import shutil
 import socket
@@ -21,14 +21,14 @@ TWO_NODES = {
     "SLURM_NODEID": "0",
     "SLURM_PROCID": "0",
 }
-"""What a batch step on the first of two nodes sees, of nodes that are not there."""
+"""Environment of a batch step on the first of two nodes, which do not exist."""
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
 def test_finding_19_mpirun_stays_on_its_node_in_an_allocation_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 19: Open MPI read the allocation from SLURM's variables and went to start ranks on
+    """Finding 19: Open MPI read the allocation from SLURM's variables and tried to start ranks on
     its nodes."""
     for name, value in TWO_NODES.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What is prepared for a GPU machine without a network, as far as that can be checked offline."""
+"""Wheels for a GPU machine without a network, as far as they can be checked offline."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_native_python_without_torch_is_refused_before_anything_is_removed(
 
 
 def line_of(name: str, data: bytes) -> str:
-    """A line of a wheel's RECORD."""
+    """Returns a line of a wheel's RECORD."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
     return f"{name},sha256={digest},{len(data)}\n"
 

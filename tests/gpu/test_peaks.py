@@ -1,4 +1,4 @@
-"""Finding 17: a GPU is known by its whole product name, and by nothing that is part of it."""
+"""Finding 17: a GPU is identified by its whole product name, never by a part of it."""
 
 import pytest
 
@@ -32,8 +32,8 @@ from harness.host.gpu_models import peak_flops_per_second
 def test_finding_17_each_product_has_its_own_peaks(
     name: str, fp32: float, bf16: float | None
 ) -> None:
-    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM; bf16 has no tensor cores before
-    Ampere."""
+    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM. Before Ampere, GPUs have no bf16
+    tensor cores."""
     assert peak_flops_per_second(name, "fp32") == fp32
     assert peak_flops_per_second(name, "bf16") == bf16
 
@@ -45,7 +45,7 @@ def test_finding_17_each_product_has_its_own_peaks(
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",  # a seventh of an A100
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
         "GRID A100-10C",
-        "NVIDIA H100",  # which of them?
+        "NVIDIA H100",  # ambiguous
         "NVIDIA A100X",
         "NVIDIA L40G",
         "NVIDIA GeForce RTX 4090 D",
@@ -54,14 +54,14 @@ def test_finding_17_each_product_has_its_own_peaks(
         "NVIDIA T4G",
     ],
 )
-def test_finding_17_what_the_table_does_not_know_is_null(name: str) -> None:
-    """Finding 17: a name that only contains a product's, or a slice of a GPU, has no peak."""
+def test_finding_17_unlisted_products_have_no_peak(name: str) -> None:
+    """Finding 17: names that only contain a product's name, and slices of GPUs, have no peak."""
     for precision in ("fp32", "bf16", "fp16"):
         assert peak_flops_per_second(name, precision) is None
 
 
 def test_names_before_and_after_the_makers_prefix_are_the_same_product() -> None:
-    """Drivers before 470 reported `A100-SXM4-40GB`, later ones put `NVIDIA ` before it."""
+    """Drivers before 470 reported `A100-SXM4-40GB`; later ones prepend `NVIDIA `."""
     assert peak_flops_per_second("A100-SXM4-40GB", "bf16") == peak_flops_per_second(
         "NVIDIA A100-SXM4-40GB", "bf16"
     )

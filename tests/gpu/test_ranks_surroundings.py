@@ -1,5 +1,4 @@
-"""What surrounds the steps of a GPU rank: its cores, its batches, the synchronisations around a
-step."""
+"""A GPU rank's cores, batches and synchronisation around its steps."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ def spec_of(cell: Cell, processes: int) -> TrialSpec:
 def pinned(
     monkeypatch: pytest.MonkeyPatch, devices: int, processes: int, cores: int = 32
 ) -> list[tuple[int, ...]]:
-    """Cores of each process on a host of two sockets with 16 cores each, and two GPUs on each."""
+    """Returns each process's cores on a host of two sockets, each with 16 cores and two GPUs."""
     from harness.host import cores as module
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(Path, "exists", lambda _: False)  # no hardware threads beside the cores
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # no hardware threads
     near = SimpleNamespace(nearby_cores=lambda gpu: tuple(SOCKETS[gpu]))
     monkeypatch.setitem(sys.modules, "harness.host.gpu_inventory", near)  # type: ignore[arg-type]
     cell = Cell(strategy="ddp", workload="llama-nano", devices=devices, device="cuda")
@@ -45,7 +44,7 @@ def pinned(
 
 
 def test_each_rank_gets_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: one core a rank, always the first ones, also for GPUs of the other socket."""
+    """Finding 7: each rank got one of the first cores, even for GPUs of the other socket."""
     assert pinned(monkeypatch, 4, 4) == [tuple(range(n, n + 8)) for n in (0, 8, 16, 24)]
 
 
@@ -64,7 +63,7 @@ def test_a_server_may_use_all_cores_and_takes_none_from_the_ranks(
 
 
 def test_cores_that_are_not_allowed_are_not_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: with cores of one socket only, GPUs of both divide them."""
+    """Finding 7: if only one socket's cores are allowed, GPUs of both sockets share them."""
     assert pinned(monkeypatch, 4, 4, cores=4) == [(0,), (1,), (2,), (3,)]
 
 
@@ -79,8 +78,7 @@ def test_hardware_threads_stay_with_their_core() -> None:
 
 
 class Copies:
-    """Stands in for a GPU: what is copied to it stays in host memory, and how it was copied is
-    noted."""
+    """Stand-in for a GPU: copies to it stay in host memory, and their kind is recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pinned: set[int] = set()
@@ -120,8 +118,7 @@ def loop_on_gpus(devices: int, layout: Layout) -> Loop:
 def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 15: a batch was made within the step by one thread, and copied from pageable
-    memory."""
+    """Finding 15: one thread made each batch within the step and copied it from pageable memory."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(1, Layout())
     batches = [loop.batches.fetch(step) for step in (0, 1, 2, 5, 1)]
@@ -146,8 +143,8 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
 
 
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 16: on GPUs a reduce-scatter was counted as gloo sends it, twice what NCCL's ring
-    does."""
+    """Finding 16: a reduce-scatter on GPUs was counted as gloo's, which sends twice as much as
+    NCCL's ring."""
     from harness.worker import rank_profile as module
     from harness.worker.rank_answer import RankAnswer
 
@@ -173,8 +170,8 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
 def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 2: it was said to average in host memory, where its background thread throws and
-    shuts down."""
+    """Finding 2: Horovod was assumed to average in host memory, but its background thread throws
+    and shuts down."""
     from harness.spec.errors import Unavailable
     from harness.strategies import _horovod
     from harness.strategies.horovod import Horovod
@@ -189,7 +186,7 @@ def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
 
 
 class ThreadedReplica(torch.nn.Module):
-    """Calls its module as torch's parallel_apply calls a replica: in a new thread, told only
+    """Calls its module as torch's parallel_apply calls a replica: in a new thread that only knows
     whether autocast is on."""
 
     def __init__(self, module: torch.nn.Module, device_ids: list[int]) -> None:
@@ -214,8 +211,7 @@ class ThreadedReplica(torch.nn.Module):
 def test_replicas_of_data_parallel_compute_in_the_cells_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not in the list: torch gives its replicas' threads no autocast dtype, theirs is fp16 on GPUs
-    and bf16 on CPUs."""
+    """torch passes no autocast dtype to its replicas: threads use fp16 on GPUs, bf16 on CPUs."""
     from harness.strategies import data_parallel
 
     cell = Cell(
@@ -246,8 +242,7 @@ def test_replicas_of_data_parallel_compute_in_the_cells_precision(
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", "0,1")])
 def test_ranks_of_cpu_cells_see_no_gpu(device: str, visible: str, tmp_path: Path) -> None:
-    """On a host with GPUs, libraries that choose a device themselves would take one for a cell on
-    CPU cores."""
+    """On a GPU host, a library that chooses its device would take a GPU for a CPU cell."""
     code = f"""
 import os
 import subprocess

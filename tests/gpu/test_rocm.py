@@ -1,5 +1,4 @@
-"""Device `cuda` under ROCm, on stand-ins for torch's build and for amd-smi: nothing here ran on an
-AMD GPU."""
+"""Device `cuda` under ROCm, with stand-ins for torch's build and amd-smi; never run on AMD GPUs."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def test_the_build_is_read_without_importing_torch(tmp_path: Path) -> None:
         text=True,
     )
     assert (done.stdout.strip(), done.stderr) == ("7.0.1", "")
-    assert rocm_version() is None, "the torch of these tests is not for ROCm"
+    assert rocm_version() is None, "these tests' torch is not built for ROCm"
 
 
 def test_gpus_are_found_and_used(library: FakeAmdSmi) -> None:
@@ -169,7 +168,7 @@ def test_doctor_says_what_is_unproven(library: FakeAmdSmi, monkeypatch: pytest.M
     assert [one.subject for one in gpu_troubles()][:2] == ["ROCm", "ROCm"]
 
 
-def test_float8_is_emulated_where_capabilities_mean_something_else(
+def test_float8_is_emulated_if_capabilities_mean_something_else(
     library: FakeAmdSmi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
@@ -185,7 +184,7 @@ def test_amd_gpus_that_torch_does_not_show_are_named(
     fake_nvml.install(monkeypatch, fake_nvml.FakeNvml([], no_driver=True))
     monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx942": 8})
     monkeypatch.setattr(torch.version, "hip", rocm)
-    if rocm:  # this torch shows none, and takes seconds to say so
+    if rocm:  # this torch finds none, which takes seconds
         found = torch_gpus()
         assert found == ()
         monkeypatch.setattr(gpu_inventory, "torch_gpus", lambda: found)

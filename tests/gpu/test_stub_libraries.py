@@ -1,4 +1,4 @@
-"""Ranks are forked from a process whose libraries may have started NVML, or initialised CUDA."""
+"""Ranks forked from a process whose libraries may have started NVML or initialised CUDA."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_rank_asks_nvml_although_the_fork_server_had_started_it(tmp_path: Path
 
 
 def test_nvml_is_as_silent_in_a_child_of_the_stub_as_with_the_driver(tmp_path: Path) -> None:
-    """What the test above would see if the fork server left NVML started, and what is then
-    recorded."""
+    """If the fork server left NVML started, the previous test would see this, and ranks would
+    record it."""
     compiled(NVML, tmp_path, "libnvidia-ml.so.1")
     started = "import os, sys, torch\nassert torch.cuda._raw_device_count_nvml() == 1\n"
     assert json.loads(run_with(started + RANK, tmp_path)) == [None, "NVML did not answer"]
@@ -58,7 +58,7 @@ def test_a_rank_without_answers_from_nvml_is_named() -> None:
     answered, silent = GpuUse(("GPU-a",), 1.0), GpuUse(unanswered="NVML did not answer")
     record = GpuRecord.read(None, None, as_json([answered, silent]))
     assert [words.partition(":")[0] for words in record.unanswered] == ["rank 1"]
-    assert record.findings() == [], "its times are no more doubtful for it"
+    assert record.findings() == [], "missing answers do not make times doubtful"
 
 
 IMPORTS = """
@@ -76,8 +76,10 @@ print(driver.cuInitCalls(), cuda_is_initialized())
 
 
 def test_no_import_of_the_fork_server_initialises_the_driver(tmp_path: Path) -> None:
-    """With everything that it may import on a host with GPUs. torch.cuda.is_initialized() misses
-    libraries that call the driver themselves."""
+    """Imports everything that the fork server may import on a GPU host.
+
+    torch.cuda.is_initialized() misses libraries that call the driver themselves.
+    """
     compiled(CUDA, tmp_path, "libcuda.so.1")
     printed = run_with(
         IMPORTS.format(packages=sorted(LEAVE_CUDA_ALONE)),

@@ -1,5 +1,5 @@
-"""Finding 21: launches by turns are checked to fit one GPU together; one device communicates
-nothing, and it is said."""
+"""Finding 21: interleaved launches must fit one GPU together, and a ranking on one device says that
+nothing is communicated."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +28,11 @@ def planned(*strategies: str, **axes: Any) -> Plan:
     return Plan.new("full", cells, 3, [], "")
 
 
-def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
+def test_finding_21_interleaving_refuses_launches_that_do_not_fit_one_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 21: llama-1b keeps 16 bytes of each of 1.1 billion parameters: 17 GiB a launch, of
-    which four do not fit 24 GiB."""
+    """Finding 21: llama-1b keeps 16 bytes for each of 1.1 billion parameters, 17 GiB per launch.
+    Four launches do not fit 24 GiB."""
     fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
     with pytest.raises(UsageError) as refused:
@@ -41,10 +41,10 @@ def test_finding_21_by_turns_refuses_launches_that_do_not_fit_one_gpu_together(
     assert "which has 24.0 GiB" in str(refused.value) or "which has 23." in str(refused.value)
     left_out = str(refused.value).partition("leave ")[2]
     kept = [cell for cell in plan.cells if repr(cell.name) not in left_out]
-    assert sum(map(device_bytes, kept)) <= 24 * GIB, "without those that it names the others fit"
+    assert sum(map(device_bytes, kept)) <= 24 * GIB, "the launches that it does not name fit"
 
 
-def test_what_fits_together_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_fit_together_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, fake_nvml.h100_node())
     require_few(planned("single", "ddp", "zero_redundancy"))
     on_cpu = planned("single", "ddp", device="cpu", workload="llama-micro")
@@ -52,7 +52,7 @@ def test_what_fits_together_is_let_through(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated() -> None:
-    """Finding 21: `ddp x1` was ranked without a word."""
+    """Finding 21: `ddp x1` was ranked without a warning."""
     from reports.groups import Group
 
     def details(**changes: object) -> str:

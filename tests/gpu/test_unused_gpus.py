@@ -1,4 +1,4 @@
-"""GPUs that are there and not used are said in a run's first line, by doctor and in the report."""
+"""A run's first line, doctor and the report mention GPUs that are not used."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.gpu.fake_nvml import h100_node, install
 DRIVER = "driver 550.54"
 REMEDY = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
 NOTHING = ["run", "--matrix", "smoke", "--only", "ddp", "--set", "device=cuda"]
-"""Cells that are left out on a host without usable GPUs: nothing is launched."""
+"""Command that launches nothing on a host without usable GPUs: its cells are left out."""
 
 
 @pytest.fixture
 def driver_550(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Eight H100 under a driver that is too old for torch; an empty folder for what is written."""
+    """Eight H100 with a driver that is too old for torch, in an empty working folder."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
@@ -52,7 +52,7 @@ def test_a_dry_run_says_so_on_stderr_and_to_machines(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("driver_550")
-def test_a_plan_for_another_host_says_nothing_of_this_one(
+def test_a_plan_for_another_host_says_nothing_about_this_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     call("run", "--matrix", "smoke", "--dry-run", "--json", "--host", "8 x h100-80gb")
@@ -100,7 +100,7 @@ def test_doctor_says_so_first(
 
 
 @pytest.mark.usefixtures("driver_550")
-def test_a_driver_that_no_build_of_this_suite_runs_on_is_to_be_renewed(
+def test_a_driver_too_old_for_every_build_must_be_updated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = h100_node()

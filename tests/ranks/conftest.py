@@ -1,4 +1,4 @@
-"""Trials of real gloo ranks from one warm fork server."""
+"""Fixtures that run trials with real gloo ranks from one warm fork server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def launcher() -> Launcher:
 
 @pytest.fixture
 def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
-    """Runs cells through the runner and the store; returns what was recorded."""
+    """Runs cells through the runner and the store; returns the recorded results."""
 
     def run(*cells: Cell, trials: int = 1, timed_seconds: float = 0.0) -> Results:
         store = Store(tmp_path / "results")
@@ -49,7 +49,7 @@ def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
 
 
 def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: Any) -> Cell:
-    """A small cell: 3 warm-up and 5 timed steps of a nano model."""
+    """Returns a small cell: 3 warm-up and 5 timed steps of a nano model."""
     return Cell(
         **{
             "strategy": strategy,
@@ -66,6 +66,6 @@ def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: 
 
 
 def ended(trial: Any, status: str, reason: str) -> None:
-    """Checks how a trial ended; shows its log where it did otherwise."""
+    """Checks how a trial ended; shows its log if the status differs."""
     assert trial["status"] == status, trial["log_tail"]
     assert reason in trial["reason"]

@@ -1,8 +1,7 @@
-"""python -m tests.ranks.stranger ADDRESS PORT RECORDED: what somebody on the nodes' network may try
-who does not know the run's key, against the port of its coordinator. Prints what each attempt was
-answered, as JSON.
+"""python -m tests.ranks.stranger ADDRESS PORT RECORDED: attacks a coordinator without its key.
 
-RECORDED is a file with the bytes that an agent sent when it joined, overheard on the network.
+It tries what somebody on the nodes' network could try, and prints the answers as JSON. RECORDED is
+a file with the bytes that an agent sent when it joined, overheard on the network.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from harness.nodes.rendezvous import new_key
 
 Attempt = Callable[[socket.socket, bytes], None]
 _NONCE = 32
-"""Bytes that each side of a connection sends first."""
+"""Size of the nonce that each side of a connection sends first, in bytes."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of an attempt."""
+    """Outcome of an attempt."""
 
     heard_bytes: int
-    """That the coordinator sent, its nonce among them."""
+    """Number of bytes received from the coordinator, including its nonce."""
     closed: bool
-    """Whether it closed the connection."""
+    """Whether the coordinator closed the connection."""
     seconds: float
-    """Until then."""
+    """Seconds until the connection was closed or the attempt gave up."""
 
 
 def no_key(raw: socket.socket, recorded: bytes) -> None:
@@ -42,13 +41,13 @@ def no_key(raw: socket.socket, recorded: bytes) -> None:
 
 
 def wrong_key(raw: socket.socket, recorded: bytes) -> None:
-    """Speaks the protocol, with a key of its own."""
+    """Speaks the protocol with a different key."""
     with contextlib.suppress(OSError, EOFError):
         secure(raw.dup(), bytes.fromhex(new_key()), coordinator=False)
 
 
 def replayed(raw: socket.socket, recorded: bytes) -> None:
-    """Sends what an agent of the run has sent, byte for byte."""
+    """Replays the bytes that an agent of the run sent."""
     raw.sendall(recorded)
 
 
@@ -57,7 +56,7 @@ def noise(raw: socket.socket, recorded: bytes) -> None:
 
 
 def half_a_message(raw: socket.socket, recorded: bytes) -> None:
-    """And then silence."""
+    """Sends half a nonce, then stays silent."""
     raw.sendall(recorded[: _NONCE // 2])
 
 
@@ -75,7 +74,7 @@ def attempt(address: tuple[str, int], act: Attempt, recorded: bytes) -> Answer:
     began, heard, closed = time.monotonic(), 0, False
     with socket.create_connection(address, timeout=10) as raw:
         raw.settimeout(HANDSHAKE_SECONDS + 5)
-        with contextlib.suppress(OSError):  # closed while it was talking
+        with contextlib.suppress(OSError):  # closed while sending
             act(raw, recorded)
         try:
             while part := raw.recv(2**16):

@@ -1,7 +1,7 @@
-"""python -m tests.ranks.tap INTERFACE FROM TO FILE: overhears what one address sends to another by
-TCP, on the network of this process, and keeps the begin of it in a file.
+"""python -m tests.ranks.tap INTERFACE FROM TO FILE: records the start of a TCP connection.
 
-Prints `listening` once it does, and ends when it has enough.
+It overhears, on this process's network, what one address sends to another, and writes it to a file.
+It prints `listening` once it is ready, and ends when it has enough.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import sys
 from pathlib import Path
 
 ENOUGH_BYTES = 200
-"""Of the first connection: nonce, proof and the begin of the first message are less."""
+"""Bytes to record: more than the nonce, the proof and the start of the first message."""
 _ETH_P_ALL = 3
 _IP, _TCP = 14, 6
-"""Bytes of an Ethernet header, and the protocol's number."""
+"""Length of an Ethernet header in bytes, and TCP's protocol number."""
 
 
 def payload(frame: bytes, source: bytes, target: bytes) -> tuple[int, int, bytes] | None:
-    """Port, sequence number and payload of a TCP segment between these two; None of any other
-    frame (RFC 791, RFC 9293)."""
+    """Returns the port, sequence number and payload of a TCP segment from source to target.
+
+    Returns None for any other frame. Header layouts follow RFC 791 and RFC 9293.
+    """
     if frame[12:14] != b"\x08\x00" or frame[_IP + 9] != _TCP:
         return None
     if frame[_IP + 12 : _IP + 16] != source or frame[_IP + 16 : _IP + 20] != target:

@@ -1,4 +1,4 @@
-"""transformers' architectures: trained by real ranks as by one process, or refused."""
+"""transformers' architectures train in real ranks as in one process, or are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A strategy that trains something else is reported diverged, and the same strategy without the
-mistake is exact."""
+"""A strategy with a training mistake is reported diverged; without the mistake it is exact."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Blocks compiled by torch.compile in real ranks: the same training, compiled before the timed
-steps."""
+"""Training with blocks compiled by torch.compile is exact; compiling precedes the timed steps."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ with_compiler = pytest.mark.skipif(bool(missing_compiler()), reason=missing_comp
 
 
 @with_compiler
-def test_it_is_the_same_training_and_compiling_is_told_apart(run_cells: RunCells) -> None:
+def test_compiled_training_is_exact_and_compile_time_separate(run_cells: RunCells) -> None:
     small = {"workload": "llama-nano", "global_batch": 2, "sequence_length": 16}
     one = cell("single", 1, compile="block", time_limit_seconds=180, **small)
     trial = run_cells(one).trials.iloc[0]

@@ -1,4 +1,4 @@
-"""DiLoCo: torchft's replicas do what the paper says, and meet where nobody else hears them."""
+"""DiLoCo: torchft's replicas follow the paper's algorithm and listen on loopback only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_it_is_the_papers_algorithm_on_loopback_alone(run_cells: RunCells) -> No
         row = run_cells(trained).trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "exact"), row["log_tail"]
     states_follow_the_formula(row)
-    assert seen.inside, "replicas that never meet prove nothing"
+    assert seen.inside, "without listening replicas this proves nothing"
     assert seen.outside == []
 
 
 def test_outer_steps_to_the_mean_are_the_same_training(run_cells: RunCells) -> None:
-    """Where the update is linear in the gradient, and at every step."""
+    """If updates are linear in gradients, averaging parameters after every step changes nothing."""
     options = {"period": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
     row = run_cells(cell("diloco", optimizer="sgd", options=options)).trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "exact"), row["reason"]

@@ -1,4 +1,4 @@
-"""An exported script that is killed and resumed trains on as if it had never stopped."""
+"""An exported script that is killed and resumed continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks.conftest import cell
 from tests.ranks.test_export import by_warm_ranks
 
 SAVED_AFTER, KILLED_AFTER, STEPS = 3, 5, 6
-"""Steps: those between are trained twice, and those of the killed script were not interrupted."""
+"""Step counts; steps between the first two are trained before the kill and again after resuming."""
 
 
 def losses(said: str) -> dict[int, float]:
@@ -47,7 +47,7 @@ def run(
 def test_a_killed_script_resumes(
     launcher: Launcher, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
 ) -> None:
-    """`launcher`: its fork server has imported what the ranks need."""
+    """The `launcher` fixture is used because its fork server has imported the ranks' libraries."""
     if strategy == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: make setup")
     folder, saved = tmp_path / "set", tmp_path / "saved"

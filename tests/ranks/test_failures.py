@@ -1,5 +1,4 @@
-"""Whatever goes wrong becomes a row with the first cause, the matrix goes on, and no process is
-left."""
+"""Failures are recorded with their first cause, the matrix goes on, and no process is left."""
 
 from __future__ import annotations
 
@@ -57,11 +56,10 @@ def test_a_rank_that_vanishes_is_named(
     assert row["reason"].startswith(f"rank 1 {said}")
 
 
-def test_a_rank_that_vanishes_is_named_where_another_is_seen_to_fail_first(
+def test_a_rank_that_vanishes_is_named_even_if_another_seems_to_fail_first(
     run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine both have ended by the time that torch's agent looks, and it names rank
-    0."""
+    """On a busy machine both ranks have ended before torch's agent looks, and it names rank 0."""
     wait = multiprocessing.connection.wait
 
     def late(*asked: Any, **more: Any) -> list[Any]:
@@ -88,7 +86,7 @@ def test_a_hang_is_a_timeout_with_stacks(run_cells: RunCells) -> None:
 def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
     run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By missing heartbeats; 15 s are allowed where nothing else is said."""
+    """Missing heartbeats reveal the deadlock; by default 15 s are allowed."""
     monkeypatch.setenv("PARALLELISM_BENCH_HANG_SECONDS", "3")
     row = run_cells(faulty("hangs", time_limit_seconds=300)).trials.iloc[0]
     assert row["status"] == "timeout"
@@ -104,7 +102,7 @@ def test_slow_is_a_timeout_too(run_cells: RunCells) -> None:
 
 
 def test_out_of_memory_under_a_limit(run_cells: RunCells) -> None:
-    """A gigabyte beyond a limit of 256 MiB; larger cells of the same kind are then left out with
+    """A cell exceeds its 256 MiB limit by a gigabyte. Larger cells of its kind are then skipped for
     that reason."""
     limited = {"memory_limit_bytes": 256 * 2**20}
     trials = run_cells(
@@ -132,14 +130,14 @@ def test_not_a_number_is_diverged(run_cells: RunCells) -> None:
     assert "not finite at step 2" in row["reason"]
 
 
-def test_a_strategy_that_shows_nothing_fails(run_cells: RunCells) -> None:
+def test_a_strategy_that_registers_nothing_fails(run_cells: RunCells) -> None:
     row = run_cells(faulty("shows_nothing")).trials.iloc[0]
     assert row["status"] == "failed"
     assert "job.register" in row["reason"]
 
 
 def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
-    """A reference that cannot be written: its folder is in the way as a file."""
+    """The reference cannot be written, because a file blocks its folder."""
     from harness.analysis.summary import cells
     from harness.host.folders import cache_folder
 
@@ -160,8 +158,7 @@ def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
 
 
 def test_children_of_ranks_are_gone(run_cells: RunCells) -> None:
-    """The leaves_children strategy starts a process in a session of its own; it does not outlive
-    the trial."""
+    """A process that a rank starts in its own session does not outlive the trial."""
     marker = "time.sleep(3600)"
     assert run_cells(faulty("leaves_children")).trials.iloc[0]["status"] == "ok"
     left = [
@@ -173,7 +170,7 @@ def test_children_of_ranks_are_gone(run_cells: RunCells) -> None:
 
 
 def test_the_trials_folder_is_removed(run_cells: RunCells, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A short name: the path of a socket in it may have 107 characters.
+    # A short name, because the path of a socket may have at most 107 characters.
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr("tempfile.tempdir", folder)
         run_cells(faulty("raises"), cell("ddp"))
@@ -181,8 +178,8 @@ def test_the_trials_folder_is_removed(run_cells: RunCells, monkeypatch: pytest.M
 
 
 def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
-    """SIGINT to the launching process while ranks train: the outcome says interrupted and the ranks
-    are gone."""
+    """SIGINT to the launching process while ranks train ends them, and the outcome is
+    interrupted."""
     workload = make_workload("llama-nano")
     hanging = faulty("hangs", time_limit_seconds=30)
     threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -193,21 +190,21 @@ def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
 
 
 def test_many_launches_in_a_row(launcher: Launcher) -> None:
-    """None hangs: BENCH_LAUNCHES=500 for the long version."""
+    """No launch hangs. Set BENCH_LAUNCHES=500 for the long version."""
     short = cell("ddp", warmup_steps=1, timed_steps=1, parity_steps=1, time_limit_seconds=20)
     data = prepare_data("stdlib", make_workload("llama-nano"), 32)
     for _ in range(int(os.environ.get("BENCH_LAUNCHES", "12"))):
         outcome = launcher.run(short, data, 2)
         assert (outcome.status, outcome.reason) == ("ok", "")
-        # The step after the parity check does not settle where no other could be timed.
+        # The step after the parity check is timed if no other step can be.
         assert [step.phase for step in outcome.trained[0].steps] == ["warmup", "timed"]
 
 
 def test_a_fork_server_that_was_killed_just_before_a_trial_is_replaced(
     run_cells: RunCells, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still seemed to run. Python starts another by itself, which lacks what this suite tells
-    it."""
+    """The killed server still seems to run. Python's own replacement lacks this suite's
+    settings."""
     os.kill(launcher.fork_server, signal.SIGKILL)
     monkeypatch.setattr(launcher, "_fork_server_runs", lambda: True)
     row = run_cells(cell("ddp")).trials.iloc[0]
@@ -217,7 +214,7 @@ def test_a_fork_server_that_was_killed_just_before_a_trial_is_replaced(
 def test_a_fork_server_that_no_longer_listens_is_replaced(
     run_cells: RunCells, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed, has closed its socket and not yet ended, so that Python takes it for alive."""
+    """A killed server that has closed its socket but not yet ended looks alive to Python."""
     former, run_ranks = launcher.fork_server, launcher._run_ranks
 
     def refused_once(*arguments: object) -> object:

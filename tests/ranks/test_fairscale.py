@@ -1,5 +1,4 @@
-"""fairscale: OSS with ShardedDataParallel, the trap in clearing its gradients, and
-FullyShardedDataParallel as far as a CPU shows it."""
+"""fairscale: OSS with ShardedDataParallel, clearing its gradients, and FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ pytest.importorskip("fairscale", reason="pip install fairscale")
 def test_states_are_dealt_out_by_whole_parameters(
     run_cells: RunCells, devices: int, buffer: int
 ) -> None:
-    """On one rank it is a cell of matrix full. What does not fit into a bucket is not kept between
-    steps, and how it is reduced changes no digit that matters."""
+    """Gradients outside the buckets are not kept between steps, and reducing them stays exact.
+
+    Matrix full covers one rank.
+    """
     row = run_cells(
         cell("fairscale_oss", devices, "llama-micro", options={"reduce_buffer_size": buffer})
     ).trials.iloc[0]
@@ -34,11 +35,12 @@ def test_states_are_dealt_out_by_whole_parameters(
 
 @pytest.mark.parametrize(
     "axes",
+    # Matrix full covers micro-batches in buckets, and fp16.
     [
         {"micro_batches": 2, "options": {"reduce_buffer_size": 0}},
         {"optimizer": "sgd"},
         {"precision": "bf16"},
-    ],  # micro-batches in buckets and fp16 are cells of matrix full
+    ],
     ids=str,
 )
 def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
@@ -55,7 +57,7 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
 def test_fp16_on_the_way_is_declared_and_saves_bytes(
     run_cells: RunCells, options: dict[str, Any], half: float
 ) -> None:
-    """At 2 ranks gloo's reduce takes 0.75 and a broadcast 0.5 of the payload for each rank."""
+    """On 2 ranks gloo's reduce sends 0.75 and its broadcast 0.5 of the payload per rank."""
     row = run_cells(cell("fairscale_oss", workload="llama-micro", options=options)).trials.iloc[0]
     assert row["status"] == "ok", row["reason"]
     assert row["parity_verdict"] in ("within tolerance", "unknown"), row["parity_reason"]
@@ -76,8 +78,10 @@ def test_fp16_on_the_way_is_declared_and_saves_bytes(
 def test_gradients_must_stay_in_their_buckets(
     run_cells: RunCells, through: str, status: str
 ) -> None:
-    """Cleared through an optimizer they leave the buckets that are reduced, or stay in them; set to
-    zero there, they are right."""
+    """Clearing gradients to None through the optimizer detaches them from the reduced buckets.
+
+    Clearing only a shard leaves the other gradients in place. Setting all to zero is correct.
+    """
     row = run_cells(cell("fairscale_traps", options={"through": through})).trials.iloc[0]
     assert row["status"] == status, row["reason"]
     if status == "ok":
@@ -108,14 +112,12 @@ SHARDED = [
 
 @pytest.mark.parametrize("axes", SHARDED)
 def test_the_mathematics_of_fully_sharded(run_cells: RunCells, axes: dict[str, Any]) -> None:
-    """The strategy with CUDA's streams and pinned memory pretended on gloo ranks: all that can be
-    seen of it without a GPU."""
+    """Gloo ranks train with faked CUDA streams and pinned memory; the rest needs a GPU."""
     row = run_cells(cell("fairscale_on_cpu", **axes)).trials.iloc[0]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["parity_verdict"] == ("within tolerance" if "precision" in axes else "exact")
-    if "cpu_offload" not in axes.get(
-        "options", {}
-    ):  # it is its place that the formula tells, and here there is but one
+    # With offload the formula separates host from device memory; a CPU has only one.
+    if "cpu_offload" not in axes.get("options", {}):
         states_follow_the_formula(row)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that bf16 nearly hides, and late ones that all ranks make alike, are diverged."""
+"""Mistakes that bf16 nearly hides, and late ones shared by all ranks, are reported diverged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.ranks.conftest import RunCells
 from tests.ranks.test_subtle import IN_FP32, subtle
 
 IN_HALF = ("half_moment", "undecayed_embedding", "half_undecayed")
-"""Each is also found in the exact fp32 twin that a ranked cell in bf16 must have."""
+"""Mistakes that are also found in the exact fp32 twin required of a ranked bf16 cell."""
 
 
 def verdicts(results: Results) -> list[str]:
@@ -22,7 +22,7 @@ def test_bf16_hides_neither_missing_decay_nor_a_coarse_moment(run_cells: RunCell
 
 
 def test_an_optimizers_step_number_cannot_hide_a_late_mistake(run_cells: RunCells) -> None:
-    """It is rewound with the optimizer, and the losses stay within the envelope."""
+    """A rewind restores the step number with the optimizer, and losses stay within the envelope."""
     right, wrong = (
         subtle(mistake, options={"from_optimizer_step": 30}, timed_steps=32)
         for mistake in ("none", "half_undecayed")

@@ -1,4 +1,4 @@
-"""The Python interface where no main file exists: in a Jupyter kernel, and on standard input.
+"""The Python interface without a main file: in a Jupyter kernel and on standard input.
 
 Rank processes start from the caller's main module, which interactive interpreters lack.
 """
@@ -71,7 +71,7 @@ def require_tidy(printed: str) -> None:
     assert (statuses, verdicts) == (["ok"], ["exact"])
     assert (threads, files) == ([], ["results"])
     assert [v for v in variables if not any(name in v for name in SETTINGS)] == []
-    # Kept for the next run, and gone with the interpreter.
+    # Two processes stay for the next run and end with the interpreter.
     assert len(processes) == 2
     assert all("multiprocessing" in process for process in processes)
     started = [int(process.split()[0]) for process in processes]
@@ -82,7 +82,7 @@ def require_tidy(printed: str) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Returns whether a process runs; this one may adopt it and not reap it."""
+    """Returns whether a process runs; a zombie that this process adopted does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

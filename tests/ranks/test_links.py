@@ -1,4 +1,4 @@
-"""Links: the fit by hand and by property, and real messages between two ranks."""
+"""Links: hand-computed fits, their properties, and real messages between two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sizes_are_powers_of_four_from_4_kib_to_64_mib() -> None:
 
 
 def test_a_fit_by_hand() -> None:
-    """10 microseconds and 1 GB/s: 1 kB takes 11, 1 MB takes 1010 microseconds."""
+    """With 10 microseconds and 1 GB/s, 1 kB takes 11 and 1 MB takes 1010 microseconds."""
     found = fit([1e3, 1e6], [11e-6, 1010e-6])
     assert found.latency_seconds == pytest.approx(10e-6)
     assert found.bandwidth_bytes_per_second == pytest.approx(1e9)
@@ -29,8 +29,8 @@ def test_a_fit_by_hand() -> None:
 
 
 def test_a_fit_with_an_error_by_hand() -> None:
-    """Times 1 and 3 for one size: of a constant c, (c - 1)^2 + (c/3 - 1)^2 is least at c = 1.2, off
-    by 60 % from the 3."""
+    """The times are 1 and 3 at one size. (c - 1)^2 + (c/3 - 1)^2 is least at c = 1.2, 60 % off from
+    3."""
     found = fit([8.0, 8.0, 8.0, 8.0], [1.0, 3.0, 1.0, 3.0])
     assert found.seconds(8.0) == pytest.approx(1.2)
     assert found.largest_deviation == pytest.approx(0.6)
@@ -83,8 +83,7 @@ def test_a_fit_is_never_negative_never_beaten_and_keeps_its_unit(
 
 
 def test_timed_without_a_clock() -> None:
-    """Every reading is a second later, so that each repetition takes 1 s; the warm-up does not
-    count."""
+    """Each reading is a second later, so each repetition takes 1 s. The warm-up does not count."""
     events: list[str] = []
     readings = iter(range(100))
     took = timed(
@@ -98,8 +97,7 @@ def test_timed_without_a_clock() -> None:
 
 
 def test_messages_between_two_ranks() -> None:
-    """Each operation's result is checked by the ranks themselves. 4096 times the bytes take longer,
-    whatever the machine does."""
+    """The ranks check each operation's result. 4096 times the bytes take longer on any machine."""
     found = measure_links("gloo", sizes=(2**12, 2**24))
     assert [link.operation for link in found] == ["all_reduce", "all_gather", "point_to_point"]
     for link in found:
@@ -116,8 +114,7 @@ def test_ranks_that_fail_are_a_reason_and_leave_no_process() -> None:
 
 
 def test_numbers_that_were_not_sent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank does, in this process as the only one of its group: it gets its own number
-    back."""
+    """This process does a rank's work without sending anything, so it finds its own number."""
     import torch
     import torch.distributed as dist
 

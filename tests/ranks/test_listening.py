@@ -1,6 +1,6 @@
-"""A local run listens on loopback alone, whoever starts its ranks and by whatever they talk.
+"""A local run listens on loopback only, with every launcher and backend.
 
-Horovod's ranks by mpirun: test_horovod.py.
+Horovod's ranks under mpirun are tested in test_horovod.py.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ needs_accelerate = pytest.mark.skipif(not find_spec("accelerate"), reason="Accel
 def test_a_local_trial_listens_on_loopback_alone(
     run_cells: RunCells, strategy: str, axes: dict[str, object]
 ) -> None:
-    """And trains the same; matrix full's cells of the two launchers that start interpreters anew
-    are trained here alone."""
+    """Only this test trains matrix full's cells of the two launchers that start new
+    interpreters."""
     with watched() as seen:
         trial = run_cells(cell(strategy, time_limit_seconds=120, **axes)).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["log_tail"]
-    assert seen.inside, "ranks that never meet prove nothing"
+    assert seen.inside, "without listening ranks this proves nothing"
     assert seen.outside == []

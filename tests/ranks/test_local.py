@@ -1,4 +1,4 @@
-"""Trainings that differ by design are exact if they follow their algorithm, and else diverged."""
+"""Strategies that differ by design are exact if they follow their algorithm, else diverged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_is_exact_or_diverged(run_cells: RunCells, right: str) -> None:
 
 @pytest.mark.parametrize("right", RIGHT)
 def test_it_is_diverged_if_wrong_after_the_segment(run_cells: RunCells, right: str) -> None:
-    calls = 12 if right in ("powersgd", "post_local_sgd") else 4  # the others' come every 3 steps
+    calls = 12 if right in ("powersgd", "post_local_sgd") else 4  # others are called every 3 steps
     late = [local(right, mistake, calls, timed_steps=24) for mistake in LATE[right]]
     trials = run_cells(local(right, timed_steps=24), *late, timed_seconds=0.05).trials
     verdicts = dict(zip(trials["options"], trials["parity_verdict"], strict=True))

@@ -1,5 +1,4 @@
-"""Mixtures of experts: each token's experts are chosen by its own hidden state, so that data
-parallelism changes nothing."""
+"""Mixtures of experts route each token by its own hidden state, so data parallelism is exact."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ CELLS: dict[str, dict[str, Any]] = {
         "workload": "qwen3-moe-nano",
         "options": {"stage": 3},
     },
-    # Loaded by transformers in parts; Accelerate takes its config on GPUs only.
+    # transformers loads it in parts; Accelerate takes its config on GPUs only.
     "tensor": {
         "strategy": "parallelism_config",
         "workload": "qwen3-moe-nano",
@@ -30,8 +29,10 @@ CELLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CELLS)
 def test_it_is_the_same_training(run_cells: RunCells, name: str) -> None:
-    """And the tokens of its experts are counted once: two for each of 8 samples of 32 tokens, also
-    where ranks see the same samples or blocks are computed again."""
+    """Expert tokens are counted once: two for each of 8 samples of 32 tokens.
+
+    Recomputed blocks and samples shared by ranks are not counted again.
+    """
     trial = run_cells(cell(**CELLS[name])).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
     assert [sum(tokens) for tokens in json.loads(trial["expert_tokens"])] == [2 * 8 * 32] * 2

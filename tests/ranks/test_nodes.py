@@ -1,6 +1,6 @@
-"""Cells over two nodes: two agents on this machine, over loopback.
+"""Cells on two nodes: two agents on this machine, over loopback.
 
-What holds on one node holds on two.
+They must behave as on one node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.ranks.conftest import cell
 
 
 class Cluster:
-    """A coordinator in this process, and agents that are its children."""
+    """A coordinator in this process, and agents as its children."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Cluster:
         self.local.ignore_pid(agent.pid)
 
     def complete(self) -> None:
-        """Starts an agent in place of each that was lost."""
+        """Replaces each lost agent."""
         for number, agent in self.agents.items():
             if agent.poll() is not None:
                 self.start(number)
@@ -83,7 +83,7 @@ class Cluster:
         self.launcher.wait_seconds = 30.0
 
     def ranks(self) -> list[psutil.Process]:
-        """What runs below the agents' fork servers."""
+        """Returns the processes below the agents' fork servers."""
         agents = [
             psutil.Process(agent.pid) for agent in self.agents.values() if agent.poll() is None
         ]
@@ -118,7 +118,7 @@ def shared(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """Whole, whatever the test before this one has lost."""
+    """Returns the shared cluster after restarting agents that earlier tests lost."""
     shared.complete()
     return shared
 
@@ -171,7 +171,7 @@ def test_ranks_follow_the_nodes_order(cluster: Cluster) -> None:
 
 
 def test_a_warm_start_is_short(cluster: Cluster) -> None:
-    """Not a benchmark: one of five, because others may use this machine."""
+    """One short start in five suffices, because others may use this machine."""
     cluster.run(cell("ddp", nodes=2))
     assert any((cluster.run(cell("ddp", nodes=2)).startup_seconds or 99) < 1.5 for _ in range(5))
 
@@ -209,7 +209,7 @@ def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
-def test_cells_of_one_node_run_as_ever(run_cells: Callable[..., Results]) -> None:
+def test_cells_of_one_node_still_run(run_cells: Callable[..., Results]) -> None:
     trial = run_cells(cell("ddp")).trials.iloc[0]
     assert (trial["status"], trial["nodes"], list(trial["node_names"])) == ("ok", 1, [])
 
@@ -222,7 +222,7 @@ def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
-def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
+def test_a_peer_without_the_key_is_rejected(cluster: Cluster) -> None:
     rendezvous = Rendezvous.read(cluster.nodes.rendezvous_file)
     assert cluster.nodes.rendezvous_file.stat().st_mode & 0o777 == 0o600
     raw = socket.create_connection((rendezvous.addresses[0], rendezvous.port))
@@ -232,8 +232,10 @@ def test_who_does_not_know_the_key_is_not_heard(cluster: Cluster) -> None:
 
 
 def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in mid-trial, as on a node whose disks hang: it is waited for past the time limit,
-    then given up; started anew, it serves again."""
+    """An agent stops in mid-trial, as if its disks hung, and is given up after the time limit.
+
+    Restarted, it serves again.
+    """
     monkeypatch.setattr("harness.nodes.multi_node_trial.ANSWER_SECONDS", 5.0)
     stalled = cluster.agents[1]
     threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
@@ -251,8 +253,10 @@ def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.M
 
 
 def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
-    """Killed in mid-trial: the trial failed with the node's name, its ranks and the others' are
-    gone. The test above starts such an agent anew; this one is the last, and does not."""
+    """A trial whose agent is killed names the node, and all its ranks are gone.
+
+    This test must be the last, because it does not restart the agent.
+    """
     lost = cluster.agents[1]
     below = [*psutil.Process(lost.pid).children(recursive=True)]
     threading.Timer(2, lost.kill).start()

@@ -1,4 +1,4 @@
-"""What an older torch lacks is done without."""
+"""The suite does without what older versions of torch lack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INIT, SHUTDOWN = LocalElasticAgent.__init__, LocalElasticAgent._shutdown
 
 
 def test_the_agent_before_torch_2_12(run_cells: RunCells, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its constructor and its end take no time limit."""
+    """The agent's constructor and shutdown take no time limit before torch 2.12."""
 
     def init(
         self: LocalElasticAgent, spec: Any, logs_specs: Any, start_method: str = "spawn"
@@ -39,7 +39,7 @@ def test_the_agent_before_torch_2_12(run_cells: RunCells, monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("axis", ["all_reduce", "zero1"])
 def test_split_parameters_train_after_a_first_forward_without_gradients(axis: str) -> None:
-    """A pipeline's stage finds out its shapes so."""
+    """A pipeline stage infers its shapes by a forward pass without gradients."""
     from harness.strategies.three_d import wrap_stage
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -1,4 +1,4 @@
-"""A user's text, tables and images train a model as one process."""
+"""A user's text, tables and images train models in one process."""
 
 from __future__ import annotations
 

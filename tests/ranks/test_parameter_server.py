@@ -1,5 +1,4 @@
-"""The parameter server: the same training synchronously, a declared other one asynchronously, its
-bytes, and how it ends."""
+"""The parameter server: exact synchronous and declared asynchronous training, bytes, failures."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from tests.ranks.test_strategies import states_follow_the_formula
 LONG = {"timed_steps": 10, "parity_steps": 13}
 
 
-@pytest.mark.parametrize("workers", [2, 4])  # one: a cell of matrix full
+@pytest.mark.parametrize("workers", [2, 4])  # matrix full covers one
 def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> None:
-    """Each worker sends its gradients and gets the parameters, P bytes each; nobody but the server
-    keeps optimizer state."""
+    """Each worker sends its gradients and gets the parameters, P bytes each. Only the server keeps
+    optimizer state."""
     results = run_cells(
         cell("parameter_server", workers, "llama-micro", options={"transport": "tcp"})
     )
@@ -47,7 +46,7 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
     row = run_cells(cell("parameter_server", **axes)).trials.iloc[0]
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["parity_verdict"] == ("within tolerance" if "precision" in axes else "exact")
-    assert len(row["sent_bytes_per_step"]) == 0  # through shared memory
+    assert len(row["sent_bytes_per_step"]) == 0  # shared memory sends none
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""The way of somebody who adds a strategy in a package of their own: the files and commands of the
-documents as they stand, in a fresh virtual environment."""
+"""Adding a strategy in a user's own package, in a fresh virtual environment.
+
+Files and commands are those of the documents, unchanged.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables in which `python` is that of a fresh virtual environment.
+    """Returns variables in which `python` is that of a fresh virtual environment.
 
-    It sees the libraries that are installed here, so that nothing is downloaded; neither this suite
-    nor the strategies of other tests are among them.
+    The libraries installed here are visible in it, so nothing is downloaded. This suite and other
+    tests' strategies are not.
     """
     home = tmp_path_factory.mktemp("fresh") / "venv"
     venv.create(home, with_pip=False, symlinks=True)
@@ -52,7 +54,7 @@ def test_the_readme_leads_to_the_page() -> None:
 
 
 @pytest.mark.thorough
-def test_a_strategy_of_ones_own(checkout: Path, variables: dict[str, str]) -> None:
+def test_a_users_own_strategy(checkout: Path, variables: dict[str, str]) -> None:
     said = {}
     for block in pages.blocks(pages.section(PAGE, "A strategy")):
         if block.path:
@@ -64,7 +66,7 @@ def test_a_strategy_of_ones_own(checkout: Path, variables: dict[str, str]) -> No
     assert r"flat\_average(pieces=4)" in said["bench report --format"]
     trials = load(checkout / "results").trials
     assert set(trials["label"]) == {"ddp", "flat_average", "flat_average(pieces=4)"}
-    assert (trials.groupby("label").size() >= 2).all(), "and what may be the fastest once more"
+    assert (trials.groupby("label").size() >= 2).all(), "candidates for the fastest run again"
     assert set(trials["status"]) == {"ok"}, trials["log_tail"].tolist()
     assert set(trials["parity_verdict"]) == {"exact"}
     assert len(list((checkout / "reports" / "html").glob("*.html"))) == 1

@@ -1,4 +1,4 @@
-"""The example of docs/notebook.md, as a script without a guard, in a process of its own."""
+"""The example of docs/notebook.md runs as a script without a main guard, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QLoRA on sharded weights: the same training as in one process, in half the memory."""
+"""QLoRA on sharded weights trains as in one process, in half the memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_packed_weights_are_sharded_and_train_the_same(run_cells: RunCells) -> N
     for _, trial in trials.iterrows():
         assert verdict(trial) == EXACT, trial["reason"] + trial["log_tail"]
         assert trial["parameter_bytes"][0] == pytest.approx(whole / 2, rel=0.02)
-        if trial["strategy"] == "fsdp2":  # others split what is trained unevenly, or keep buffers
+        if trial["strategy"] == "fsdp2":  # others shard unevenly or keep buffers
             holds_what_the_formula_says(trial)
 
 
 def test_a_cast_of_packed_weights_is_to_the_type_that_they_are_stored_as(
     run_cells: RunCells,
 ) -> None:
-    """FSDP2 casts each parameter that it gathers: packed fp32 numbers would become others."""
+    """FSDP2 casts each gathered parameter, which would corrupt weights packed as fp32."""
     mixed = cell("fsdp2", workload=QLORA, precision="bf16", options={"mixed_precision": True})
     (trial,) = run_cells(mixed).trials.to_dict("records")
     assert trial["status"] == "ok", trial["reason"]

@@ -1,4 +1,4 @@
-"""Recipes as people train: right in each library, and each mistake is seen."""
+"""Practical recipes are right in each library, and each mistake is detected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_way_to_split_the_work_clips_to_the_same_norm(
 
 
 def test_deepspeed_shards_the_states_of_two_parameter_groups(run_cells: RunCells) -> None:
-    """Matrices decay, vectors do not; DeepSpeed links only the first group with its states."""
+    """Matrices decay and vectors do not. DeepSpeed links only the first group with its states."""
     pytest.importorskip("deepspeed")
     cells = [
         trained("deepspeed", micro_batches=2, workload="gpt2-nano", options={"stage": stage})
@@ -77,7 +77,7 @@ def test_sharding_and_sequences_that_need_gpus_are_right_on_a_stand_in(run_cells
     assert largest(run_cells(*cells)) <= LARGEST_NORM_DEVIATION
 
 
-def test_a_rewind_sets_the_schedule_back(run_cells: RunCells) -> None:
+def test_a_rewind_restores_the_schedule(run_cells: RunCells) -> None:
     cells = [trained(name, parity_steps=8, timed_steps=12) for name in ("ddp", "accelerate")]
     trials = run_cells(*cells, trials=3, timed_seconds=0.1).trials
     assert set(trials["parity_verdict"]) == {"exact"}, list(trials["parity_reason"])
@@ -125,13 +125,13 @@ def test_a_norm_that_is_not_global_diverges(
 
 
 def test_a_strategy_that_does_not_clip_diverges(run_cells: RunCells) -> None:
-    """Even where no gradient is as long as the limit: its norms are not known."""
+    """The cell diverges even if no gradient reaches the limit, because its norms are unknown."""
     trial = run_cells(cell("broken", clip_norm=1e6)).trials.iloc[0]
     assert trial["status"] == "diverged"
 
 
 def test_a_prepared_scheduler_steps_once_per_process(run_cells: RunCells) -> None:
-    """Accelerate 1.15, unless batches are said to be split."""
+    """Accelerate 1.15 steps it once per process unless split_batches is set."""
     pytest.importorskip("accelerate")
     options = {"trap": "scheduler"}
     assert run_cells(trained("accelerate_traps", options=options)).trials["status"].iloc[0] == (
@@ -140,7 +140,8 @@ def test_a_prepared_scheduler_steps_once_per_process(run_cells: RunCells) -> Non
 
 
 def test_deepspeed_clips_to_the_norm_of_some_parameters(run_cells: RunCells) -> None:
-    """DeepSpeed 0.19: of the first stage, and to the mean of norms with different experts."""
+    """DeepSpeed 0.19 clips by the first stage's norm, or by the mean of norms with different
+    experts."""
     pytest.importorskip("deepspeed")
     cells = [
         trained("first_stage_norm", micro_batches=2),
@@ -153,7 +154,7 @@ def test_deepspeed_clips_to_the_norm_of_some_parameters(run_cells: RunCells) -> 
 DROPOUT: dict[str, Any] = {"workload": "gpt2-nano", "dropout": 0.2, "micro_batches": 2}
 BALANCE: dict[str, Any] = {"workload": "mixtral-nano", "balance_weight": 0.5, "micro_batches": 2}
 PACKED: dict[str, Any] = {"documents": "packed", "micro_batches": 2}
-"""Each alone, so that nothing else makes a mistake visible."""
+"""Each axis alone, so that nothing else reveals a mistake."""
 
 
 def verdicts(results: Results) -> list[str]:
@@ -211,7 +212,7 @@ def test_mistakes_in_masks_documents_and_balance_diverge(run_cells: RunCells) ->
 
 
 def test_trainers_balancing_loss_counts_for_each_rank_and_micro_batch(run_cells: RunCells) -> None:
-    """transformers 5.23, left to itself."""
+    """transformers 5.23 adds the balancing loss once per rank and micro-batch unless patched."""
     pytest.importorskip("accelerate")
     assert verdicts(
         run_cells(cell("trainer_traps", options={"trap": "balance_as_it_is"}, **BALANCE))

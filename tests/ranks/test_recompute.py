@@ -1,4 +1,4 @@
-"""Recomputation in real ranks: the same training in less memory."""
+"""Recomputation in real ranks trains the same in less memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ CELLS: dict[str, dict[str, Any]] = {
 def test_it_is_the_same_training_in_less_memory_with_more_operations(
     run_cells: RunCells, name: str
 ) -> None:
-    """Peak memory none > selective > full, hardware FLOPs the other way round, model FLOPs equal;
-    what a strategy refuses is left out (see tests/unit/test_recompute.py)."""
+    """Memory falls and hardware FLOPs rise from none to selective to full; model FLOPs are equal.
+
+    Refused combinations are skipped (see tests/unit/test_recompute.py).
+    """
     large = {
         "workload": "llama-128x4",
         "global_batch": 8,
@@ -67,7 +69,7 @@ PEAKS: dict[str, dict[str, Any]] = {
         "micro_batches": 4,
         "options": {"tensor": 1, "data_axis": "fsdp2"},
     },
-    # with `full` the last stage is the fullest, where torch's tracker sees more than the allocator
+    # With `full`, torch's tracker sees more than the allocator in the last stage, the fullest.
     "deepspeed_pipeline": {
         "strategy": "deepspeed_pipeline",
         "micro_batches": 4,
@@ -79,8 +81,10 @@ PEAKS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str) -> None:
-    """Tensors of the fullest rank at the peak of a step, within 5 %; of one process, and with
-    other kinds, see tests/unit/test_recompute.py."""
+    """The fullest rank's tensors at the peak of a step are within 5 % of the formula.
+
+    tests/unit/test_recompute.py covers one process and other kinds of recomputation.
+    """
     sizes = {"workload": "llama-128x4", "sequence_length": 128, "global_batch": 8}
     one = cell(**{"recompute": "full", **sizes, **PEAKS[name]}, time_limit_seconds=240)
     row = profile_cell(launcher, "run", one)
@@ -102,13 +106,13 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
 
 
 def test_deepspeeds_mixture_keeps_no_dot_products(run_cells: RunCells) -> None:
-    """Its gate divides them in place, which torch refuses of results that were kept."""
+    """The gate divides dot products in place, which torch refuses for saved results."""
     axes: dict[str, Any] = {"workload": "mixtral-nano", "options": {"expert": 2}}
     trial = run_cells(cell("deepspeed_moe", recompute="selective", **axes)).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
 
 
-def test_a_strategy_that_recomputes_nothing_is_told_so(run_cells: RunCells) -> None:
-    """One that builds its model itself would train as if the cell did not ask for it."""
+def test_a_strategy_that_recomputes_nothing_fails(run_cells: RunCells) -> None:
+    """A strategy that builds its own model would ignore the cell's axis."""
     trial = run_cells(cell("broken", recompute="full")).trials.iloc[0]
     ended(trial, "failed", "did not build its model with job.model()")

@@ -1,4 +1,4 @@
-"""Rehearsed peaks against those of real ranks, by torch's own allocator: one launch for all."""
+"""Rehearsed peaks match those of torch's allocator in real ranks, all from one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHIN = [
     (cell("tensor", 2, workload="llama-micro"), 0.03),
     (cell("pipeline", 2, workload="llama-micro", micro_batches=4), 0.03),
 ]
-"""Cells, and the largest deviation from what is measured."""
+"""Cells, and the largest relative deviation from their measured peaks."""
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""A secret that ranks write to their log and raise in an error is in no file, and is not shown."""
+"""A secret in ranks' logs and errors is neither written to a file nor shown."""
 
 from __future__ import annotations
 

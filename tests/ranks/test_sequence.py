@@ -1,5 +1,4 @@
-"""Sequence parallelism: the same training with the tokens of each sample on several ranks, and each
-trap on the way."""
+"""Sequence parallelism is exact with each sample's tokens on several ranks; traps are caught."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tests.ranks.test_strategies import states_follow_the_formula
 
 pytest.importorskip("deepspeed", reason="make setup builds DeepSpeed")
 SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}
-"""Its update shows the scale of a gradient, which AdamW's hides."""
+"""SGD, whose update shows a gradient's scale; AdamW's hides it."""
 ONE_STEP: dict[str, Any] = {"parity_steps": 1, "warmup_steps": 1, "timed_steps": 2}
 
 
@@ -20,7 +19,7 @@ ONE_STEP: dict[str, Any] = {"parity_steps": 1, "warmup_steps": 1, "timed_steps":
 def test_gradients_have_the_right_scale_in_each_stage_of_zero(
     run_cells: RunCells, stage: int
 ) -> None:
-    """Stages 0 to 2 divide by the data-parallel ranks alone: updates would be twice too large."""
+    """Stages 0 to 2 divide by the data-parallel ranks only, which would double updates here."""
     axes = {"options": {"stage": stage}, **ONE_STEP, **SGD}
     strategies = ["ulysses_zero"] + ["unscaled_ulysses"] * (stage < 3)
     trials = run_cells(*(cell(name, **axes) for name in strategies)).trials.set_index("strategy")
@@ -56,7 +55,7 @@ def test_each_trap_is_caught(run_cells: RunCells, without: str) -> None:
 
 
 def test_a_ring_of_ranks_trains_the_same(run_cells: RunCells) -> None:
-    """By torch's own ring over the attention of CPUs, which torch itself serves on GPUs only."""
+    """torch supports its ring attention on GPUs only; here it runs over the attention of CPUs."""
     cells = [
         cell("ring_on_cpu", workload="qwen3-moe-nano", options={"pass_by": way}, **SGD)
         for way in ("allgather", "alltoall")

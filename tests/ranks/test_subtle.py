@@ -1,4 +1,4 @@
-"""Wrong trainings whose losses hardly differ are reported diverged, or not ranked."""
+"""Mistakes that hardly change the losses are reported diverged, or the cell is not ranked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_small_mistakes_are_diverged(run_cells: RunCells) -> None:
 
 
 def test_ranks_that_stop_exchanging_late_are_diverged(run_cells: RunCells) -> None:
-    """The step counter is registered, and the loss stays within the envelope of another model."""
+    """A rewind restores the registered step counter, and losses stay within the envelope."""
     right, wrong = (
         subtle(mistake, options={"from_step": 30}, timed_steps=32)
         for mistake in ("none", "no_exchange")

@@ -1,5 +1,4 @@
-"""transformers' Trainer around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy
-is for."""
+"""transformers' Trainer with DDP, DeepSpeed and FSDP2, and why each precaution is needed."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ def engines(*names: str, **axes: Any) -> list[Any]:
 
 
 def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
-    """Llamas are cells of matrix full."""
+    """Matrix full covers Llama models."""
     trials = run_cells(*engines(*ENGINES, workload="gpt2-nano", micro_batches=2)).trials
     assert list(trials["parity_verdict"]) == ["exact"] * 4, list(trials["reason"])
     assert trials["parity_max_loss_deviation"].max() < 1e-6
 
 
 def test_states_and_bytes_sent(run_cells: RunCells) -> None:
-    """On four ranks; cells of matrix full are held to the formula on two."""
+    """Engines are checked on four ranks; matrix full checks the formula on two."""
     axes = {"devices": 4, "workload": "llama-micro", "timed_steps": 1, "parity_steps": 4}
     wraps = []
     for _, row in run_cells(*engines(*ENGINES, **axes)).trials.iterrows():
@@ -49,8 +48,10 @@ def test_states_and_bytes_sent(run_cells: RunCells) -> None:
 
 
 def test_other_axes(run_cells: RunCells) -> None:
-    """One rank, SGD, other kinds of model, precisions by DeepSpeed's and FSDP2's own policies; by
-    autocast under DDP it is a cell of matrix full."""
+    """One rank, SGD, other models, and bf16 by DeepSpeed's and FSDP2's own policies train the same.
+
+    Matrix full covers autocast under DDP.
+    """
     exact = [
         cell("trainer", devices=1),
         cell("trainer", optimizer="sgd", micro_batches=4),
@@ -95,8 +96,10 @@ def test_other_axes(run_cells: RunCells) -> None:
 def test_what_goes_wrong_without_a_precaution(
     run_cells: RunCells, trap: str, engine: str, status: str, reason: str
 ) -> None:
-    """Trainer shuffles, clips and lets the rate fall unless told otherwise; its optimizer is exact
-    but for what it exempts."""
+    """By default Trainer shuffles, clips and decays the learning rate.
+
+    Its own optimizer is exact, except that it exempts some parameters from weight decay.
+    """
     ended(
         run_cells(cell("trainer_traps", options={"trap": trap, "engine": engine})).trials.iloc[0],
         status,
@@ -105,8 +108,8 @@ def test_what_goes_wrong_without_a_precaution(
 
 
 def test_which_labels_it_counts(run_cells: RunCells) -> None:
-    """Unshifted labels of a GPT-2 are counted with the first, which nothing predicts; a Llama's are
-    not."""
+    """For a GPT-2 Trainer also counts the first unshifted label, which nothing predicts. For a
+    Llama it does not."""
     options = [
         ("gpt2-nano", "all_labels"),
         ("gpt2-nano", "first_label_masked"),
@@ -141,7 +144,7 @@ def test_a_loop_that_goes_wrong_ends_the_trial(run_cells: RunCells, trap: str, r
     trial = run_cells(cell("trainer_traps", options={"trap": trap})).trials.iloc[0]
     assert trial["status"] == "failed"
     assert reason in trial["reason"]
-    assert trap != "raises" or "on_step_end" in trial["log_tail"], "where it happened"
+    assert trap != "raises" or "on_step_end" in trial["log_tail"], "the traceback shows where"
 
 
 def test_what_it_refuses() -> None:

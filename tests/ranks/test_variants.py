@@ -1,5 +1,4 @@
-"""Few trained parameters and weights of few bits, on real ranks: the same training as the same
-variant in one process."""
+"""Adapters and low-bit weights train on real ranks as in one process."""
 
 from __future__ import annotations
 
@@ -44,9 +43,9 @@ def sent(trial: Any) -> float:
 def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
     run_cells: RunCells, adapter: str
 ) -> None:
-    """At 2 ranks, and LoRA at one.
+    """Optimizer state, gradient buckets and sent bytes shrink with the trained parameters.
 
-    Optimizer state, gradient buckets and what is sent shrink with the trained parameters.
+    LoRA also runs on one rank.
     """
     name = f"llama-nano+{adapter}"
     alone = [cell("single", 1, name)] if adapter == "lora" else []
@@ -57,7 +56,7 @@ def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
         holds_what_the_formula_says(trial)
         assert trial["optimizer_bytes"][0] == pytest.approx(8 * trained, rel=0.01)
     assert sent(trials.loc["ddp"]) == pytest.approx(4 * trained, rel=0.1, abs=1500), (
-        "an all-reduce of two sends the gradients once"
+        "an all-reduce of two ranks sends the gradients once"
     )
     assert (
         json.loads(trials.loc["ddp", "library_buffers"])["gradient buckets of DDP's reducer"]
@@ -83,8 +82,8 @@ def test_lora_saves_against_the_whole_model(run_cells: RunCells) -> None:
 
 
 def test_frozen_parameters_are_those_that_the_reference_does_not_move(run_cells: RunCells) -> None:
-    """Bit for bit: any distance to a tensor that the reference left alone is infinitely more than
-    its update."""
+    """Frozen parameters match bit for bit: any change is infinitely larger than the reference's
+    update."""
     one = cell("ddp", workload="gpt2-nano+lora")
     assert verdict(run_cells(one).trials.iloc[0]) == EXACT
     norms = reference_of(one).facts["update_norms"]
@@ -134,8 +133,8 @@ def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workl
 def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
     run_cells: RunCells, workload: str, axes: dict[str, Any], weights: float
 ) -> None:
-    """On a CPU the matrices are turned back into fp32 for each product, so splitting the batch
-    changes nothing: one process is the reference."""
+    """On a CPU, matrices are dequantised to fp32 for each product, so splitting the batch changes
+    nothing. One process is the reference."""
     trials = run_cells(cell("ddp", workload=workload, **axes)).trials
     matrices = 4 * (
         4 * 128 * 128 + (3 * 128 * 352 if workload.startswith("llama") else 2 * 128 * 512)
@@ -195,8 +194,8 @@ def test_half_weights_train_the_same_within_what_they_declare(
 
 
 def test_pure_fp16_with_adamw_is_not_even_repeatable(run_cells: RunCells) -> None:
-    """Squared gradients below 6e-8 are zero in fp16, and the step is divided by epsilon alone:
-    rounding decides where it goes."""
+    """Squared gradients below 6e-8 are zero in fp16. The step is then divided by epsilon alone, so
+    rounding decides its direction."""
     axes: dict[str, Any] = {
         "timed_steps": 10,
         "parity_steps": 13,
@@ -223,8 +222,8 @@ def test_sharding_strategies_train_frozen_and_trained_parameters_together(
         )
 
 
-def test_a_model_of_ones_own_takes_suffixes(run_cells: RunCells, tmp_path: Path) -> None:
-    """Also where its path has a plus sign."""
+def test_a_users_own_model_takes_suffixes(run_cells: RunCells, tmp_path: Path) -> None:
+    """Suffixes also work if the model's path has a plus sign."""
     folder = tmp_path / "c++" / "model"
     make_workload("llama-nano").build(5).save_pretrained(folder)
     one = Cell(**cell("ddp", workload=f"hf:{folder}+bf16+lora").model_dump())

@@ -1,4 +1,4 @@
-"""A user's own models: real ranks train each as one process does."""
+"""A user's own models train in real ranks as in one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Wrong(Strategy):
         job.register(model, optimizer)
         return standard_step(job, model, optimizer)
 """
-"""Ranks that do not exchange gradients."""
+"""A strategy whose ranks do not exchange gradients."""
 
 
 def test_the_example_of_the_documents_runs(run_cells: RunCells, tmp_path: Path) -> None:

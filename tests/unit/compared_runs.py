@@ -1,4 +1,4 @@
-"""Two runs made by hand, and what comparing them says."""
+"""Handmade runs and their comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
 
 
 def frames(rows: Sequence[dict[str, Any]], run_id: str = OLD, **changes: Any) -> Results:
-    """The frames of one run, as the store gives them."""
+    """Returns the frames of one run, as the store does."""
     run = run_row(run_id=run_id, started_at=datetime(2026, 1, 1, tzinfo=timezone.utc), **changes)
     tables = []
     trials = [row | {"run_id": run_id} for row in rows]
@@ -45,7 +45,7 @@ def together(*results: Results) -> Results:
 def compared(
     was: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], **changes: Any
 ) -> RunComparison:
-    """B (with changes to its run's row) against A."""
+    """Compares `was` with `now`. `changes`: to the run row of `now`."""
     return compare_sides(select("old", frames(was)), select("new", frames(now, NEW, **changes)))
 
 

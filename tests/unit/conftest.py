@@ -1,4 +1,4 @@
-"""Two results folders with their pages, which several files look at."""
+"""Two results folders and their report pages, shared by several files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs and trials as a results folder has them, made by hand for the tests of what shows them."""
+"""Handmade runs and trials, as a results folder has them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_row(**changes: Any) -> dict[str, Any]:
 def trial_rows(
     cell: Cell, speeds: Sequence[float], peak_mib: float = 100.0, **changes: Any
 ) -> list[dict[str, Any]]:
-    """Finished trials of a cell, one per throughput (samples/s), everything else filled in."""
+    """Returns finished trials of a cell, one per throughput (samples/s)."""
     rows = []
     for trial, speed in enumerate(speeds):
         row = left_out_fields("20260101T000000-abcd", cell, "ok", "") | {
@@ -107,7 +107,7 @@ def left_out(cell: Cell, status: str, reason: str, **changes: Any) -> list[dict[
 
 
 def stored(folder: Path, rows: Sequence[dict[str, Any]], **run: Any) -> Results:
-    """The rows as they come back from a results folder."""
+    """Writes a run with these trials to a folder, and loads it."""
     store = Store(folder)
     store.write_run(RunRecord(**run_row(**run)))
     for row in rows:
@@ -122,7 +122,7 @@ BUCKETS = "gradient buckets"
 def states(
     *sizes: Sequence[int], formula: Sequence[float] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Columns of what each rank keeps (parameters, gradients, optimizer, library), in MiB."""
+    """Returns state columns. `sizes`: MiB of parameters, gradients, optimizer, library by rank."""
     columns: dict[str, Any] = {
         name: [rank[kind] * MIB for rank in sizes] for kind, name in enumerate(STATES)
     }
@@ -137,8 +137,8 @@ def states(
 
 
 def sharded() -> list[dict[str, Any]]:
-    """Cells with states, traffic, wrappers, variants and a disk; systems of which all, some and no
-    cells ran."""
+    """Returns cells with states, traffic, wrappers, variants and a disk; all, some or none of a
+    system's cells ran."""
     system = "3 wrapped"
     whole = states(
         (4, 0, 8, 4),
@@ -196,8 +196,7 @@ def sharded() -> list[dict[str, Any]]:
 
 
 def typical() -> list[dict[str, Any]]:
-    """Everything that a run can bring: intervals that overlap, one trial only, stand-ins, failures
-    of all kinds."""
+    """Returns all a run may contain: overlapping intervals, single trials, stand-ins, failures."""
     many = trial_rows(Cell(strategy="fast", devices=2), [70.0, 71.0, 72.0], peak_mib=300)
     many += trial_rows(Cell(strategy="near", devices=2), [69.0, 71.0, 70.5], peak_mib=200)
     many += trial_rows(
@@ -233,7 +232,7 @@ def typical() -> list[dict[str, Any]]:
 
 
 def rows_of(results: Results) -> dict[str, CellResult]:
-    """The cells by label, workload and, past 2, devices, in the order of the ranking."""
+    """Returns cells in ranking order by label, workload and, above 2, number of devices."""
     return {
         f"{cell.cell.label} {cell.cell.workload}"
         + (f" x{cell.cell.devices}" if cell.cell.devices > 2 else ""): cell
@@ -242,8 +241,7 @@ def rows_of(results: Results) -> dict[str, CellResult]:
 
 
 def searched(folder: Path) -> Results:
-    """A search of two strategies: `less` reaches 3 blocks, `more` 2, though theory has it the other
-    way round."""
+    """Returns a search in which `less` reaches 3 blocks and `more` 2, the opposite of theory."""
     family = {"workload": "llama-64x1", "devices": 2, "memory_limit_bytes": MIB}
     cells = [Cell(strategy=name, **family) for name in ("less", "more", "never")]
     known = {
@@ -285,9 +283,9 @@ def searched(folder: Path) -> Results:
 def half_rows(
     cell: Cell, speeds: Sequence[float], *own_reasons: str, **changes: Any
 ) -> list[dict[str, Any]]:
-    """Finished trials of a cell in half precision, within what its precision allows.
+    """Returns finished trials in half precision, within its tolerance.
 
-    `own_reasons`: what the strategy declares in addition.
+    `own_reasons`: further reasons, which the strategy declares.
     """
     allowed = PRECISION[cell.precision]
     more: dict[str, Any] = {
@@ -304,15 +302,15 @@ def half_rows(
 
 
 class MadeRun(NamedTuple):
-    """Rows of trials, and the plan that they are of."""
+    """Trial rows and their plan."""
 
     rows: list[dict[str, Any]]
     plan: Plan
 
 
 def timed_and_checked(devices: int, precision: str = "bf16", device: str = "cuda") -> MadeRun:
-    """A run as matrix `full` makes it on GPUs: a group in half precision that is timed, and twins
-    in fp32 of a smaller model that are launched once."""
+    """Returns a run of matrix `full` on GPUs: a timed group in half precision, and fp32 twins of a
+    smaller model, launched once."""
     on = {"device": device, "devices": devices}
     timed = {**on, "precision": precision, "workload": "llama-1536x16", "regime": "weak"}
     timed |= {"global_batch": 8 * devices, "sequence_length": 512}
@@ -332,7 +330,7 @@ def timed_and_checked(devices: int, precision: str = "bf16", device: str = "cuda
         changes: dict[str, Any] = verdict if name == "tensor" else {}
         rows += trial_rows(twin, rates[:1], oversubscribed=False, **changes)
         once.append(twin.id)
-    # More twins than timed cells: some of these ran out of memory.
+    # More twins than timed cells, as if some of these had run out of memory.
     for mib in range(1, 5):
         twin = Cell(strategy="ddp", options={"bucket_cap_mb": mib}, **checked)
         rows += trial_rows(twin, [100.0 - mib], oversubscribed=False)

@@ -1,5 +1,4 @@
-"""Records as tests make them: by the fields of a record that is good, or of a cell that was left
-out, some of which they change."""
+"""Builders of good records and of skipped cells, in which tests override some fields."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from harness.workloads.counts import ModelFacts
 
 
 def left_out_fields(run_id: str, cell: Cell, status: str, reason: str) -> dict[str, Any]:
-    """Column -> value, of a cell that was left out."""
+    """Returns a skipped cell's values by column."""
     return dict(vars(left_out_record(run_id, cell, status, reason)))
 
 
@@ -27,7 +26,7 @@ def figures(
     peak_flops: float | None,
     cycle: int = 1,
 ) -> TrialRecord:
-    """What is recorded of a trial by its ranks' answers."""
+    """Returns the record of a trial with these answers from its ranks."""
     trial = left_out_record("run-1", cell, "ok", "")
     return with_metrics(trial, cell, answers, facts, Peaks(peak_flops), cycle)
 
@@ -35,7 +34,7 @@ def figures(
 def answer(
     rank: int, step_seconds: list[float], losses: list[float | None] | None = None, **more: Any
 ) -> RankAnswer:
-    """A rank's answer with one warm-up step of 9 s, which must count nowhere."""
+    """Returns a rank's answer, with a warm-up step of 9 s that no metric may count."""
     times = [9.0, *step_seconds]
     phases = ["warmup"] + ["timed"] * len(step_seconds)
     values = losses or [1.0] * len(times)

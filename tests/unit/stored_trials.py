@@ -1,4 +1,4 @@
-"""Rows of runs and trials for a results folder, each good unless told otherwise."""
+"""Rows of runs and trials for a results folder, successful by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def one_cell_run(run_id: str = "run-1") -> dict[str, Any]:
-    """A run's row whose plan has one cell."""
+    """Returns the row of a run with one planned cell."""
     plan = Plan(run_id, "test", (Cell(strategy="single"),), 1)
     return run_row(
         run_id=run_id,
@@ -34,7 +34,7 @@ def one_cell_run(run_id: str = "run-1") -> dict[str, Any]:
 
 
 def trial_row(cell: Cell, trial: int = 0, run_id: str = "run-1", **more: Any) -> dict[str, Any]:
-    """A trial's row with everything that a good trial has, unless told otherwise."""
+    """Returns the row of a successful trial. `more`: further or other values."""
     good = {
         "status": "ok",
         "reason": "",
@@ -63,7 +63,7 @@ def step(key: TrialKey, number: int = 0, rank: int = 0, run_id: str = "run-1") -
 
 
 def frame_of(trials: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """As they are read; what a row does not have is null."""
+    """Returns the trials as a frame, with null for missing values."""
     import pandas as pd
 
     return pd.DataFrame(

@@ -1,6 +1,6 @@
-"""The picture of docs/explanation/architecture.md is what the code imports.
+"""The diagram in docs/explanation/architecture.md matches the imports in the code.
 
---update draws it anew.
+Run pytest with --update to redraw it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def test_the_picture_is_that_of_the_code(update: bool) -> None:
     if update:
         architecture.PICTURE.write_text(wanted)
         return
-    assert before == wanted, "draw it anew: pytest tests/unit/test_architecture.py --update"
+    assert before == wanted, "redraw it: pytest tests/unit/test_architecture.py --update"
 
 
 def test_only_arrows_that_follow_from_others_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Comparing runs: by hand on synthetic frames, without processes."""
+"""Comparisons of runs, worked out by hand on synthetic frames, without processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.unit.made_results import MIB, diverged_rows, left_out, trial_rows
 
 
 def test_the_ratio_is_b_over_a() -> None:
-    """Geometric means of 100 and of 50: a ratio of a half; the other way round 2."""
+    """Geometric means of 100 and 50 give a ratio of 0.5, or 2 if swapped."""
     fast, slow = (
         trial_rows(CELL, [99.0, 100.0, 10000 / 99]),
         trial_rows(CELL, [50.0, 50.1, 2500 / 50.1]),
@@ -49,7 +49,7 @@ speeds = some.lists(some.floats(1, 1e4), min_size=2, max_size=5)
 
 @settings(max_examples=8)
 @given(one=speeds, two=speeds)
-def test_there_and_back_are_each_others_inverse(one: list[float], two: list[float]) -> None:
+def test_swapping_sides_inverts_the_ratio(one: list[float], two: list[float]) -> None:
     there, back = (
         only(trial_rows(CELL, one), trial_rows(CELL, two)),
         only(trial_rows(CELL, two), trial_rows(CELL, one)),
@@ -68,7 +68,7 @@ def test_one_trial_says_nothing() -> None:
 
 
 def state(name: str) -> list[dict[str, Any]]:
-    """Trials of a cell in this state."""
+    """Returns trials of a cell in this state."""
     good = trial_rows(CELL, [50.0, 51.0])
     if name == "ok":
         return good
@@ -112,14 +112,14 @@ def state(name: str) -> list[dict[str, Any]]:
         ("failed", "", "not compared"),
     ],
 )
-def test_what_became_of_a_cell(was: str, now: str, kind: str) -> None:
+def test_changes_of_a_cell_are_classified(was: str, now: str, kind: str) -> None:
     both = trial_rows(OTHER, [10.0, 10.1])
     found = compared([*state(was), *both], [*state(now), *both])
     (line,) = [line for line in found.lines if line.cell_name == CELL.name]
     assert line.kind == kind
     assert line.regression == (kind in REGRESSIONS)
     assert line.throughput is None
-    assert line.reason, "a finding has its reason"
+    assert line.reason, "a finding has a reason"
     if now == "failed" and was != "":
         assert "1 of 2 trials: the reason" in line.reason
 
@@ -198,7 +198,7 @@ def test_unknown_processors_are_equal_on_one_host_only(host: str, kind: str) -> 
     assert compare_sides(was, now).lines[0].kind == kind
 
 
-def test_other_software_is_compared_and_said() -> None:
+def test_other_software_is_compared_and_reported() -> None:
     rows = trial_rows(CELL, [10.0, 10.1])
     found = compared(
         rows,
@@ -254,7 +254,7 @@ def test_only_the_last_attempt_counts() -> None:
     assert only(now, again).kind == "no difference seen"
 
 
-def test_a_trial_that_the_user_stopped_says_nothing_of_the_cell() -> None:
+def test_a_trial_stopped_by_the_user_does_not_count() -> None:
     whole = trial_rows(CELL, [10.0, 10.1, 10.0])
     stopped = [*whole[:2], left_out(CELL, "interrupted", "stopped by the user")[0] | {"trial": 2}]
     assert only(whole, stopped).kind == "no difference seen"
@@ -286,7 +286,7 @@ def test_a_folder_stands_for_the_newest_run_of_each_cell() -> None:
     assert [line.kind for line in compare_sides(many, select("new", new)).lines] == [
         "missing",
         "no difference seen",
-    ], "of equal hardware"
+    ], "only equal hardware is compared"
 
 
 def test_a_search_for_the_largest_model_is_no_measurement() -> None:
@@ -302,7 +302,7 @@ def test_nothing_in_common_is_a_mistake() -> None:
 
 
 def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:
-    """The machine halves its speed in round 1; within each round the second is 3 % slower."""
+    """Round 1 runs at half speed; within each round the second cell is 3 % slower."""
     drift = [100.0, 50.0, 80.0]
     rows = []
     for cell, share, began in ((CELL, 1.0, 0.0), (OTHER, 0.97, 1.0)):
@@ -323,7 +323,7 @@ def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:
         select("a", frames(trial_rows(CELL, drift))),
         select("b", frames(trial_rows(CELL, [0.97 * s for s in drift]), NEW)),
     )
-    assert between.lines[0].kind == "no difference seen", "two runs have no rounds in common"
+    assert between.lines[0].kind == "no difference seen", "two runs share no rounds"
     failed = replace(second, result=replace(second.result, status="failed", reason="the reason"))
     assert (
         compare_cells("run", [(first, failed)], ("ddp", "fsdp2")).lines[0].reason
@@ -332,7 +332,7 @@ def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:
 
 
 def test_parts_of_one_run_are_hardly_ever_called_different() -> None:
-    """The machine's speed drifted between them, which the common control takes out."""
+    """The machine's speed drifted between the parts; the common control corrects for it."""
     trials = TrialRecord.from_frame(
         Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False).trials
     )

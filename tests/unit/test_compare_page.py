@@ -1,4 +1,4 @@
-"""A comparison as a page and as Markdown: its numbers, and text that can do no harm in it."""
+"""A comparison as a page and as Markdown: its numbers, and hostile text made harmless."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""torch.compile in a rank: where compiled code is kept, and that compiling is no part of a timed
-step."""
+"""torch.compile in a rank: the folder for compiled code, and no compilation in timed steps."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def test_each_block_is_compiled_in_the_cells_mode(
     assert modes == [mode] * len(workload.blocks_of(job.model()))
 
 
-def test_what_should_replay_graphs_and_does_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch then launches kernels one by one and says so in a log only."""
+def test_missing_cuda_graphs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs, torch launches kernels one by one and only logs it."""
     monkeypatch.setattr(compilation, "compile_seconds", lambda: 4.0)
     monkeypatch.setitem(counters["inductor"], "cudagraph_skips", 2)
     assert checked_compile_seconds(COMPILED, 4.0) == 4.0
@@ -58,13 +57,13 @@ def test_compiling_in_a_timed_step_fails_and_asks_for_more_warm_up(
     assert checked_compile_seconds(Cell(strategy="single"), 0.0) is None
 
 
-def test_what_compiles_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_seconds", lambda: 0.0)
     with pytest.raises(RuntimeError, match=r"torch\.compile"):
         checked_compile_seconds(COMPILED, 0.0)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch on import
 def test_ranks_and_trials_share_one_folder_and_no_block_falls_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Whether the control's time depends on its neighbour: levels by launcher, randomisation test."""
+"""The control's times by launcher, and the randomisation test for effects of a neighbour."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHERS = {"elastic": 0.0, "mpirun": math.log(0.96)}
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrialRecord]:
-    """A trial of each strategy; the last four are started by mpirun."""
+    """One trial per strategy; mpirun starts the last four."""
     rows = []
     for name in STRATEGIES:
         launcher = "mpirun" if name in STRATEGIES[-4:] else "elastic"
@@ -32,8 +32,8 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrialRecord
 
 
 def levels(trials: Mapping[str, TrialRecord], biased: bool, seed: int) -> ControlLevels:
-    """Six rounds on a machine whose speed drifts by half; next to mpirun, a biased control takes
-    0.96 times as long."""
+    """Simulates six rounds on a machine whose speed drifts by half. Next to mpirun, a biased
+    control takes 0.96 times as long."""
     chance = random.Random(seed)
     began, run = datetime(2026, 1, 1, tzinfo=timezone.utc), []
     for _ in range(6):
@@ -64,7 +64,7 @@ def test_control_that_depends_on_the_launcher_is_seen(trials: Mapping[str, Trial
     assert mpirun.ratio / elastic.ratio == pytest.approx(0.96, abs=0.012)
 
 
-def test_control_that_does_not_is_left_in_peace(trials: Mapping[str, TrialRecord]) -> None:
+def test_an_unbiased_control_raises_no_alarm(trials: Mapping[str, TrialRecord]) -> None:
     assert sum(levels(trials, biased=False, seed=seed).by_chance for seed in range(20)) >= 18
 
 

@@ -1,4 +1,4 @@
-"""What a device reaches at best, measured on this CPU; no figure is compared with another."""
+"""A device's peak rates, measured on this CPU; figures are not compared with each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_speed_of_a_cpu(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rate is positive and finite; TF32 is afterwards as it was."""
+    """Rates are positive and finite, and the TF32 setting is restored."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
     speed = measure_device_speed(CPU)
     assert torch.backends.cuda.matmul.allow_tf32 is allowed
@@ -31,7 +31,7 @@ def test_speed_of_a_cpu(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repeats_are_bounded() -> None:
-    """Calls that take no time are repeated at most so often that the measurement ends."""
+    """A call that takes no time is repeated only a bounded number of times."""
     calls = []
     assert median_seconds(lambda: calls.append(1), CPU, 1.0) > 0
     assert len(calls) == 52
@@ -41,10 +41,10 @@ def test_repeats_are_bounded() -> None:
     ("device", "limit", "succeeds"),
     [("cpu", 90.0, True), ("cuda:99", 90.0, False), ("cpu", 0.01, False)],
 )
-def test_a_process_of_its_own_measures_or_says_why_not(
+def test_a_separate_process_measures_or_gives_a_reason(
     device: str, limit: float, succeeds: bool
 ) -> None:
-    """A device that is not there, and a measurement that hangs, are a reason."""
+    """A missing device or a hanging measurement gives a reason instead of a speed."""
     measured = measure_apart(device, limit)
     assert (measured.speed is not None, measured.reason == "") == (succeeds, succeeds)
     assert SpeedMeasurement.read(measured.as_json) == measured

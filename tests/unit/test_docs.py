@@ -1,4 +1,4 @@
-"""What the documents say is what the code does. --update writes the tables anew."""
+"""The documents agree with the code. Run pytest with --update to rewrite the tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MADE = {"slurm/site.yaml"}
-"""Files that a user makes."""
+"""Files that users create."""
 
 
 def strategy_table() -> list[str]:
@@ -124,7 +124,7 @@ def test_tables_are_those_of_the_code(file: str, mark: str, table, update: bool)
     if update:
         path.write_text(before + begin + wanted + end + after)
         return
-    assert now == wanted, "write it anew: pytest tests/unit/test_docs.py --update"
+    assert now == wanted, "rewrite it: pytest tests/unit/test_docs.py --update"
 
 
 def test_make_targets_of_the_readme_exist() -> None:
@@ -135,7 +135,7 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def prose(document: Path) -> str:
-    """The document without its blocks of code."""
+    """Returns the document without code blocks."""
     return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
 
 
@@ -146,7 +146,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub gives the document's headings."""
+    """Returns the anchors that GitHub gives the document's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(document), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -159,7 +159,7 @@ def test_links_to_a_heading_lead_to_one() -> None:
 
 
 def test_prose_is_at_most_100_columns_wide() -> None:
-    """Tables, code and what cannot be broken apart."""
+    """Tables, code and unbreakable lines are exempt."""
     for document in DOCUMENTS:
         code = False
         for number, line in enumerate(document.read_text().splitlines(), 1):
@@ -175,26 +175,26 @@ def python_files() -> list[Path]:
 
 
 def test_files_that_are_named_exist() -> None:
-    """In documents, docstrings and comments: files move."""
+    """Files move, so paths in documents, docstrings and comments are checked."""
     folders = "bench|docs|harness|reports|scripts|slurm|tests"
     named = re.compile(rf"(?<![\w./<{{-])(?:{folders})/[\w./-]*\.(?:py\.j2|py|md|yaml|sh)\b")
     for file in [*DOCUMENTS, *python_files()]:
         text, made = file.read_text(), set(MADE)
-        if file in DOCUMENTS:  # whose blocks may be files that are not there yet
+        if file in DOCUMENTS:  # code blocks may describe files yet to be created
             text, made = prose(file), made | {block.path for block in pages.blocks(text)}
         for path in set(named.findall(text)) - made:
             assert (ROOT / path).exists(), f"{file.relative_to(ROOT)} names {path}"
 
 
 def test_names_of_the_code_in_documents_exist() -> None:
-    """`harness.record.store.load` and the like."""
+    """Checks dotted names such as `harness.record.store.load`."""
     for document in DOCUMENTS:
         for name in re.findall(r"`((?:bench|harness|reports)(?:\.\w+)+)`", document.read_text()):
             pkgutil.resolve_name(name)
 
 
 def test_every_environment_variable_of_the_user_is_described() -> None:
-    """By the table of the command line's facts; a launcher sets the internal ones itself."""
+    """Users' variables are in docs/reference/commands.md; launchers set the internal ones."""
     internal = {"PARALLELISM_BENCH_LAUNCHER", "PARALLELISM_BENCH_PRELOAD"}
     files = [file for file in python_files() if file.relative_to(ROOT).parts[0] != "tests"]
     files += [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "slurm").glob("*.sh")]

@@ -1,5 +1,4 @@
-"""How a trial ended where its ranks cannot say it: the kernel killed one for lack of memory, the
-system refused to start them, or the clock was set."""
+"""Endings that ranks cannot report: an out-of-memory kill, a failed start, or a changed clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of the host; of its GPUs see tests/gpu."""
+"""Recorded facts about the host; tests/gpu covers its GPUs."""
 
 from __future__ import annotations
 

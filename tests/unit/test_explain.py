@@ -1,4 +1,4 @@
-"""Where time, bytes and memory go: on events, calls and tensors made for it, worked by hand."""
+"""Profiles of time, bytes and memory: made-up events, calls and tensors, worked out by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.stored_trials import one_cell_run
 def parts(
     *events: Event, end: float = 10.0, pipeline: bool = False, alone: bool = False
 ) -> dict[str, float]:
-    """What is not zero of a step of ten seconds on thread 1."""
+    """Returns the nonzero parts of a step from 0 to `end` on thread 1, in seconds."""
     found = breakdown(events, 1, 0.0, end, pipeline=pipeline, alone=alone)
     assert sum(found[name] for name in COMPONENTS) == pytest.approx(end)
     return {name: round(seconds, 9) for name, seconds in found.items() if seconds}
@@ -61,15 +61,15 @@ def test_an_event_that_ends_a_tick_late_ends_with_the_outer_one() -> None:
 
 
 def test_operators_overlap_communication_and_gaps_expose_it() -> None:
-    """A collective from 2 to 8; operators until 5 and from 7; the gap from 5 to 7 is exposed, the
-    rest of it overlapped."""
+    """A collective runs from 2 to 8, operators until 5 and from 7. The gap from 5 to 7 is exposed,
+    the rest overlapped."""
     found = parts(Event("operator", 1, 0, 5), Event("flight", 2, 2, 8), Event("operator", 1, 7, 10))
     assert found == {"compute": 8.0, "communication": 2.0, "overlapped": 4.0, "operators": 8.0}
 
 
 def test_each_component_by_hand() -> None:
-    """data 0-1, compute 1-4 (a gap of the interpreter in it), a wait 4-6, offload 6-7, the
-    optimizer 7-10 with a wait of 1 in it."""
+    """Data 0-1, compute 1-4 with an interpreter gap, a wait 4-6, offload 6-7, and the optimizer
+    7-10 with a wait of 1 s."""
     events = [
         Event("data", 1, 0, 1),
         Event("operator", 1, 1, 2),
@@ -91,7 +91,7 @@ def test_each_component_by_hand() -> None:
 
 
 def test_waiting_for_a_neighbour_is_the_bubble_and_only_in_a_pipeline() -> None:
-    """A message is on its way all the time, but only the wait for it is the bubble."""
+    """A message is in flight all the time, but only waiting for it is the bubble."""
     events = [Event("transfer", 2, 0, 10), Event("operator", 1, 0, 4), Event("wait", 1, 6, 9)]
     assert parts(*events, pipeline=True) == {"compute": 7.0, "bubble": 3.0, "operators": 4.0}
     assert parts(*events) == {"compute": 7.0, "communication": 3.0, "operators": 4.0}
@@ -103,9 +103,8 @@ def test_gradient_hooks_are_communication_where_there_are_others() -> None:
     assert parts(*events, alone=True) == {"compute": 10.0, "operators": 1.0}
 
 
-def test_a_device_decides_where_it_is_busy() -> None:
-    """The host waits all the time for kernels: compute 0-4, a collective 2-6 of which 4-6 is
-    exposed, a copy 7-8."""
+def test_device_kernels_take_precedence() -> None:
+    """The host waits for kernels: compute 0-4, a collective 2-6 (exposed from 4), a copy 7-8."""
     events = [
         Event("device compute", 7, 0, 4),
         Event("device communication", 8, 2, 6),
@@ -130,12 +129,12 @@ def test_own_time_leaves_waiting_out_and_names_the_straggler() -> None:
         pytest.approx(0.3),
     )
     assert straggler([[1.0, 1.1], [1.0, 1.1]]) is None
-    assert straggler([[1.0, 2.0], [2.0, 1.0]]) is None, "once each is noise"
+    assert straggler([[1.0, 2.0], [2.0, 1.0]]) is None, "slowest once each is noise"
     assert straggler([[1.0], [1.0]]) is None
 
 
 def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any:
-    """An event of the profiler on the host."""
+    """Returns a host event of the profiler."""
     return SimpleNamespace(
         name=lambda: name,
         start_ns=lambda: begin,
@@ -148,8 +147,7 @@ def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any
 
 
 def test_the_end_of_backward_is_a_hook() -> None:
-    """From the last operator's end, 60, to the end of backward, 90: there wrappers wait for what is
-    in flight."""
+    """Wrappers wait for communication from the last operator's end, 60, to backward's end, 90."""
     node = "autograd::engine::evaluate_function: AddmmBackward0"
     found = events_of(
         [
@@ -178,7 +176,7 @@ def test_the_end_of_backward_is_a_hook() -> None:
         ("bench:offload", "offload"),
     ],
 )
-def test_what_names_of_the_profiler_mean(name: str, kind: str) -> None:
+def test_profiler_names_map_to_kinds(name: str, kind: str) -> None:
     assert [event.kind for event in events_of([raw(name, 0, 1)], 0)] == [kind]
 
 
@@ -198,7 +196,7 @@ def test_what_names_of_the_profiler_mean(name: str, kind: str) -> None:
 def test_device_events_without_an_activity_type(
     name: str, annotation: bool, kinds: list[str]
 ) -> None:
-    """Events have it from torch 2.12 on."""
+    """Events have activity types only from torch 2.12 on."""
     event = raw(name, 0, 1)
     del event.activity_type
     event.device_type = lambda: SimpleNamespace(name="CUDA")
@@ -216,9 +214,9 @@ def test_annotations_and_the_engine_compute_nothing() -> None:
 
 
 def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
-    """Thread 2 computes; the calling thread's batches go with it.
+    """Thread 2 computes, so it gets the calling thread's data events.
 
-    Threads that share the work change nothing.
+    If both threads compute, the calling thread counts.
     """
     events = [Event("data", 1, 0, 1), Event("operator", 2, 1, 9), Event("operator", 1, 0, 0.1)]
     assert training_thread(events, 1) == 2
@@ -227,8 +225,8 @@ def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
 
 
 def test_bytes_of_collectives_by_hand() -> None:
-    """1200 bytes over 4 ranks: an all-reduce 2 x 3/4, a reduce-scatter or an all-gather 3/4; gloo
-    reduces all to scatter."""
+    """1200 bytes over 4 ranks: an all-reduce sends 2 x 3/4, a reduce-scatter or all-gather 3/4.
+    Gloo scatters after a full all-reduce."""
     cases = {
         "all_reduce": (1800, 1800, 1800),
         "reduce_scatter": (900, 1800, 900),
@@ -255,8 +253,8 @@ def test_bytes_of_collectives_by_hand() -> None:
 
 
 def test_zero_moves_what_its_paper_says() -> None:
-    """ZeRO, section 7, in elements for P parameters and many ranks: 2P for stages 1 and 2, 3P for
-    stage 3."""
+    """Section 7 of the ZeRO paper, for P parameters and many ranks: 2P elements for stages 1 and 2,
+    3P for stage 3."""
     p, n = 4_000_000, 1000
     stage_2 = [(Call("reduce_scatter", p, n), 1.0), (Call("all_gather", p, n), 1.0)]
     assert logical_bytes(stage_2) == pytest.approx(2 * p, rel=2 / n)
@@ -267,7 +265,7 @@ def test_zero_moves_what_its_paper_says() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # libraries call the old names
 def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
-    """On torch's fake process group of 4, which moves nothing."""
+    """Uses torch's fake process group of 4 ranks, which moves nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -298,8 +296,8 @@ def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
 
 
 def test_the_peak_of_a_step_by_hand() -> None:
-    """Linear layers of 64 x 64 without bias: parameters 16 KiB each, two AdamW moments of each,
-    gradients, and a bucket of a kilobyte."""
+    """Two 64 x 64 linear layers without bias, of 16 KiB each: parameters, two AdamW moments,
+    gradients, and a 1 KiB bucket."""
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False)
     )
@@ -330,7 +328,7 @@ def test_the_peak_of_a_step_by_hand() -> None:
     )
 
 
-def test_what_was_replaced_comes_back() -> None:
+def test_replaced_methods_are_restored() -> None:
     class Owner:
         def say(self) -> str:
             return "own"
@@ -372,8 +370,8 @@ def answer(rank: int, own: float, wait: float, **more: Any) -> RankAnswer:
 
 
 def test_a_row_by_hand(tmp_path: Path) -> None:
-    """Three profiled steps of 2, 4 and 18 s: the one of 4 s is broken down; rank 1 works 1.5 s of 2
-    s, rank 0 waits for it."""
+    """The 4 s step of three (2, 4 and 18 s) is broken down. Rank 1 works for 1.5 of 2 s; rank 0
+    waits for it."""
     outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))
     theory = Theory(sent_bytes=301.0, activation_bytes=7.0)
     row = profile_record("run-1", Cell(strategy="ddp", devices=2), 1, outcome, theory)
@@ -391,7 +389,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert loaded.loc[0, "theory_bytes"] == 301.0
 
 
-def test_a_launch_that_failed_is_a_row_with_its_reason() -> None:
+def test_a_failed_profile_is_recorded_with_its_reason() -> None:
     outcome = Outcome("timeout", "too long", 0.0, 1.0)
     row = profile_record("run-1", Cell(strategy="ddp"), 2, outcome, Theory(sent_bytes=3.0))
     assert (row.status, row.reason, row.attempt, row.compute_seconds) == (
@@ -402,8 +400,8 @@ def test_a_launch_that_failed_is_a_row_with_its_reason() -> None:
     )
 
 
-def test_what_cannot_be_seen_is_unknown() -> None:
-    """RPC's messages are no collectives; a library's own thread is not the tracker's."""
+def test_unseen_bytes_and_memory_are_unknown() -> None:
+    """RPC messages are not collectives, and the tracker does not see a library's own thread."""
     blind = answer(
         0, 1.0, 1.0, calls=None, memory=None, memory_reason="why", sent_bytes_per_step=None
     )
@@ -413,7 +411,7 @@ def test_what_cannot_be_seen_is_unknown() -> None:
     assert row.memory_reason == "why"
 
 
-def test_results_without_explanations_have_an_empty_table(tmp_path: Path) -> None:
+def test_results_without_profiles_have_an_empty_table(tmp_path: Path) -> None:
     Store(tmp_path).write_run(RunRecord(**one_cell_run()))
     assert load(tmp_path).explained.empty
 
@@ -454,8 +452,8 @@ def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
         find_cell("ddp:fast", "smoke", [], tmp_path)
 
 
-def test_the_report_shows_where_time_goes_only_where_a_cell_was_explained(tmp_path: Path) -> None:
-    """Mean of two ranks: compute 2 and 3 of a step of 4 s, so 2.5 s; 310 bytes sent of 300."""
+def test_the_report_shows_where_time_goes_only_for_profiled_cells(tmp_path: Path) -> None:
+    """Compute takes 2 and 3 s of a 4 s step, 2.5 s on average; 310 bytes are sent, not 300."""
     from harness.record.store import Results
     from reports import write_report
     from reports.run_report import ran

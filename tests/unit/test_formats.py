@@ -1,4 +1,4 @@
-"""Formats of one run's report: the same numbers in each, sections chosen, the page for print."""
+"""Formats of one run's report: equal numbers, chosen sections, and the page for print."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def html(results: Results) -> str:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a machine format's value is the frame's, null being NaN."""
+    """Returns whether a machine format's value equals the frame's; null stands for NaN."""
     unknown = expected is None or (isinstance(expected, float) and not math.isfinite(expected))
     return value is None if unknown else value == expected
 
@@ -110,9 +110,8 @@ def test_csv_has_the_same_records(one: RunReport) -> None:
                 assert text == str(value)
 
 
-def test_names_carry_their_unit() -> None:
-    """Every column of the schema that the record takes over keeps its name, and no name is told
-    twice."""
+def test_columns_keep_their_schema_names() -> None:
+    """Columns taken from the schema keep their names, and no name occurs twice."""
     schema = {c.name for table in ("runs", "trials") for c in TABLES[table].columns()}
     own = {
         "ranked",
@@ -189,7 +188,7 @@ def test_sections_of_the_page(one: RunReport, html: str) -> None:
     assert cut.headings == ["parity"]
     ids = {a["id"] for _, a in cut.tags if a.get("id")}
     assert all(str(a["href"])[1:] in ids for tag, a in cut.tags if tag == "a" and a.get("href")), (
-        "no link leads nowhere"
+        "every link has a target"
     )
     with pytest.raises(UsageError, match="no data for it; it has verdict"):
         run_page(one, ["parts"])
@@ -210,7 +209,7 @@ def test_the_page_for_print_is_light_open_and_without_script(one: RunReport, htm
     assert ("meta", {"name": "color-scheme", "content": "light"}) in page.tags
     assert (
         page.text.split("Which parallelism")[1] == Page(html).text.split("Which parallelism")[1]
-    ), "the same words"
+    ), "both pages have the same words"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
         for cell in json.loads(as_json([one]), parse_constant=pytest.fail)["cells"]
         if cell["status"] == "failed"
     ]
-    assert (record["label"], record["reason"]) == (text, text), "JSON keeps it as it is"
+    assert (record["label"], record["reason"]) == (text, text), "JSON keeps text unchanged"
     lines = list(csv.DictReader(io.StringIO(as_csv([one]))))
     assert {line["label"] for line in lines} == {
         f"'{text}" if text.startswith(("=", "@")) else text
@@ -278,7 +277,7 @@ def test_hostile_text_is_only_text_in_every_format(text: str, tmp_path: Path) ->
         6,
         7,
         8,
-    }, "no pipe opens a column"
+    }, "a pipe does not start a column"
     for page in (run_page(one, printed=True), run_page(one, ["verdict"])):
         tags = [tag for tag, _ in Page(page.text).tags]
         assert not {"img", "iframe", "object"} & set(tags)

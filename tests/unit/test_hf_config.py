@@ -62,7 +62,7 @@ DEFAULTS = (
     *("deepseek_v3", "jamba", "zamba", "granitemoehybrid", "bamba", "cohere", "stablelm", "gptj"),
     *("gpt_oss", "mixtral", "opt"),
 )
-"""Model types with sizes as their config classes have them."""
+"""Model types tested at the default sizes of their config classes."""
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [*CONFIGS, *((kind, {}) for kind in DEFAULTS)])

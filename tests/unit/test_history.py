@@ -1,4 +1,4 @@
-"""A cell's figure over runs: change points by hand and by simulation, without processes."""
+"""A cell's history over runs: change points by hand and by simulation, without processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALTERNATING = [100.0, 101.0] * 6
 
 
 def noisy(rng: random.Random, runs: int, noise: float, outlying: float = 0.0) -> list[float]:
-    """Throughputs around 100; one in 1/`outlying` runs is 40 % slower."""
+    """Simulates throughputs around 100; a share `outlying` of the runs is 40 % slower."""
     return [
         100 * math.exp(rng.gauss(0, noise)) * (0.6 if rng.random() < outlying else 1)
         for _ in range(runs)
@@ -78,8 +78,7 @@ def test_equal_runs_have_no_change(value: float) -> None:
 
 
 def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None:
-    """Lengths from the shortest on, noise of 1 and 5 %, with and without outlying runs: 2000 series
-    in all."""
+    """Simulates 2000 series of several lengths, with 1 and 5 % noise, with and without outliers."""
     rng = random.Random(7)
     settings = [
         (runs, noise, outlying)
@@ -99,8 +98,8 @@ def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None
 def test_a_step_of_3_percent_in_noise_of_1_percent_is_found(
     outlying: float, after: int, least: int
 ) -> None:
-    """After 20 runs before it, 8 runs later (12 where one in twenty is outlying), and within a run
-    of its place."""
+    """A step after 20 runs is found 8 runs later (12 if one in twenty is an outlier), to within a
+    run."""
     rng = random.Random(11)
     found = 0
     for _ in range(100):
@@ -111,7 +110,7 @@ def test_a_step_of_3_percent_in_noise_of_1_percent_is_found(
 
 
 def stored(folder: Path, speeds: list[float], cell: Cell = CELL, **changes: Any) -> Store:
-    """A run a day, of three trials each."""
+    """Writes one run per day, with three trials each."""
     store = Store(folder)
     for day, speed in enumerate(speeds):
         began = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=day)

@@ -1,4 +1,4 @@
-"""Memory that this process may use, under limits of control groups and of SLURM jobs."""
+"""Memory available to this process under the limits of control groups and SLURM jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def large_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host of 2 TiB, half of it free, outside a SLURM job."""
+    """A 2 TiB host, half of it free, outside a SLURM job."""
     there = SimpleNamespace(total=2048 * GIB, available=1024 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
     for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
@@ -30,7 +30,7 @@ def large_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def host(folder: Path, line: str, groups: dict[str, dict[str, object]]) -> tuple[Path, Path]:
-    """A process in a control group, by its line in /proc, and the files of the groups."""
+    """Writes the /proc entry of a process in a control group and the groups' files."""
     process = folder / "proc" / "self"
     process.mkdir(parents=True)
     (process / "cgroup").write_text(f"{line}\n" if line else "")
@@ -52,7 +52,7 @@ V1 = {
     "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}",
 }
 UNLIMITED = 9223372036854771712
-"""What version 1 says without a limit."""
+"""Value in control groups of version 1 without a limit."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ UNLIMITED = 9223372036854771712
 def test_the_limit_of_a_control_group_counts(
     tmp_path: Path, line: str, groups: dict[str, dict[str, object]]
 ) -> None:
-    """Page cache that the kernel drops first is available."""
+    """Inactive page cache counts as available, since the kernel drops it first."""
     where = host(tmp_path, line, groups)
     assert (memory_bytes(*where), available_memory_bytes(*where)) == (32 * GIB, 24 * GIB)
 
@@ -112,13 +112,13 @@ def test_the_limit_of_a_slurm_job_counts(
     if limit == 2048:
         assert available == 1024 * GIB
     else:
-        assert 0 < available < limit * GIB, "less what this process holds"
+        assert 0 < available < limit * GIB, "the limit minus this process's memory"
 
 
 def test_a_rewind_that_does_not_fit_into_the_group_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states of eight ranks in the last GiB of 32, on a host with 1 TiB free."""
+    """Eight ranks' states exceed the last of the group's 32 GiB, though the host has 1 TiB free."""
     where = host(tmp_path, "0::/", {".": {**V2, "memory.current": 33 * GIB}})
     folder = tmp_path / "reference"
     folder.mkdir()
@@ -137,7 +137,7 @@ def test_a_rewind_that_does_not_fit_into_the_group_is_not_done(
     assert why_not("llama-nano") == ""
 
 
-def test_a_cpu_host_has_what_its_group_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_host_is_limited_by_its_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "device_type", lambda: "cpu")
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
     assert Host.here().memory_bytes == 2**20

@@ -1,5 +1,4 @@
-"""A run of which nothing is known, or of which every number is no number, through every format,
-page and tool."""
+"""Runs with every value unknown or NaN, in every format, page and tool."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", NAME, ""
 
 
 def without(table: type[Record], number: float | None) -> dict[str, Any]:
-    """Every column that may be unknown, unknown; numbers as `number`."""
+    """Returns null for all nullable columns, or `number` for those of floating-point numbers."""
     return {
         column.name: number if column.type == "double" else None
         for column in table.columns()
@@ -45,8 +44,8 @@ def without(table: type[Record], number: float | None) -> dict[str, Any]:
 
 @pytest.fixture(params=[None, math.nan], ids=["null", "nan"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Two runs: a cell in full, one that is said to be ok and of which nothing is known, one that
-    was refused, with odd names."""
+    """Two runs with odd names: a complete cell, one that is ok but otherwise unknown, and a refused
+    one."""
     found = Store(tmp_path / "results")
     for run_id in (OLD, NEW):
         found.write_run(

@@ -1,4 +1,4 @@
-"""What is asked of one run does not read, or import, what only others need."""
+"""Commands on one run neither read nor import what only other commands need."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ CELL, RARE = (Cell(strategy="single", workload="llama-nano", seed=seed) for seed
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Thirty runs, in each of which the cell took as many seconds as the run's number; the first
-    has a further cell."""
+    """Thirty runs. In run n the trials of CELL take n and n + 2 seconds; only run 0 has RARE."""
     store = Store(tmp_path_factory.mktemp("many"))
     for number in range(30):
         run_id = f"run-{number:02}"
@@ -32,7 +31,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-def test_a_cell_takes_as_long_as_in_the_newest_run_that_has_it(
+def test_the_expected_time_is_that_of_the_newest_run(
     many: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -51,8 +50,8 @@ def test_a_cell_takes_as_long_as_in_the_newest_run_that_has_it(
     assert len(read) == MOST_RUNS
 
 
-def test_the_progress_of_a_run_is_said_without_pandas(many: Store) -> None:
-    """Whose import takes longer than everything else that the command does."""
+def test_the_status_of_a_run_needs_no_pandas(many: Store) -> None:
+    """Importing pandas takes longer than everything else that the command does."""
     code = f"""
 import sys
 sys.argv = ["bench", "slurm", "status", "run-07", "--results", {str(many.folder)!r}]

@@ -1,4 +1,4 @@
-"""What a reader of the code may rely on: what is imported, short files and lines."""
+"""Rules for the code: light imports, and short files, functions and lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert not loaded, loaded
 
 
 def lines_by_file(*folders: str) -> dict[str, list[str]]:
-    """The lines of each Python file in these folders, by its path."""
+    """Returns the lines of each Python file in these folders, by path."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert files
     return {str(file.relative_to(ROOT)): file.read_text().splitlines() for file in files}
@@ -46,7 +46,7 @@ def test_a_long_module_and_a_long_function_are_found(tmp_path: Path) -> None:
 
 
 def test_lines_are_at_most_100_columns_wide() -> None:
-    """Comments for the type checker included, which the linter excuses."""
+    """Comments for the type checker count too, although the linter excuses them."""
     wide = [
         f"{file}:{number}"
         for file, lines in lines_by_file(*PACKAGES, "tests", "scripts").items()
@@ -56,8 +56,8 @@ def test_lines_are_at_most_100_columns_wide() -> None:
     assert wide == []
 
 
-def test_any_stands_for_what_a_library_gives_untyped() -> None:
-    """Counted outside of import lines."""
+def test_any_is_rare() -> None:
+    """Import lines do not count."""
     count = sum(
         len(re.findall(r"\bAny\b", line))
         for lines in lines_by_file(*PACKAGES).values()

@@ -1,4 +1,4 @@
-"""Links as they are written, and the cells that have them, before any namespace is made."""
+"""The notation of links, and cells with links, before any namespace is made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_text_for_one_link(written: Any, text: str, rate: float | None, seco
 
 
 @given(rate=some.integers(1, 99999), delay=some.integers(0, 999999))
-def test_what_a_link_says_is_read_again(rate: int, delay: int) -> None:
+def test_the_text_of_a_link_is_parsed_back(rate: int, delay: int) -> None:
     link = Link(rate * 1e6, delay * 1e-6)
     again = Link.of(link.text)
     assert again.bits_per_second == pytest.approx(link.bits_per_second)
@@ -67,9 +67,7 @@ def test_what_a_link_says_is_read_again(rate: int, delay: int) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_link_is_a_mistake_with_file_and_key(
-    tmp_path: Path, written: Any, said: str
-) -> None:
+def test_a_bad_link_is_reported_with_file_and_key(tmp_path: Path, written: Any, said: str) -> None:
     import json
 
     file = tmp_path / "my.yaml"
@@ -128,8 +126,7 @@ def test_a_host_without_namespaces_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rate_by_hand() -> None:
-    """A megabyte every 0.1 s: the first three are not counted, nor the one at which counting
-    begins."""
+    """A megabyte arrives every 0.1 s; counting begins after the third."""
 
     class Stream:
         def recv_into(self, buffer: bytearray) -> int:
@@ -159,7 +156,7 @@ def test_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [gpus for _, gpus in shares(2)] == ["0,1", "2,3"]
 
 
-def test_emulated_links_are_said_to_be_such() -> None:
+def test_emulated_links_are_labelled() -> None:
     nodes = [{"machine": "a"}, {"machine": "a"}]
     assert (
         shared_machine(nodes, "network namespaces, tbf")

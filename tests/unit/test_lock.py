@@ -31,4 +31,4 @@ def test_the_lock_file_is_that_of_the_pinned_versions() -> None:
     for line in lines:
         match = re.fullmatch(r"(\S+==[^\s+]+)(\+\S+)? --hash=sha256:[0-9a-f]{64}", line)
         assert match, line
-        assert match[1] in pinned, f"{match[1]} is not in constraints.txt: make lock"
+        assert match[1] in pinned, f"{match[1]} is not in constraints.txt: run make lock"

@@ -1,4 +1,4 @@
-"""The JSON schema of a matrix: it accepts the suite's matrices, and rejects wrong ones."""
+"""The JSON schema accepts the suite's matrices and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MATRICES = sorted(HOME.glob("*.yaml"))
 
 
 def mistakes(matrix: dict[str, Any]) -> list[str]:
-    """The path of each mistake, by the schema."""
+    """Returns the JSON path of each violation of the schema."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is missing: make setup")
     found = jsonschema.Draft202012Validator(json.loads(FILE.read_text())).iter_errors(matrix)
     return [error.json_path for error in found]
 
 
-def test_the_file_that_the_matrices_name_is_what_the_command_prints(update: bool) -> None:
+def test_the_schema_file_matches_the_command(update: bool) -> None:
     printed = CliRunner().invoke(app, ["schema"]).stdout
     if update:
         FILE.write_text(printed)

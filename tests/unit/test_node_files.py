@@ -1,4 +1,4 @@
-"""What an agent receives of a trial's files, and the key of nodes that meet by address."""
+"""Trial files that an agent receives, and the key of nodes that rendezvous by address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.workloads import DataSource
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSpec:
-    """With files of more than one chunk in the coordinator's cache, and an agent's empty one."""
+    """A trial whose files in the coordinator's cache have several chunks; the agent's is empty."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path / "agent"))
     head = tmp_path / "head"
@@ -31,7 +31,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSpec:
     return TrialSpec(cell, data, 2, reference=str(head / "references/k"))
 
 
-def test_an_agent_asks_for_what_differs_and_nothing_else(spec: TrialSpec, tmp_path: Path) -> None:
+def test_an_agent_asks_only_for_files_that_differ(spec: TrialSpec, tmp_path: Path) -> None:
     asked = list[int]()
     offer, own = Offer.of(spec), OwnFiles()
 
@@ -49,7 +49,7 @@ def test_an_agent_asks_for_what_differs_and_nothing_else(spec: TrialSpec, tmp_pa
     asked.clear()
     own.complete(offer.facts, chunk)
     assert asked == []
-    os.utime(tmp_path / "agent/data/d.npy")  # read again, and found to be the same
+    os.utime(tmp_path / "agent/data/d.npy")  # read again and found unchanged
     own.complete(offer.facts, chunk)
     assert asked == []
     (tmp_path / "agent/references/k/reference.json").write_bytes(bytes(2500))

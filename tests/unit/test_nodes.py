@@ -1,4 +1,4 @@
-"""Cells over nodes before any agent runs: the plan, the places of ranks, the facts."""
+"""Multi-node cells before any agent runs: planning, placement of ranks, and node facts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_cells_that_nodes_cannot_run_are_left_out_in_one_sentence(
     assert said in left_out[0][1]
 
 
-def test_many_is_so_many_on_each_node() -> None:
+def test_many_counts_devices_per_node() -> None:
     cells, _ = plan(4, strategy="ddp", devices="many", nodes=["many", 2, 1])
     assert [(cell.nodes, cell.devices) for cell in cells] == [(4, 8), (2, 4), (1, 2)]
 
@@ -133,7 +133,7 @@ def test_interfaces_have_addresses() -> None:
         addresses_of("nosuch")
 
 
-def test_a_meeting_is_read_by_its_owner_alone(tmp_path: Path) -> None:
+def test_a_rendezvous_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "rendezvous"
     told = Rendezvous("m", ("10.0.0.1", "127.0.0.1"), 4711, "00ff")
     told.write(file)
@@ -156,7 +156,7 @@ def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
 
 
 def test_the_first_node_that_failed_is_the_cause() -> None:
-    """Ranks that say nothing: the exit codes come in the order in which nodes answered."""
+    """Without answers from ranks, exit codes come in the order in which nodes answered."""
     left = RankOutputs()
     left.add(RankOutputs(exit_codes={1: -9}))
     left.add(RankOutputs(exit_codes={0: -15}))
@@ -166,7 +166,7 @@ def test_the_first_node_that_failed_is_the_cause() -> None:
 
 
 def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
-    """The first node is still busy: it is given up, the others were told nothing and are kept."""
+    """The first node is still busy and given up; the others have received nothing and are kept."""
     pairs = [socket.socketpair() for _ in range(2)]
     nodes = [
         Node(NodeConnection(near, "", b"", b""), {"number": i, "name": f"n{i}", "machine": "m"})

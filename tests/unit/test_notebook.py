@@ -1,5 +1,4 @@
-"""The code of docs/notebook.md runs as it stands, in order, in a folder with results, and says what
-the store has."""
+"""The code in docs/notebook.md runs unchanged and in order, and prints what the store has."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ SPEEDS = [(DDP, [100.0, 104.0, 96.0]), (FSDP, [50.0, 52.5, 47.5])]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs of two strategies, one cell that is not there, steps of each trial."""
+    """Two runs of two strategies, with an unavailable cell and the steps of each trial."""
     store = Store(tmp_path / "results")
     for run_id in ("20260101T000000-aaaa", "20260102T000000-bbbb"):
         store.write_run(RunRecord(**run_row(run_id=run_id)))

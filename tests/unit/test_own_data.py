@@ -1,4 +1,4 @@
-"""Mistakes in a user's data are refused before a run; right data gives batches of its kind."""
+"""Invalid user data is refused before a run; valid data gives batches of its kind."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WRONG: list[tuple[str, str, Write]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of datasets
+@pytest.mark.filterwarnings("ignore")  # from package datasets
 @pytest.mark.parametrize("number", range(len(WRONG)))
 def test_wrong_data_is_refused(number: int, tmp_path: Path) -> None:
     kind, workload, write = WRONG[number]
@@ -123,7 +123,7 @@ def test_images_of_folders_are_scaled_and_labelled(tmp_path: Path) -> None:
     assert not Cell(strategy="single", workload="resnet-micro", data=name).has_tokens
 
 
-@pytest.mark.filterwarnings("ignore")  # of datasets
+@pytest.mark.filterwarnings("ignore")  # from package datasets
 def test_a_changed_dataset_is_read_again(tmp_path: Path) -> None:
     fingerprints = []
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""A forked process's copies of its parent's pages, counted by page faults."""
+"""A forked process's copies of its parent's pages, counted as page faults."""
 
 from __future__ import annotations
 

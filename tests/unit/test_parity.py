@@ -1,4 +1,4 @@
-"""The verdict, on numbers worked by hand."""
+"""The parity verdict, on handmade numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_small_deviation_is_diverged_for_an_exact_strategy_and_tolerated_for_a
     assert strict.max_loss_deviation == pytest.approx(2e-5)
     loose = verdict([2.0, 1.0 + 2e-5], allowed=LOOSE)
     assert (loose.verdict, loose.reason) == ("within tolerance", "coarse rounding")
-    assert verdict([2.0, 1.0], allowed=LOOSE).verdict == "exact", "better than declared is said"
+    assert verdict([2.0, 1.0], allowed=LOOSE).verdict == "exact", "it is better than declared"
 
 
 def test_parameters_are_held_to_their_tolerance() -> None:
@@ -73,7 +73,7 @@ def test_a_parameter_that_no_rank_shows_is_diverged() -> None:
     found = verdict([2.0, 1.0], [{"a": 0.0}])
     assert found.verdict == "diverged"
     assert found.reason.endswith(" b")
-    assert verdict([2.0, 1.0], [{"a": 0.0}, {"b": 0.0}]).verdict == "exact", "stages show their own"
+    assert verdict([2.0, 1.0], [{"a": 0.0}, {"b": 0.0}]).verdict == "exact", "stages have their own"
     assert verdict([2.0, 1.0], [{"a": 0.0, "twin": 0.0}], tied={"twin": "b"}).verdict == "exact"
 
 
@@ -95,10 +95,10 @@ def test_reasons_to_deviate_add_up() -> None:
     ("noise", "precision", "limits"),
     [
         (None, "fp32", (1e-6, 1e-4)),
-        (Noise(1e-7, Deviations({"a": 1e-5})), "fp32", (1e-6, 1e-4)),  # five times as much is below
+        (Noise(1e-7, Deviations({"a": 1e-5})), "fp32", (1e-6, 1e-4)),  # 5x is below the limit
         (Noise(3e-7, Deviations({"a": 4e-4})), "fp32", (1.5e-6, 2e-3)),
-        (Noise(3e-7, Deviations({"b": 4e-4})), "fp32", (1.5e-6, 1e-4)),  # another tensor's
-        (Noise(1e-3, Deviations({"a": 0.3})), "fp32", (1e-5, 5e-3)),  # no further
+        (Noise(3e-7, Deviations({"b": 4e-4})), "fp32", (1.5e-6, 1e-4)),  # another tensor
+        (Noise(1e-3, Deviations({"a": 0.3})), "fp32", (1e-5, 5e-3)),  # capped
         (Noise(1e-3, Deviations({"a": 0.3})), "bf16", (4e-3, 0.1)),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_limit_is_five_times_the_references_noise_up_to_a_cap(
 
 
 def test_weights_near_one_may_be_off_by_what_fp32_cannot_represent() -> None:
-    """At a learning rate of 1e-4 two correct AdamWs move a norm apart by 2e-3 of its update."""
+    """At a learning rate of 1e-4, two correct AdamWs differ by 2e-3 of a norm's update."""
     moved = [{"a": 2e-3, "b": 0.0}]
     assert verdict([2.0, 1.0], moved).verdict == "diverged"
     allowed = widened(EXACT, {"a": 2.5e-3, "b": 1e-6}, None, "fp32")
@@ -120,7 +120,7 @@ def test_weights_near_one_may_be_off_by_what_fp32_cannot_represent() -> None:
 
 
 def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
-    """So that the fp32 twin of a cell in bf16 stays exact on a GPU, and the cell may be advised."""
+    """The fp32 twin of a bf16 cell must be exact on a GPU, or the cell is not recommended."""
     noise, moved = Noise(1e-7, Deviations({"a": 4e-4})), [Deviations({"a": 1e-3, "b": 0.0})]
     allowed = widened(EXACT, {"a": 0.0, "b": 0.0}, noise, "fp32")
     found = parity_verdict([2.0, 1.0], REFERENCE, moved, ("a", "b"), allowed, noise=noise)
@@ -135,8 +135,8 @@ def test_a_deviation_within_the_noise_is_a_matter_of_rounding() -> None:
     [(2.4e-5, 0.019), (1.4e-4, 0.17), (1.4e-4, 0.19), (2.8e-3, 0.23), (3.8e-2, 1.0)],
 )
 def test_no_noise_hides_a_wrong_training(loss: float, update: float) -> None:
-    """Deviations of the broken trainings in docs/explanation/parity.md: no weight decay, scaled
-    loss, clipped gradients, a repeated batch, embeddings trained apart."""
+    """The deviations are those of broken training in docs/explanation/parity.md: no weight decay,
+    scaled loss, clipped gradients, a repeated batch, and embeddings trained separately."""
     endless = Noise(math.inf, Deviations({"a": math.inf}))
     allowed = widened(EXACT, {"a": 0.0, "b": 0.0}, endless, "fp32")
     assert verdict([2.0, 1.0 + loss], allowed=allowed).verdict == "diverged"
@@ -214,7 +214,7 @@ def test_wrappers_are_taken_off_names() -> None:
 def test_an_optimizer_that_amplifies_rounding_may_deviate_further(
     optimizer: str, update: float
 ) -> None:
-    """DDP with AdamW8bit was off by 2.9e-3 after 20 steps, which is no other training."""
+    """DDP with AdamW8bit deviates by 2.9e-3 after 20 steps although it trains the same."""
     cell = Cell.model_validate(
         {"strategy": "ddp", "workload": "llama-nano", "devices": 2, "optimizer": optimizer}
     )
@@ -232,10 +232,10 @@ def test_an_optimizer_that_amplifies_rounding_may_deviate_further(
         (0.02, Tolerance(0.1, 0.04, "declared"), "diverged"),
     ],
 )
-def test_what_one_process_deviates_by_itself_is_not_the_strategys_divergence(
+def test_noise_of_the_reference_is_not_the_strategys_divergence(
     noise: float, allowed: Tolerance, verdict: str
 ) -> None:
-    """Only if its noise alone exceeds the limit; otherwise the limit has room for it."""
+    """The verdict is unknown only if the reference's noise alone exceeds the limit."""
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano")
     workload = make_workload("llama-nano")
     names = ("head.weight", "body.weight")

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: its part of the model, and the micro-batches in flight."""
+"""Memory of a pipeline rank: its part of the model, and the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def part(
 
 
 def torchs_order(one: PipelineRank) -> list[tuple[str, int, int]]:
-    """What the rank does under torch's schedule of several stages."""
+    """Returns the rank's actions under torch's schedule for several stages."""
     from torch.distributed.pipelining import schedules
 
     made: Any = SCHEDULES[one.engine.schedule].__new__(SCHEDULES[one.engine.schedule])
@@ -51,7 +51,7 @@ def test_the_order_is_torchs(schedule: Schedule, ranks: int, micro_batches: int)
         one = part(schedule, rank, ranks, 2, micro_batches)
         own, torchs = list(actions(one)), torchs_order(one)
         assert sorted(own) == sorted(torchs)
-        if schedule == "interleaved_1f1b":  # which micro-batch goes back first frees as much
+        if schedule == "interleaved_1f1b":  # looped_bfs frees as much in another order
             assert own == torchs
 
 
@@ -64,7 +64,7 @@ def test_the_order_of_1f1b_by_hand() -> None:
 
 @pytest.mark.parametrize(("workload", "copies"), [("llama-micro", 0), ("gpt2-micro", 256 * 128)])
 def test_stages_are_the_whole_model(workload: str, copies: int) -> None:
-    """And a copy of the tied embedding, unless both ends are on one rank."""
+    """Stages add a copy of the tied embedding, unless one rank has both ends."""
     made = make_workload(workload)
     facts = model_facts(made, 32)
 
@@ -78,7 +78,7 @@ def test_stages_are_the_whole_model(workload: str, copies: int) -> None:
 
 
 def test_more_micro_batches_in_flight_hold_more() -> None:
-    """GPipe holds all four, 1F1B two."""
+    """GPipe holds all four micro-batches, 1F1B two."""
     held = {}
     for schedule in ("gpipe", "1f1b"):
         cell = Cell(
@@ -106,7 +106,7 @@ def test_gradients_apart_have_no_formula() -> None:
 
 @pytest.mark.parametrize("workload", ["llama-nano", "gpt2-nano"])
 def test_a_rank_of_tensor_parallelism_has_its_share_of_each_layer(workload: str) -> None:
-    """Of two ranks: half of the layers' weights, by hand from a model that is cut."""
+    """A rank has the weights that remain in a model split for two ranks."""
     import torch
 
     cell = Cell(strategy="tensor", devices=2, workload=workload)

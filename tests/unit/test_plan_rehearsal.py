@@ -1,5 +1,4 @@
-"""Plans against rehearsals of the cells that they export; docs/studies/planner-accuracy.md has the
-table."""
+"""Compares plans with rehearsals of exported cells; see docs/studies/planner-accuracy.md."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ SMALL: dict[str, Any] = {
 @dataclass(frozen=True)
 class Case:
     model: str
-    """Name, or model type whose sizes are SMALL."""
+    """Name, or a model type, built in sizes SMALL."""
     devices: int
     batch: int
     sequence: int
@@ -80,7 +79,7 @@ def model_of(case: Case, folder: Path) -> str:
 
 
 def first_exported(question: ClusterQuestion, model: str) -> tuple[ClusterCandidate, Cell]:
-    """Returns the best layout that has a cell; partial recomputation is counted to 8 % only."""
+    """Returns the best layout with a cell, without partial recomputation (counted within 8 %)."""
     every = [
         candidate
         for candidate in plan(question, load(), top=1000).candidates
@@ -92,7 +91,7 @@ def first_exported(question: ClusterQuestion, model: str) -> tuple[ClusterCandid
 
 
 def buckets(cell: Cell, candidate: ClusterCandidate, parameters: int) -> float:
-    """Returns the bytes of DDP's buckets on one device, where plans count none."""
+    """Returns the bytes of DDP's buckets on one device, which plans do not count."""
     alone = cell.strategy == "ddp" and candidate.layout.devices == 1
     return parameters * (2.0 if cell.workload.endswith("+bf16") else 4.0) * alone
 

@@ -1,4 +1,4 @@
-"""Calibration and scores: on runs made from known constants, and on published ones."""
+"""Calibration and scores, on runs made from known constants and on published runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES = {name: named_shapes()[f"playbook-{name}"] for name in ("3b", "8b")}
 
 
 def made(noise: float = 0.02, outliers: int = 0) -> MeasuredRuns:
-    """Runs of the default calibration's world, with noise; some take five times as long."""
+    """Returns runs under the default calibration; outliers take five times as long."""
     draw = np.random.default_rng(1)
     parts, models, nodes = [], [], []
     for name, shape in SHAPES.items():
@@ -152,8 +152,8 @@ def rows(seconds: list[float], **columns: list[int]) -> MeasuredRuns:
     )
 
 
-def test_a_row_is_inconsistent_where_more_work_took_less_than_half_its_time() -> None:
-    # The second is split more often and has smaller micro-batches, and is three times as fast.
+def test_a_row_is_inconsistent_if_more_work_took_less_than_half_its_time() -> None:
+    # The second has more, smaller micro-batches than the first, but is three times as fast.
     runs = rows(
         [9.0, 3.0, 5.0, np.nan], micro_batch=[2, 1, 4, 4], accumulation=[4, 8, 2, 2], tensor=[2] * 4
     )
@@ -179,7 +179,7 @@ def test_scores_by_hand() -> None:
     scored = score(runs, CLUSTER, held)
     assert (scored.rows, scored.consistent_rows) == (3, 3)
     assert scored.time_error == pytest.approx(0.1)
-    assert scored.near_error == pytest.approx(0.3)  # of 10 % and 50 %
+    assert scored.near_error == pytest.approx(0.3)  # median of 10 % and 50 %
     assert scored.memory_error == pytest.approx(0.1)
     assert scored.pick_loss == 1.0  # the failed one was predicted fastest
     assert scored.top_three_loss == 0.0
@@ -223,7 +223,7 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.top_three_loss <= 0.005
         assert scored.failures_foreseen >= 0.93
         assert scored.false_alarms_consistent <= 0.015
-        # Above 1.5 % of all rows: their failures contradict each other, see
+        # More than 1.5 %, because failures in the table contradict each other; see
         # docs/studies/planner-accuracy.md.
         assert scored.false_alarms <= 0.03
     more_nodes = extrapolate(runs, CLUSTER)

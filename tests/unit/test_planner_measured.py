@@ -1,4 +1,4 @@
-"""Layouts that others ran, on software and in precisions that the calibration has not seen."""
+"""Published layouts, with software and precisions that the calibration has not seen."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ RAN = [
     ),
     Ran("llama-7b", "a100-80gb", 4, "bf16", "full", sharded(4, 1, 8, 1), None, 10.4),
 ]
-"""KempnerForge (2026), torchtune, torchtitan's documents (2024), and Granite 7B in a blog of
-Hugging Face (2024), whose sizes are Llama's. Its recomputation is not stated. KempnerForge's 8B is
-compiled, whose time is not predicted."""
+"""Runs of KempnerForge (2026), torchtune, torchtitan's documents (2024), and Granite 7B from a
+Hugging Face blog (2024), which does not state the recomputation. Granite has Llama's sizes.
+KempnerForge's 8B model was compiled, so its time is not predicted."""
 
 
 @pytest.mark.parametrize("ran", RAN, ids=lambda ran: f"{ran.model}-{ran.layout.devices}")
@@ -162,7 +162,7 @@ def test_hidden_communication_slows_computing() -> None:
     inside = predict(small, PlannedLayouts.of([layout]), CALIBRATION).time
     across = predict(ran.question, PlannedLayouts.of([ran.layout]), CALIBRATION).time
     assert inside.compute[0] == pytest.approx(across.compute[0])
-    # Compute would hide all but the first gather and the last scatter.
+    # Compute could hide all but the first gather and the last scatter.
     assert 0.01 < inside.data[0] / inside.compute[0] < across.data[0] / across.compute[0] < 0.1
 
 

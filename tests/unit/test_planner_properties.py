@@ -1,5 +1,4 @@
-"""What holds for every layout: properties of the planner's formulas, and that each names its
-source."""
+"""Properties of the planner's formulas over all layouts, and their sources."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ layouts = st.builds(
 @often
 @given(layouts)
 def test_a_larger_data_axis_needs_no_more_memory(layout: PlannedLayout) -> None:
-    """From two ranks on: from one to two, buckets of gradients come into being."""
+    """Starts at two ranks, because one rank has no gradient buckets."""
     larger = dataclasses.replace(layout, data=2 * layout.data)
     found = predict(question(), PlannedLayouts.of([layout, larger]), CALIBRATION)
     small, large = found.memory.demand
@@ -69,7 +68,7 @@ def test_slower_links_never_speed_up(
     layout: PlannedLayout, reduce: float, gather: float, overlap: float
 ) -> None:
     asked = question("mixtral-8x7b")
-    # The fitted overlap of the data axis is nearly none; others may be fitted.
+    # The fitted overlap of the data axis is almost zero; other calibrations may differ.
     constants = dataclasses.replace(CALIBRATION.time, data_overlap=overlap)
     calibration = dataclasses.replace(CALIBRATION, time=constants)
 
@@ -126,8 +125,7 @@ def test_intervals_never_narrow_away_from_the_data(layout: PlannedLayout, factor
 def test_every_step_away_from_the_data_counts(
     model: float, nodes: int, tensor: int, pipeline: int, side: int
 ) -> None:
-    """One step further out on any of the sides: a larger or smaller model, more nodes, tensor or
-    pipeline ranks."""
+    """A step is a larger or smaller model, or more nodes, tensor ranks or pipeline ranks."""
     seen = CALIBRATION.range
     low, high = seen.parameters
 
@@ -150,14 +148,14 @@ def test_every_step_away_from_the_data_counts(
 
 @often
 @given(st.floats(0.01, 0.5), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_the_risk_to_be_slow_never_narrows_an_interval(
+def test_the_risk_of_being_slow_never_narrows_an_interval(
     half: float, slow: float, more: float
 ) -> None:
     slow, more = sorted((slow, more))
     widths = CALIBRATION.spread.upper(np.array([half, half]), np.array([slow, more]))
     assert half <= widths[0] <= widths[1] * (1 + 1e-9)
     assert np.isfinite(widths).all()
-    # Where slow runs begin to decide, and beyond: from interval to interval never back.
+    # Nor does the width decrease around the risk at which slow runs begin to decide it.
     around = CALIBRATION.spread.upper(np.full(200, half), np.linspace(0.09, 0.2, 200))
     assert (np.diff(around) >= -1e-9).all()
     sure, slowed = CALIBRATION.spread.upper(np.full(2, half), np.array([0.0, 1.0]))
@@ -192,7 +190,7 @@ def test_no_figure_is_negative_or_missing(model: str, devices: int, sequence: in
 def test_no_figure_of_an_answer_is_negative_or_missing(
     model: str, devices: int, batch: int
 ) -> None:
-    """Also of pipelines whose schedule was simulated."""
+    """Answers include pipelines with a simulated schedule."""
     for goal in ("throughput", "energy"):
         asked = question(model, devices, batch)
         found = plan(asked, CALIBRATION, goal, top=300, price_per_hour=2.0)

@@ -1,5 +1,5 @@
-"""Predictions of published tables (scripts/published_runs.csv) of software and devices that the
-calibration has not seen; docs/studies/planner-accuracy.md has these errors."""
+"""Predictions of published runs (scripts/published_runs.csv) with software and devices that the
+calibration has not seen; docs/studies/planner-accuracy.md lists the errors."""
 
 from __future__ import annotations
 
@@ -57,9 +57,12 @@ LLAMA_405B = """
 16384 128 1  8192   400
 16384 8   16 131072 380
 """
-"""TFLOP/s of each device (Llama 3, arXiv 2407.21783, table 4): devices, data, context, sequence
-length; tensor parallelism over 8, 16 stages, 16 million tokens in a step. That each has 8 chunks
-follows from 126 layers, with one layer less in the first and the last."""
+"""Devices, data and context ranks, sequence length, TFLOP/s per device (Llama 3, arXiv 2407.21783,
+table 4).
+
+All have 8 tensor ranks, 16 stages and 16 million tokens per step. The 8 chunks per stage follow
+from 126 layers, with one layer less in the first and the last.
+"""
 
 
 def test_thousands_of_devices_are_predicted_roughly() -> None:

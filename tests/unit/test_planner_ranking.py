@@ -1,4 +1,4 @@
-"""The order in which layouts are listed."""
+"""The order of layouts in a plan."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def order(seconds: list[float], fits: list[float], half_width: float = 0.03) -> 
 
 
 def test_a_faster_layout_that_may_not_fit_is_tried_second() -> None:
-    # The third is as sure as the first, but a tenth slower.
+    # The third is as certain to fit as the first, but a tenth slower.
     assert order([1.0, 0.96, 1.1], [1.0, 0.5, 1.0]) == [0, 1, 2]
-    # As sure to fit, the fastest is first, and a near one adds more than a far one.
+    # If all fit, the fastest comes first, and the next in speed adds more than a slower one.
     assert order([1.0, 0.9, 1.5], [1.0, 1.0, 1.0]) == [1, 0, 2]
-    # What cannot fit adds nothing.
+    # A layout that cannot fit adds nothing.
     assert order([1.0, 0.1, 1.1], [1.0, 0.0, 1.0]) == [0, 2, 1]
 
 
-def test_of_equal_speeds_the_one_with_less_memory_is_first() -> None:
+def test_less_memory_breaks_ties_in_speed() -> None:
     assert order([1.0, 0.999, 1.0], [1.0, 1.0, 1.0])[0] == 0
 
 
 def expected_best(rows: list[int], seconds: Floats, fits: Floats, deviation: float) -> float:
-    """Mean of the best speed among the rows, by drawing."""
+    """Returns the mean of the best speed among the rows, by simulation."""
     draw = np.random.default_rng(0)
     shape = (20_000, len(rows))
     speeds = np.exp(deviation * draw.standard_normal(shape)) / seconds[rows]
     return float(np.mean(np.max(speeds * (draw.random(shape) < fits[rows]), axis=1)))
 
 
-def test_the_places_are_those_that_drawing_gives() -> None:
+def test_places_agree_with_simulation() -> None:
     draw = np.random.default_rng(3)
     for _ in range(5):
         seconds, fits = draw.uniform(1.0, 1.2, 8), draw.uniform(0.3, 1.0, 8)
@@ -74,7 +74,7 @@ def test_every_layout_has_one_place(rows: list[tuple[float, float]], half_width:
     seconds, fits = map(list, zip(*rows, strict=True))
     places = order(seconds, fits, half_width)
     assert sorted(places) == list(range(len(rows)))
-    # Probabilities below 1e-300 count alike.
+    # Probabilities below 1e-300 are treated alike.
     score = np.maximum(np.array(fits), 1e-300) / np.array(seconds)
     assert score[places[0]] >= score.max() * np.exp(-0.01) * (1 - 1e-9)
     assert order([], []) == []
@@ -97,8 +97,8 @@ def test_few_micro_batches_are_refused_where_the_measured_software_refuses_them(
 
 
 def test_activations_are_those_that_are_counted() -> None:
-    """Without tensor parallelism, with constants at their counts: 16 bytes of the hidden size, 8 of
-    the feed-forward size for each token, and fp32 logits with their softmax."""
+    """Without tensor parallelism, a layer keeps 16 bytes per token and hidden unit, and 8 per
+    feed-forward unit; fp32 logits and their softmax come on top."""
     shape = parse_shape("playbook-3b")
     cluster = cluster_of("h100-80gb", 8, "playbook-h100")
     counts = dataclasses.replace(

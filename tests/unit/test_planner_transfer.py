@@ -1,4 +1,4 @@
-"""Widths of intervals from errors on rows left out, on made-up errors."""
+"""Interval widths from made-up errors on left-out rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from harness.planner.fitting import Bools, Floats
 NODES = np.repeat([1, 2, 4, 8], 50)
 SIZES = np.tile([4e9, 8e9], 100)
 SHARES = np.tile(np.repeat(np.linspace(0.02, 1.0, 25), 2), 4)
-"""Every width w holds a share w of the rows of each number of nodes and model."""
+"""Quantiles of the errors, uniform for each number of nodes and model."""
 
 
 def made(seen: Bools, left: Bools) -> tuple[Floats, Floats]:
-    """Errors of at most 0.1, more by 0.2 per doubling of nodes or 0.3 of parameters beyond."""
+    """Returns errors of at most 0.1, plus 0.2 per doubling of nodes and 0.3 of parameters."""
     more = np.maximum(0.0, np.log2(NODES[left] / NODES[seen].max()))
     larger = np.abs(np.log2(SIZES[left] / SIZES[seen].max()))
     larger = larger if len(set(SIZES[seen])) == 1 else 0.0
@@ -28,7 +28,7 @@ def test_widths_follow_from_rows_left_out() -> None:
     assert found.nodes.time == pytest.approx(0.16, rel=0.1)
     assert found.shape.time == pytest.approx(0.24, rel=0.1)
     assert found.nodes.memory == pytest.approx(0.016, rel=0.1)
-    # Leaving out 8 nodes is among the errors that the width without distance holds.
+    # The width without distance also covers the errors on 8 nodes, which were left out.
     assert 0.08 <= found.time + found.time_per_doubling * 1.5 <= 0.16
     assert found.memory == pytest.approx(0.0094, rel=0.2)
 

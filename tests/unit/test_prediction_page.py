@@ -1,4 +1,4 @@
-"""Pages of predictions: what they show, and that they say what is predicted."""
+"""Prediction pages: their contents, and marks on predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = ClusterQuestion(
 )
 
 
-def test_the_sweep_is_of_models_of_about_the_size_on_whole_nodes() -> None:
+def test_the_sweep_has_models_of_similar_size_on_whole_nodes() -> None:
     shapes = neighbours(QUESTION.shape)
     assert QUESTION.shape in shapes
     sizes = [shape.parameters for shape in shapes]
@@ -29,7 +29,7 @@ def test_the_sweep_is_of_models_of_about_the_size_on_whole_nodes() -> None:
     assert len(sizes) > 2
     assert device_counts(QUESTION) == [1, 2, 4, 8, 16]
     squares = sweep(QUESTION, load(), "throughput")
-    assert {square.devices for square in squares} == {1, 2, 4, 8}, "no links between nodes are said"
+    assert {square.devices for square in squares} == {1, 2, 4, 8}, "no link between nodes is given"
     for square in squares:
         if square.winner:
             assert 0 < square.tokens_low < square.tokens_per_second < square.tokens_high
@@ -68,7 +68,7 @@ def points() -> tuple[ScalingPoint, ...]:
     return (*measured, *later)
 
 
-def test_curves_are_marked_as_predictions_beside_what_was_measured() -> None:
+def test_curves_mark_predictions_and_measurements() -> None:
     curves = [
         ScalingCurve("ddp", points(), ""),
         ScalingCurve("pipeline", points()[:3], "8 devices: no blocks"),

@@ -1,4 +1,4 @@
-"""The time that is left of a run, as its progress tells it."""
+"""A run's remaining time in its progress display."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trial_of(cell: Cell) -> TrialRecord:
     return TrialRecord(**trial_row(cell))
 
 
-def test_one_launch_that_builds_a_library_does_not_multiply_the_time_that_is_left(
+def test_one_slow_launch_does_not_multiply_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -38,13 +38,13 @@ def test_one_launch_that_builds_a_library_does_not_multiply_the_time_that_is_lef
             now += 70.0 if number == 0 else 10.0
             shown.trial_finished(cell, trial_of(cell))
             predicted.append(shown.seconds_left)
-    # 100 launches expected to take 10 s: 100 s of them count as measured before the first.
+    # 100 launches of 10 s are expected; before the first, 100 s count as measured.
     assert predicted[0] == pytest.approx(990 * (100 + 70) / (100 + 10))
     assert predicted[50] == pytest.approx(490 * (100 + 570) / (100 + 510))
     assert predicted[-1] == 0
 
 
-def test_launches_that_take_twice_as_long_double_what_is_left(
+def test_launches_twice_as_long_double_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0

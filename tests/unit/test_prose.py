@@ -1,4 +1,4 @@
-"""The rules for the documents' prose, and that the documents keep them."""
+"""Prose rules, and that the documents follow them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.prose import Sentence, findings, markdown_sentences
 
 
 def broken(text: str, *, fragment: bool = False) -> list[bool]:
-    """Whether each rule that the sentence breaks is fatal."""
+    """Returns whether each broken rule is fatal."""
     return [found.fatal for found in findings([Sentence("x.md", 1, text, fragment)])]
 
 
@@ -114,21 +114,20 @@ raise ValueError(f"{LENGTH} things are mended" " beside it", "two words", "--opt
     ]
 
 
-def test_the_documents_keep_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_follow_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main() == 0, capsys.readouterr().out
 
 
-def test_documents_are_at_most_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "MOST_WORDS", 100)
     assert prose.main() == 1
 
 
 def test_every_message_is_as_in_the_snapshot(update: bool) -> None:
-    """A reader of tests/golden/messages.txt sees all that the suite says; a reworded sentence is
-    one line of its diff."""
+    """tests/golden/messages.txt lists all messages; a reworded one is one line of its diff."""
     file = prose.ROOT / "tests" / "golden" / "messages.txt"
     if update:
         file.write_text(prose.all_messages())
     assert prose.all_messages() == file.read_text(), (
-        "write it anew: pytest tests/unit/test_prose.py --update"
+        "update it: pytest tests/unit/test_prose.py --update"
     )

@@ -1,5 +1,4 @@
-"""The agents' protocol: who does not know the run's key is neither heard nor told anything, and
-what is received is read as data."""
+"""The agents' protocol: no exchange without the run's key, and messages that are only data."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def stranger(nodes: Nodes) -> socket.socket:
 
 
 def is_closed(raw: socket.socket) -> bool:
-    """Whether the other side has closed the connection, after its nonce at most."""
+    """Whether the other side closed the connection after sending at most its nonce."""
     heard = b""
     try:
         while part := raw.recv(2**16):
@@ -63,7 +62,7 @@ def is_closed(raw: socket.socket) -> bool:
 
 
 def still_serves(nodes: Nodes) -> bool:
-    """Whether an agent with the key is welcome, and is alone there."""
+    """Whether an agent with the key can join, and is the only one."""
     line = reach_coordinator(nodes.rendezvous_file, 5)
     line.send("hello", FACTS)
     there = nodes.ready(1, 5)
@@ -72,7 +71,7 @@ def still_serves(nodes: Nodes) -> bool:
 
 
 def joined(secret: bytes = SECRET) -> tuple[NodeConnection, NodeConnection]:
-    """A coordinator's and an agent's end."""
+    """Returns connected ends of a coordinator and an agent."""
     near, far = socket.socketpair()
     ends: list[NodeConnection] = []
     thread = threading.Thread(target=lambda: ends.append(secure(far, secret, coordinator=False)))
@@ -83,7 +82,7 @@ def joined(secret: bytes = SECRET) -> tuple[NodeConnection, NodeConnection]:
 
 
 class Tapped(socket.socket):
-    """A socket that keeps what it sends."""
+    """Socket that records what it sends."""
 
     sent = b""
 
@@ -133,11 +132,11 @@ def test_a_recorded_connection_cannot_be_played_again(nodes: Nodes) -> None:
     raw = Tapped()
     raw.connect((where.addresses[0], where.port))
     with contextlib.closing(secure(raw, where.secret, coordinator=False)) as line:
-        # The socket is the one that was tapped.
+        # This goes through the tapped socket.
         line.send("hello", FACTS)
         assert nodes.ready(1, 5)
         recorded = raw.sent
-    nodes.ready(1, 0)  # which notes that it has gone
+    nodes.ready(1, 0)  # notices that the agent has left
     with stranger(nodes) as again:
         again.sendall(recorded)
         assert is_closed(again)
@@ -181,7 +180,7 @@ def test_silence_ends_within_the_time_for_handshakes(
 def test_a_crowd_of_silent_strangers_keeps_no_agent_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Agents try again; a thread is spent on so many strangers and no more."""
+    """Agents retry; at most `max_unauthenticated` threads serve strangers."""
     monkeypatch.setattr("harness.nodes.protocol.HANDSHAKE_SECONDS", 1)
     monkeypatch.setattr(Nodes, "max_unauthenticated", 4)
     nodes = Nodes(1, tmp_path / "rendezvous", "lo")
@@ -211,7 +210,7 @@ def test_a_message_may_not_claim_any_size() -> None:
     coordinator.close(), agent.close()
 
 
-def test_what_is_said_arrives_as_it_was() -> None:
+def test_messages_arrive_unchanged() -> None:
     data = DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)
     cell = Cell(strategy="ddp", devices=2, nodes=2, options={"bucket_cap_mb": 1.5})
     spec = TrialSpec(cell, data, 2, token="x", cores=((0,), (1,)), rendezvous=("10.0.0.1", 7))
@@ -239,7 +238,7 @@ def test_what_is_said_arrives_as_it_was() -> None:
         encoded("stop")[:-1],
     ],
 )
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_malformed_messages_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         decoded(body)
 

@@ -1,4 +1,4 @@
-"""The pieces of a recipe: learning rates, groups, numbers of labels, and the norm's verdict."""
+"""Parts of a training recipe: learning rates, groups, labels, dropout and gradient norms."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_packed_documents_have_positions_of_their_own(padded: bool) -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """The library's means: positions that begin again, without a mask."""
+    """transformers separates documents by positions that restart, without a mask."""
     for name in ("llama-nano", "gpt2-nano", "mixtral-nano"):
         model = make_workload(name).build(0)
         tokens, positions = torch.arange(8)[None], torch.arange(4).repeat(2)[None]

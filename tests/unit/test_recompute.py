@@ -1,4 +1,4 @@
-"""Recomputation: what is computed again, what it costs and saves, and who refuses it."""
+"""Recomputation: operators that run again, costs, savings and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Operators(TorchDispatchMode):
 
 
 def trained(model: nn.Module) -> tuple[dict[str, torch.Tensor], Operators]:
-    """Gradients by name after one forward and backward, and the operators that were called."""
+    """Returns gradients by name after a forward and a backward pass, and the operators called."""
     workload = make_workload("llama-nano")
     inputs = torch.arange(64).reshape(2, 32)
     with Operators() as operators:
@@ -64,8 +64,8 @@ def trained(model: nn.Module) -> tuple[dict[str, torch.Tensor], Operators]:
     [("none", 0, 0), ("selective", 0, 0), ("full", 2, 12)],
 )
 def test_what_is_computed_again(recompute: str, attention: int, products_again: int) -> None:
-    """Of two blocks: attention under the name that it has on CPUs, and the matrix products but the
-    last of a block. Names of parameters and gradients stay what they are."""
+    """In two blocks, `full` repeats attention, and all matrix products but a block's last. Names of
+    parameters and gradients do not change."""
     workload = make_workload("llama-nano")
     plain, once = trained(workload.build(0))
     model = workload.build(0)
@@ -83,8 +83,8 @@ def test_what_is_computed_again(recompute: str, attention: int, products_again: 
 
 
 def test_a_copy_computes_with_its_own_parameters() -> None:
-    """DataParallel makes modules with the same attributes and other parameters: a forward that is
-    bound to the first would train that alone."""
+    """DataParallel copies modules with their attributes but other parameters. A forward bound to
+    the original would train only the original."""
     workload = make_workload("llama-nano")
     model = workload.build(0)
     recompute_blocks(model, workload.blocks_of(model), "full")
@@ -105,7 +105,7 @@ def test_attention_is_kept_under_each_of_its_names() -> None:
 
 
 def test_products_of_experts_are_kept() -> None:
-    """A mixture of experts multiplies by an operator of its own."""
+    """A mixture of experts multiplies with a separate operator."""
     workload = make_workload("mixtral-nano")
     calls = []
     for recompute in ("selective", "full"):
@@ -117,8 +117,8 @@ def test_products_of_experts_are_kept() -> None:
 
 
 def test_operations_of_recomputation_by_hand() -> None:
-    """Of a block with hidden size h, feed-forward f and t tokens: four projections of h by h, three
-    of h by f and attention; torch leaves out the last product and the addition after it."""
+    """A block has four projections of h by h, three of h by f, and attention (hidden size h,
+    feed-forward size f). torch skips the last product and the addition after it."""
     workload, tokens, hidden, feed_forward, blocks = make_workload("llama-64x3"), 32, 64, 192, 3
     whole = recomputed_flops(workload, tokens, "full", whole_blocks=True)
     stopped = recomputed_flops(workload, tokens, "full")
@@ -153,7 +153,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
-    """Tensors of a real step at their peak, within 5 %; see docs/studies/recompute-memory.md."""
+    """The formula is within 5 % of a real step's peak; see docs/studies/recompute-memory.md."""
     cell = Cell(strategy="single", workload="llama-64x4", sequence_length=128, recompute=recompute)
     workload, strategy = make_workload(cell.workload), make_strategy(cell)
     job = Job(cell, workload, strategy.layout(1), torch.device("cpu"), 0, tmp_path)
@@ -182,7 +182,7 @@ PARTS: dict[str, dict[str, Any]] = {
 SLOW = ("interleaved_1f1b", "three_d")
 
 
-@pytest.mark.filterwarnings("ignore")  # libraries use what torch will no longer have
+@pytest.mark.filterwarnings("ignore")  # libraries call deprecated torch functions
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
@@ -194,8 +194,8 @@ SLOW = ("interleaved_1f1b", "three_d")
 def test_the_peak_of_ranks_with_parts_of_a_model_follows_the_formula(
     name: str, recompute: str
 ) -> None:
-    """Within 5 % of the fullest rank's tensors by a rehearsal, which runs the libraries' own code;
-    of real ranks, see tests/ranks/test_recompute.py."""
+    """The formula is within 5 % of the fullest rank in a rehearsal, which runs the libraries' code.
+    tests/ranks/test_recompute.py checks real ranks."""
     sizes = {"workload": "llama-128x2", "sequence_length": 128, "global_batch": 8}
     if name == "interleaved_1f1b":
         sizes["workload"] = "llama-128x4"
@@ -270,7 +270,7 @@ def test_what_cannot_be_computed_again_is_refused(axes: dict[str, Any], reason: 
     ("workload", "layers", "again"), [("llama-nano", 7, 1), ("gpt2-nano", 4, 1)]
 )
 def test_tensor_parallelism_repeats_collectives(workload: str, layers: int, again: int) -> None:
-    """Each layer's all-reduce of hidden states once, and that behind attention once more."""
+    """Each layer all-reduces hidden states once; the all-reduce after attention is repeated."""
     plain = Cell(strategy="tensor", devices=2, workload=workload)
     strategy = make_strategy(plain)
     facts = model_facts(make_workload(workload), plain.sequence_length)
@@ -294,7 +294,7 @@ def test_a_search_takes_the_axis_and_sets_its_own() -> None:
 def test_operations_of_experts_with_and_without_an_operator_for_their_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """transformers has it from 5.23 on."""
+    """transformers has the operator from 5.23 on."""
     workload, counted = make_workload("mixtral-nano"), []
     for present in (experts_backward(), None):
         monkeypatch.setattr(products_of, "experts_backward", lambda found=present: found)

@@ -1,4 +1,4 @@
-"""No secret is recorded, wherever it stood; and no file of a run lies outside its folder."""
+"""Secrets are never recorded, and a run's files stay in its folder."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_other_texts_stay_as_they_are(text: str) -> None:
     assert redacted(text, ()) == text
 
 
-def test_what_is_no_character_is_recorded_as_its_escape(tmp_path: Path) -> None:
-    """Python reads a file name or output that is not UTF-8 so; it is in the messages of errors."""
+def test_a_lone_surrogate_is_recorded_as_its_escape(tmp_path: Path) -> None:
+    """Python decodes file names and output that are not UTF-8 like this; errors repeat them."""
     store = Store(tmp_path)
     store.write_run(RunRecord(**run_row(run_id="run-1")))
     store.write_trial(TrialRecord(**trial_row(Cell(strategy="single"), reason="no file \udcff")))
@@ -100,7 +100,7 @@ def test_what_is_no_character_is_recorded_as_its_escape(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("planted")
-def test_no_column_of_a_record_has_it(tmp_path: Path) -> None:
+def test_no_column_of_a_record_has_a_secret(tmp_path: Path) -> None:
     store, cell = Store(tmp_path), Cell(strategy="single")
     run = run_row(run_id="run-1") | {
         "host": SECRET,
@@ -119,7 +119,7 @@ def test_no_column_of_a_record_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("planted")
-def test_the_end_of_a_log_begins_with_no_half_of_it(tmp_path: Path) -> None:
+def test_a_log_tail_begins_with_no_half_of_a_secret(tmp_path: Path) -> None:
     log_file(tmp_path, 0).write_text("x" * 9000 + SECRET + "y" * (LOG_TAIL_BYTES - 5))
     log_file(tmp_path, 1).write_bytes(b"\xff\xfe" + SECRET.encode() + b"\xff")
     stacks_file(tmp_path, 0).write_text(f"in {SECRET}")

@@ -1,4 +1,4 @@
-"""Blocks, and their writers: what is empty is left out, and values are never markup."""
+"""Report blocks and their writers: empty blocks are dropped, and values are never markup."""
 
 from __future__ import annotations
 

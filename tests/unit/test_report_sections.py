@@ -187,7 +187,7 @@ def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
     assert "wrap Wrapper" in sharded_page.text
 
 
-def test_variants_beside_their_model(sharded_results: Results) -> None:
+def test_variants_next_to_their_model(sharded_results: Results) -> None:
     (one,) = variants(list(rows_of(sharded_results).values()))
     assert [plain_text(line.head) for line in one.table.rows] == [
         "llama-mini",
@@ -225,7 +225,7 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
         ["40", "30"],
         ["0.75", "0.5"],
     )
-    assert "never" in page.text, "nothing was tried of it yet"
+    assert "never" in page.text, "nothing was tried with it yet"
     assert (
         len(
             [
@@ -235,8 +235,8 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
             ]
         )
         == 2
-    ), "probes are no cells"
-    assert "failures" not in page.headings, "a probe that does not fit is no failure"
+    ), "probes are not cells"
+    assert "failures" not in page.headings, "a probe that does not fit is not a failure"
 
 
 def test_the_terminal_names_systems_that_are_not_on_this_host(

@@ -1,4 +1,4 @@
-"""The tables: each number is the recorded one, and a mark says what a number cannot."""
+"""Report tables: recorded numbers, flags and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_number_of_the_table_equals_the_frames(results: Results, page: Pag
     for cell_id, row in frame.iterrows():
         shown = page.rows[f"cell-{cell_id}"]
         for field, value in shown.items():
-            if field == "place":  # a rank, not a column
+            if field == "place":  # not a column of the frame
                 continue
             expected = row[field]
             if expected is None or math.isnan(expected):
@@ -180,7 +180,7 @@ def test_nodes_are_a_column_only_where_a_cell_has_several(
     assert [page.rows[f"cell-{cell.id}"]["nodes"] for cell in (one, two)] == ["1", "2"]
     assert [
         value for cell, field, value in page.grids if field == "nodes" and cell in (one.id, two.id)
-    ] == ["1", "2"], "of the efficiency"
+    ] == ["1", "2"], "in the efficiency table"
     show.ranking(show.console(), cell_results(several.trials[several.trials["nodes"] == 1]))
     assert "nodes" not in capsys.readouterr().out
     show.ranking(show.console(), cell_results(several.trials))
@@ -190,7 +190,7 @@ def test_nodes_are_a_column_only_where_a_cell_has_several(
     assert [line[place] for line in split[1:]] == ["1", "2", "1"], "fastest first"
 
 
-def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path: Path) -> None:
+def test_cells_disturbed_by_other_load_are_marked(tmp_path: Path) -> None:
     busy, calm = Cell(strategy="busy", devices=2), Cell(strategy="calm", devices=2)
     rows = trial_rows(calm, [9.0, 9.1])
     page = page_of(stored(tmp_path / "calm", rows), tmp_path)
@@ -206,7 +206,7 @@ def test_cells_beside_which_others_used_the_machine_are_marked_in_words(tmp_path
 
 
 def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
-    """The figure is the median over trials; headings called it the mean."""
+    """The figure is the median over trials, not the mean."""
     from harness.analysis.stats import estimate
     from reports.columns import throughput_column
 

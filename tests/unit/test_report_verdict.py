@@ -21,14 +21,14 @@ FASTEST = ("a", "Fastest, Least memory")
 
 
 def figures_of(results: Results) -> list[tuple[str, str]]:
-    """Strategy and role of each line of the verdict's table."""
+    """Returns strategy and role in each line of the verdict's table."""
     text = run_text(ran(results), ["verdict"]).text
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [(line[0], line[1]) for line in lines[1:]]
 
 
 def bars_of(results: Results) -> dict[str, bool]:
-    """Labels of the throughput chart, and whether they are highlighted."""
+    """Returns whether bars of the throughput chart are highlighted, by label."""
     leading = ran(results).leading
     assert leading is not None
     return {bar.label: bar.strong for bar in throughput_bars(leading, "x").bars}
@@ -59,7 +59,7 @@ def test_headline_is_a_comparison_and_says_where_there_is_none(tmp_path: Path) -
 
 @pytest.mark.parametrize("verdict", ["exact", "within tolerance"])
 def test_a_fastest_cell_that_trains_another_way_says_so(tmp_path: Path, verdict: str) -> None:
-    """Unless none beside it trains exactly the same, as in bf16."""
+    """It leads only if no cell trains exactly the same, as in bf16."""
     other, same = (Cell(strategy=name, devices=2) for name in "ab")
     rows = trial_rows(other, [2.0, 2.1], parity_verdict="within tolerance")
     rows += trial_rows(same, [1.0, 1.1], parity_verdict=verdict)
@@ -100,8 +100,8 @@ def test_figure_data_by_hand(results: Results) -> None:
 def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(
     tmp_path: Path,
 ) -> None:
-    """A parameter server beside the devices' ranks: its group stays the verdict's, and another cell
-    is its fastest."""
+    """A parameter server adds a rank to the devices' ranks. Its group stays in the verdict, led by
+    another cell."""
     rows = trial_rows(Cell(strategy="a", devices=2), [50.0, 51.0]) + trial_rows(
         Cell(strategy="b", devices=2), [40.0, 41.0]
     )

@@ -1,4 +1,4 @@
-"""Published rows: each is a cell that the suite can train, and is predicted roughly."""
+"""Published rows: each has a cell that the suite can train, and a rough prediction."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_command_lists_and_shows_without_the_hardware(
 
 
 def test_rates_of_rows_are_those_of_whole_runs() -> None:
-    """KempnerForge prints the rate of all GPUs."""
+    """KempnerForge reports the total rate of all GPUs."""
     whole = {1: 10_471, 2: 18_728, 4: 38_983}
     for devices, rate in whole.items():
         name = "kempner-8b-single" if devices == 1 else f"kempner-8b-fsdp-{devices}"

@@ -1,4 +1,4 @@
-"""What is said in an environment that lacks a package, before anything needs it."""
+"""Messages in an environment that lacks a package, before anything needs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "results" / "reference"
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
-# Runs a module as `python -m` does, where packages cannot be found.
+# Runs a module like `python -m`, with some packages hidden.
 WITHOUT = """
 import runpy, sys
 hidden, module, *sys.argv[1:] = sys.argv[1:]
@@ -30,7 +30,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def without(hidden: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A module of the suite as a program, in an environment without these modules."""
+    """Runs one of the suite's modules as a program, with these packages hidden."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT.format(root=str(ROOT)), hidden, *words],
         capture_output=True,
@@ -41,7 +41,7 @@ def without(hidden: str, *words: str, **variables: str) -> subprocess.CompletedP
     )
 
 
-# Hides packages without a trace: scipy and others look into sys.modules for torch.
+# Hides packages from finders, because scipy and others look for torch in sys.modules.
 NOT_FOUND = """
 import runpy, sys
 class Hiding:
@@ -59,7 +59,7 @@ runpy.run_module("bench", run_name="__main__", alter_sys=True)
 
 
 def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command in an environment with the packages of the light core only."""
+    """Runs a command with only the packages of the light core."""
     code = NOT_FOUND.format(hidden=set(TRAINING), root=str(ROOT))
     return subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -71,14 +71,14 @@ def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def named(line: str) -> list[str]:
-    """The requirements in the command that a line ends with."""
+    """Returns the requirements in the install command at the end of a line."""
     words = shlex.split(line.partition("install them with: ")[2])
     assert words[:4] == [sys.executable, "-m", "pip", "install"]
     return words[4:]
 
 
 def older(folder: Path, package: str, version: str) -> str:
-    """A folder for PYTHONPATH with an empty package of this version."""
+    """Creates an empty package of this version; returns a PYTHONPATH."""
     (folder / package).mkdir()
     (folder / package / "__init__.py").touch()
     (folder / f"{package}-{version}.dist-info").mkdir()
@@ -100,7 +100,7 @@ def test_an_agent_names_what_trains_too() -> None:
 
 
 @pytest.mark.parametrize("module", REQUIREMENTS)
-def test_each_of_them_is_missed(module: str) -> None:
+def test_each_missing_requirement_is_named(module: str) -> None:
     done = without(module, "bench", "list")
     assert (done.returncode, named(done.stderr)) == (2, [REQUIREMENTS[module]])
 
@@ -161,20 +161,20 @@ def test_a_version_that_is_too_old_counts_as_missing(
     assert unmet({package: need}) == ([] if enough else [(need, version)])
 
 
-def test_a_version_that_is_too_old_is_told(tmp_path: Path) -> None:
+def test_an_outdated_version_is_reported(tmp_path: Path) -> None:
     path = older(tmp_path, "transformers", "5.16.4")
     done = without("", "bench", "run", "--matrix", "smoke", PYTHONPATH=path)
     assert (done.returncode, named(done.stderr)) == (2, [TRAINING["transformers"]])
     assert "5.16.4" in done.stderr
 
 
-def test_nothing_is_said_where_all_is_there() -> None:
+def test_no_message_if_nothing_is_missing() -> None:
     done = without("", "bench", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("key", "needs"), [("dependencies", REQUIREMENTS), ("run", TRAINING)])
-def test_they_are_the_dependencies_of_the_project(key: str, needs: dict[str, str]) -> None:
+def test_requirements_are_the_projects_dependencies(key: str, needs: dict[str, str]) -> None:
     listed = re.search(rf"^{key} = \[(.*?)\]\n", PROJECT, re.M | re.S)
     assert listed
     assert re.findall(r'"(.*?)"', listed[1]) == list(needs.values())
@@ -213,7 +213,7 @@ def test_a_shell_completes_the_console_script() -> None:
     assert done.stdout.split() == ["compare"]
 
 
-def test_asking_imports_none_of_them() -> None:
+def test_the_check_imports_no_requirement() -> None:
     code = (
         "import sys; from harness.host.packages import REQUIREMENTS, require; require();"
         " sys.exit(bool(REQUIREMENTS.keys() & sys.modules.keys()))"

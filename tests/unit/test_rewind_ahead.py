@@ -1,4 +1,4 @@
-"""Replays with optimizers moved ahead, which a step counter of theirs cannot escape."""
+"""Replays with optimizers moved ahead, which expose errors tied to a step number."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_replay_ahead_is_followed_by_one_that_is_not() -> None:
             rewinds.rewind(state)
             assert steps_of(state) == {5 + AHEAD * rewinds.is_ahead}
             if rewinds.is_ahead:
-                assert rewinds.due(number + 3, 100), "what follows is not the reference's training"
+                assert rewinds.due(number + 3, 100), "the next steps differ from the reference"
     assert rewinds.replays_ahead[:4] == [True, False, True, False]
     assert rewinds.enough
 

@@ -1,5 +1,4 @@
-"""Several runs on one page, and the index of all: numbers as compared, changes marked, hostile text
-only text."""
+"""The page of several runs and the index of all: numbers, marked changes, hostile text."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def trials(cell: Cell, speed: float, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A fortnight: ddp loses a tenth in the middle, fsdp2 needs more memory then; on the last day
-    tensor fails."""
+    """Two weeks of runs: halfway, ddp gets 10 % slower and fsdp2 needs more memory; on the last
+    day, tensor fails."""
     found = Store(tmp_path_factory.mktemp("nightly") / "results")
     for day in range(DAYS):
         rows = trials(DDP, 90.0 if day >= 7 else 100.0) + trials(
@@ -75,7 +74,7 @@ def view(results: Results) -> runs.Runs:
 
 
 class Numbers(Page):
-    """The numbers of a page by what their row and their cell are of."""
+    """A page's numbers, with the attributes of their row and cell."""
 
     def __init__(self, text: str) -> None:
         self.numbers: list[tuple[dict[str, str | None], dict[str, str | None], str, float]] = []
@@ -249,7 +248,7 @@ def test_command_for_several_runs_and_the_index(
         f"{run_id(DAYS - 1)}.html",
         f"{run_id(DAYS - 2)}.html",
         Path(one).name,
-    ], "newest first, then what is of no run"
+    ], "newest first, then pages of no single run"
     assert all((Path("reports/html") / link).is_file() for link in links)
     assert [value for _, _, field, value in page.numbers if field == "failures"] == [1.0] + [
         0.0

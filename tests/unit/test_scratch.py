@@ -1,4 +1,4 @@
-"""Scratch folders of processes that were killed are removed, those of living ones never."""
+"""Scratch folders of killed processes are removed, those of living ones are not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    """A process with a scratch folder in `folder`, and one for multiprocessing's files."""
+    """Starts a process with a scratch folder in `folder`, and one for multiprocessing's files."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER],
         stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ def test_folders_of_a_killed_process_are_removed_once_it_is_dead(temporary: Path
 
 
 def test_a_forked_child_leaves_its_parents_folder_alone(temporary: Path) -> None:
-    """multiprocessing drops its parent's finalizers in a forked child, which ends generators."""
+    """In a forked child, multiprocessing drops the parent's finalizers, which ends generators."""
     context = scratch_folder()
     folder = context.__enter__()
     child = os.fork()
@@ -75,7 +75,7 @@ def test_a_process_that_ends_leaves_nothing(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_what_is_no_scratch_folder_is_left_alone(temporary: Path) -> None:
+def test_links_and_files_are_left_alone(temporary: Path) -> None:
     elsewhere = temporary / "elsewhere"
     elsewhere.mkdir()
     (temporary / f"{PREFIX}link").symlink_to(elsewhere)

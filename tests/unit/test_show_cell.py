@@ -1,5 +1,4 @@
-"""bench show: one cell's numbers are those of the store, in JSON and in words; nothing recorded can
-do harm on a terminal."""
+"""`bench show`: a cell's recorded numbers in JSON and text, and hostile text on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ SPEEDS = [100.0, 104.0, 96.0]
 
 
 def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[StepRecord]:
-    """Two ranks, a step of warm-up and three timed ones; rank 1 is 10 ms slower."""
+    """Returns a warm-up and three timed steps of two ranks; rank 1 is 10 ms slower."""
     same: dict[str, Any] = {
         "run_id": run_id,
         "cell_id": cell_id,
@@ -179,7 +178,7 @@ def test_parts_of_a_profiled_step(store: Store) -> None:
         (["ddp", "--run", "nope"], "no run 'nope'"),
     ],
 )
-def test_which_cell_is_not_clear(store: Store, words: list[str], said: str) -> None:
+def test_unknown_and_ambiguous_cells(store: Store, words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         ask(store, *words)
 

@@ -25,8 +25,8 @@ Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
 
 def test_interval_of_three_trials_by_hand() -> None:
-    """Median 2, standard deviation 1.5275, t(0.975; 2) = 4.3027, a median's standard error 1.1602
-    times the mean's."""
+    """The median is 2, the standard deviation 1.5275, and t(0.975; 2) 4.3027. A median's standard
+    error is 1.1602 times the mean's."""
     found = estimate([1.0, 2.0, 4.0])
     assert found.value == 2.0
     assert found.half_width == pytest.approx(
@@ -36,8 +36,8 @@ def test_interval_of_three_trials_by_hand() -> None:
     assert (estimate([1.0]).low, estimate([1.0]).precision) == (None, None)
 
 
-# Hojo 1931, as tabulated by Kenney and Keeping (1962): standard error of the median over the
-# mean's.
+# Standard error of the median over that of the mean: Hojo 1931, tabulated by Kenney and Keeping
+# (1962).
 @pytest.mark.parametrize(
     ("trials", "error"),
     [(1, 1.0), (2, 1.0), (3, 1.160), (4, 1.092), (5, 1.197), (7, 1.214), (9, 1.223), (20, 1.214)],
@@ -82,8 +82,8 @@ def test_the_interval_covers_the_median_as_often_as_it_says(shape: str, trials: 
 
 
 def test_a_comparison_by_hand() -> None:
-    """Ratios of 1.01 and 1.03 within rounds: geometric mean 1.01995, whatever the rounds' own
-    level; t(0.9975; 1) = 127.32."""
+    """Ratios of 1.01 and 1.03 within rounds have the geometric mean 1.01995, whatever the rounds'
+    levels; t(0.9975; 1) is 127.32."""
     found = compare_rounds({0: 101.0, 1: 51.5, 5: 9.0}, {0: 100.0, 1: 50.0, 2: 1.0})
     assert found is not None
     assert found.rounds == 2
@@ -109,7 +109,7 @@ def test_words() -> None:
         assert found.verdict == said
     one = compare_rounds({0: 2.0}, {0: 1.0})
     assert one is not None
-    assert one.verdict == "no difference seen", "one launch of each says nothing"
+    assert one.verdict == "no difference seen", "one launch of each proves nothing"
     equal = compare_runs([1.0, 1.0], [1.0, 1.0])
     assert equal is not None
     assert (equal.ratio, equal.verdict) == (1.0, "no difference seen")
@@ -118,8 +118,8 @@ def test_words() -> None:
 
 
 def test_turns_by_hand() -> None:
-    """Turns at 0, 1, 2, 3, 4 s, one launch and the other in turn. 110 lies between 100 and 121: a
-    drift that cancels; so does 121."""
+    """Two launches are interleaved, with turns at 0, 1, 2, 3 and 4 s. 110 is the geometric mean of
+    100 and 121: a drift, which cancels."""
     first, second = [(0.0, 100.0), (2.0, 121.0), (4.0, 146.41)], [(1.0, 110.0), (3.0, 133.1)]
     assert log_ratio(first, second) == pytest.approx(0.0)
     assert log_ratio([(began, 1.03 * speed) for began, speed in first], second) == pytest.approx(
@@ -129,14 +129,13 @@ def test_turns_by_hand() -> None:
         -math.log(1.03)
     )
     assert log_ratio(first, [(began + 10, speed) for began, speed in second]) is None, (
-        "they did not train with each other"
+        "they were not interleaved"
     )
     assert log_ratio(first, []) is None
 
 
-def test_where_there_are_turns_they_are_the_rounds_ratio() -> None:
-    """Round 0 by turns says 1.02, whatever the launches' own figures; round 1 has none, and says
-    1.04."""
+def test_interleaved_rounds_use_their_turns() -> None:
+    """Turns in round 0 give 1.02, whatever the throughputs; round 1, without turns, gives 1.04."""
     turns = {0: [(0.0, 102.0), (2.0, 102.0)]}, {0: [(1.0, 100.0), (3.0, 100.0)]}
     found = compare_rounds({0: 70.0, 1: 104.0}, {0: 100.0, 1: 100.0}, turns)
     assert found is not None
@@ -144,7 +143,7 @@ def test_where_there_are_turns_they_are_the_rounds_ratio() -> None:
 
 
 @given(drift=some.floats(-0.05, 0.05), slower=some.floats(0.5, 2.0), count=some.integers(3, 30))
-def test_by_turns_a_drift_in_proportion_cancels(drift: float, slower: float, count: int) -> None:
+def test_proportional_drift_between_turns_cancels(drift: float, slower: float, count: int) -> None:
     speeds = [
         (float(turn), math.exp(drift * turn) / (slower if turn % 2 else 1.0))
         for turn in range(count)
@@ -156,7 +155,7 @@ throughputs = some.lists(some.floats(1.0, 1e6), min_size=2, max_size=8)
 
 
 @given(first=throughputs, second=throughputs, scale=some.floats(1e-3, 1e3))
-def test_turned_round_the_ratio_is_its_inverse_and_units_do_not_matter(
+def test_swapping_inverts_the_ratio_and_units_do_not_matter(
     first: list[float], second: list[float], scale: float
 ) -> None:
     for compare in (
@@ -189,8 +188,8 @@ def test_the_median_is_inside_its_interval(values: list[float]) -> None:
 
 
 def busy_for_a_while(rng: np.random.Generator, rounds: int) -> np.ndarray:
-    """Launches of two cells that spread by 1.1 %, and a neighbour that slows some launches
-    in a row by up to 40 %.
+    """Returns throughputs of two cells that spread by 1.1 %, with a neighbour that slows some
+    launches in a row by up to 40 %.
     """
     level = rng.normal(1.0, 0.011, 2 * rounds)
     begin, length = rng.integers(0, 2 * rounds), rng.integers(0, rounds)
@@ -229,10 +228,10 @@ def test_three_percent_are_seen_in_ten_rounds() -> None:
 
 
 @pytest.mark.parametrize(("slower", "least", "most"), [(0.0, 0.0, 0.02), (0.015, 0.97, 1.0)])
-def test_half_a_percent_asked_for_tells_1_5_percent_apart_and_alarms_seldom(
+def test_a_precision_of_half_a_percent_separates_1_5_percent(
     slower: float, least: float, most: float
 ) -> None:
-    """Rounds are added to ten, whose ratios spread by 1.3 %, until the interval of 95 % is that
+    """Rounds with ratios that spread by 1.3 % are added to ten, until the 95 % interval is this
     narrow."""
     rng = np.random.default_rng(5)
     called = 0

@@ -1,4 +1,4 @@
-"""Whole files or none, and one dataset for every reader."""
+"""The results store: complete files or none, and one dataset for all readers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
-def test_a_copy_of_a_run_is_read_instead_only_while_it_holds_all(tmp_path: Path) -> None:
+def test_a_copy_is_read_only_while_it_is_complete(tmp_path: Path) -> None:
     store = filled(tmp_path)
     before = load(tmp_path)
     store.gather("run-1")
@@ -80,11 +80,11 @@ def test_a_copy_of_a_run_is_read_instead_only_while_it_holds_all(tmp_path: Path)
     assert len(load(tmp_path).trials) == 5
     store.gather("run-1")
     for file in (tmp_path / "trials").rglob("*.parquet"):
-        file.write_bytes(b"")  # what the copy holds is not read again
+        file.write_bytes(b"")  # trials in the copy are not read again
     assert (len(load(tmp_path).trials), len(load(tmp_path).steps)) == (5, 12)
 
 
-def test_a_run_of_which_only_the_copy_was_kept_is_as_before(tmp_path: Path) -> None:
+def test_a_run_with_only_its_copy_is_unchanged(tmp_path: Path) -> None:
     store = filled(tmp_path)
     key = next(iter(store.statuses("run-1")))
     before = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
@@ -99,7 +99,7 @@ def test_a_run_of_which_only_the_copy_was_kept_is_as_before(tmp_path: Path) -> N
     assert after[2].equals(before[2])
 
 
-def test_a_run_of_which_only_the_copy_was_kept_loses_nothing_when_it_goes_on(
+def test_a_resumed_run_with_only_its_copy_loses_nothing(
     tmp_path: Path,
 ) -> None:
     store = filled(tmp_path)
@@ -117,8 +117,8 @@ def test_a_run_of_which_only_the_copy_was_kept_loses_nothing_when_it_goes_on(
     assert check_folder(store).problems == ()
 
 
-def test_a_copy_of_other_files_than_there_are_is_not_read(tmp_path: Path) -> None:
-    """As many as there were, where one was taken out and another has come."""
+def test_an_outdated_copy_is_not_read(tmp_path: Path) -> None:
+    """The number of files is the same, but one was replaced by another."""
     store = filled(tmp_path)
     store.gather("run-1")
     sorted((tmp_path / "trials" / "run-1").iterdir())[0].unlink()
@@ -142,14 +142,14 @@ def test_conclusions_at_the_same_moment_are_both_kept(tmp_path: Path) -> None:
         advice=None,
     )
     first = store.write_conclusion(conclusion)
-    first.rename(first.with_name("2.parquet"))  # of another process, which began to count later
+    first.rename(first.with_name("2.parquet"))  # as if written by another process
     store.write_conclusion(conclusion)
     store.write_conclusion(conclusion)
     assert len(load(tmp_path).conclusions) == 3
 
 
 def test_steps_without_their_trial_do_not_count(tmp_path: Path) -> None:
-    """As a kill between the two writes leaves it."""
+    """A kill between the two writes leaves only the steps."""
     store = filled(tmp_path)
     cell = Cell(strategy="fsdp2")
     path = store.write_trial(TrialRecord(**trial_row(cell)), [step(TrialKey(cell.id, 0))])

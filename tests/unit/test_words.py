@@ -1,4 +1,4 @@
-"""Only the command line names its commands and options; what is below it says what is wrong."""
+"""Only the command-line layer names commands and options; lower layers say what is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands(command: Any) -> Iterator[Any]:
-    """The command, or all commands of a group, whatever its depth."""
+    """Yields the command, or all commands of a group at any depth."""
     if isinstance(command, TyperGroup):
         for part in command.commands.values():
             yield from commands(part)
@@ -30,7 +30,7 @@ def commands(command: Any) -> Iterator[Any]:
 
 
 OWN_COMMAND = "harness/nodes/agent.py"
-"""python -m harness.agent has options of its own."""
+"""`python -m harness.agent` has its own options."""
 OPTIONS = {
     option
     for command in commands(typer.main.get_command(app))
@@ -42,8 +42,8 @@ WORDS = re.compile(rf"python -m bench|(?:{'|'.join(sorted(OPTIONS))})(?![\w-])")
 
 
 def texts(source: str) -> Iterator[str]:
-    """The string literals of a module that somebody may come to read: no docstrings, and no single
-    words, which are arguments of other programs."""
+    """Yields a module's string literals that users may read: no docstrings, and no single words,
+    which are arguments of other programs."""
     tree = ast.parse(source)
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -57,7 +57,7 @@ def texts(source: str) -> Iterator[str]:
 
 
 def naming_texts(file: Path) -> list[str]:
-    """Texts of a file that name a command or an option."""
+    """Returns a file's texts that name a command or an option."""
     return [text for text in texts(file.read_text()) if WORDS.search(text)]
 
 

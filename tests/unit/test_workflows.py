@@ -1,4 +1,4 @@
-"""The workflows and the action are what GitHub's schemas allow, and their scripts parse."""
+"""The workflows and the action follow GitHub's schemas, and their scripts parse."""
 
 from __future__ import annotations
 

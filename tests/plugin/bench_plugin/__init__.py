@@ -1,1 +1,1 @@
-"""A user's own package of strategies, found by its entry points."""
+"""A user's package of strategies, found through its entry points."""

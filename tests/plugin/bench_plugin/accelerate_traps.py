@@ -1,4 +1,4 @@
-"""Accelerate as it is easily used: with one of the strategy's precautions taken out."""
+"""Accelerate without one of the strategy's precautions."""
 
 import os
 from typing import Any, Literal
@@ -27,9 +27,9 @@ class AccelerateTraps(Accelerate):
         "inner_optimizer",
         "scheduler",
     ] = "none"
-    """What is left out."""
+    """The omitted precaution."""
     verified: bool = True
-    """Keep the strategy's look at what Accelerate found."""
+    """Keep the strategy's check of the configuration that Accelerate detected."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.trap != "fp16_on_cpu":
@@ -83,5 +83,5 @@ class AccelerateTraps(Accelerate):
             AcceleratedOptimizer.zero_grad = lambda self: self.optimizer.zero_grad()
         step = super().setup(job)
         if job.train_state and not self.verified:
-            job.train_state.library = None  # DDP's buckets, where there is no DDP
+            job.train_state.library = None  # no DDP, so no DDP buckets
         return step

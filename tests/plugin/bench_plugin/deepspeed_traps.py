@@ -1,4 +1,4 @@
-"""DeepSpeed's strategies, each with one fix taken out; and one that tells what it keeps."""
+"""DeepSpeed strategies, each without one fix, and one that dumps its states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from harness.strategy import Cell, Job, Layout, TrainStep, Workload
 
 
 class DeepspeedTraps(Deepspeed):
-    """DeepSpeed without one of the fixes, `none` for all of them."""
+    """DeepSpeed without one of the strategy's fixes."""
 
     without: Literal["none", "clipping_off", "undone_step", "scaled_loss", "kept_dtype"] = "none"
-    """Which."""
+    """The omitted fix; `none` omits no fix."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.without != "scaled_loss":
@@ -42,7 +42,7 @@ class DeepspeedTraps(Deepspeed):
 
 
 class UntiedDeepspeedPipeline(DeepspeedPipeline):
-    """DeepSpeed's pipeline whose first and last stage each train a copy of the tied embedding."""
+    """DeepSpeed's pipeline whose end stages train separate copies of the tied embedding."""
 
     def layer(self, job: Job, index: int) -> Any:
         from deepspeed.pipe import LayerSpec
@@ -53,8 +53,10 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
 
 
 class DeepspeedDump(Deepspeed):
-    """DeepSpeed ZeRO-3 that writes, after each step, what its rank keeps in memory to files named
-    as those of its swapper."""
+    """DeepSpeed ZeRO-3 that writes each rank's in-memory states to files after each step.
+
+    The files are named like those of DeepSpeed's swapper.
+    """
 
     def setup(self, job: Job) -> TrainStep:
         import deepspeed

@@ -1,4 +1,4 @@
-"""DDP that loses time in a known place: what an explanation has to find."""
+"""DDP that loses time in a known place, which a profile must find."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from harness.workloads import DataSource
 
 
 class Delayed(Strategy):
-    """DDP that sleeps somewhere in each step, on all ranks or on one."""
+    """DDP that sleeps in each step, on all ranks or on one."""
 
     where: Literal["compute", "communication", "optimizer", "data", "nowhere"] = "nowhere"
-    """In forward, in the all-reduce's future, in the update, or in the data loader."""
+    """Place of the sleep: the forward pass, the all-reduce's future, the update or the data
+    loader."""
     only_rank: int = -1
-    """The rank that sleeps; -1: all."""
+    """Rank that sleeps; -1 for all."""
     seconds: float = 0.05
 
     def setup(self, job: Job) -> TrainStep:
@@ -30,9 +31,9 @@ class Delayed(Strategy):
             if sleeps:
                 time.sleep(self.seconds)
 
-        # torch compares annotations, which are strings here.
+        # torch checks annotations, which would be strings here.
         def hook(state, bucket):  # type: ignore[no-untyped-def]
-            """A slow link: the sum is there, but comes late."""
+            """Acts like a slow link: the sum arrives late."""
             future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
             def late(done: Any) -> Any:

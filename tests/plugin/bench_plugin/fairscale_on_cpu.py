@@ -1,5 +1,7 @@
-"""fairscale's FullyShardedDataParallel on a CPU, with CUDA's streams and pinned memory pretended:
-its mathematics, not its speed."""
+"""fairscale's FullyShardedDataParallel on a CPU, with faked CUDA streams and pinned memory.
+
+It has the strategy's mathematics, not its speed.
+"""
 
 import contextlib
 from typing import Any
@@ -9,7 +11,7 @@ from harness.strategy import Cell, Job, TrainStep, Workload
 
 
 class Stream:
-    """A stream of a device that does one thing after the other."""
+    """A device's stream that runs operations in order."""
 
     def wait_stream(self, other: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -19,7 +21,7 @@ ONLY = Stream()
 
 
 class Cuda:
-    """What FullyShardedDataParallel asks of torch.cuda."""
+    """The part of torch.cuda that FullyShardedDataParallel uses."""
 
     Stream = staticmethod(lambda: ONLY)
     current_stream = staticmethod(lambda: ONLY)
@@ -29,7 +31,7 @@ class Cuda:
 
 
 class Torch:
-    """torch, with that in the place of torch.cuda."""
+    """torch with `Cuda` in place of torch.cuda."""
 
     cuda = Cuda
 
@@ -40,7 +42,7 @@ class Torch:
 
 
 class FairscaleOnCpu(FairscaleFsdp):
-    """The strategy with CUDA pretended."""
+    """fairscale's fully sharded strategy with CUDA faked."""
 
     def check(self, cell: Cell, workload: Workload) -> None: ...
 
@@ -50,9 +52,8 @@ class FairscaleOnCpu(FairscaleFsdp):
         from fairscale.nn.data_parallel import fully_sharded_data_parallel as module
 
         module.torch = Torch()
-        reduce_scatter_bucketer.enable_nccl_base_collectives = (
-            False  # gloo wants both tensors of one shape, NCCL counts elements
-        )
+        # gloo requires both tensors to have one shape; NCCL only counts elements.
+        reduce_scatter_bucketer.enable_nccl_base_collectives = False
         torch.Tensor.record_stream = lambda self, stream: None
         torch.Tensor.pin_memory = lambda self: self
         torch.Tensor.cuda = lambda self, *device, **more: self

@@ -1,4 +1,4 @@
-"""fairscale as it is easily used: gradients cleared through the optimizer."""
+"""fairscale with an easily made mistake: clearing gradients through the optimizer."""
 
 from typing import Any, Literal
 
@@ -8,10 +8,10 @@ from harness.strategy import Job, TrainStep
 
 
 class FairscaleTraps(FairscaleOss):
-    """OSS + ShardedDataParallel whose gradients are cleared in another way."""
+    """OSS and ShardedDataParallel with different ways to clear gradients."""
 
     through: Literal["model", "optimizer", "optimizer_to_zero", "shard", "shard_to_zero"] = "model"
-    """What clears them."""
+    """Object that clears gradients; `_to_zero` sets them to zero instead of None."""
 
     def clear(self, model: Any, optimizer: Any) -> None:
         from torch.optim import Optimizer

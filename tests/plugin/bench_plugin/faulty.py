@@ -1,4 +1,4 @@
-"""Strategies that do not end well: each must become a row with its reason, and leave no process."""
+"""Strategies that fail: each must be recorded with its reason and leave no process running."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class Faulty(Strategy):
-    """Data parallelism that goes wrong on its last rank."""
+    """Data parallelism whose last rank fails."""
 
     fault: Literal[
         "raises",
@@ -35,9 +35,9 @@ class Faulty(Strategy):
         "forks",
         "eats_memory",
     ] = "raises"
-    """How it goes wrong."""
+    """How the rank fails."""
     at_step: int = 2
-    """At which step it does."""
+    """Step at which the rank fails."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -56,7 +56,7 @@ class Faulty(Strategy):
             if last and batch.step == self.at_step:
                 if self.fault == "tells_secrets":
                     secret = os.environ["PLANTED_TOKEN"]
-                    print("x" * 3990 + secret, "y" * 3985, flush=True)  # cut by the end of the log
+                    print("x" * 3990 + secret, "y" * 3985, flush=True)  # cut by the log's tail
                     raise ValueError(f"401 for https://me:{secret}@example.org?key={secret}")
                 if self.fault == "segfaults":
                     ctypes.string_at(0)
@@ -70,7 +70,7 @@ class Faulty(Strategy):
                 if self.fault == "stops_itself":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if self.fault == "loops_in_c":
-                    re.match("(a+)+b", "a" * 60)  # for ever, with the GIL
+                    re.match("(a+)+b", "a" * 60)  # runs forever, holding the GIL
                 if self.fault == "forks":
                     for _ in range(24):
                         subprocess.Popen(["sleep", "3600"], start_new_session=True)
@@ -86,7 +86,7 @@ class Faulty(Strategy):
                 if self.fault == "leaves_children":
                     command = "import os, time; os.setsid(); time.sleep(3600)"
                     subprocess.Popen([sys.executable, "-c", command], start_new_session=True)
-                if self.fault == "eats_memory":  # of a control group that has less
+                if self.fault == "eats_memory":  # exceeds its control group's limit
                     for _ in range(32):
                         hoard.append(torch.ones(2**26))
                 if self.fault == "out_of_memory":

@@ -1,5 +1,7 @@
-"""Data parallelism that leaves a part of each step's work to a thread, which does it after the
-step: a control must not make it look faster."""
+"""Data parallelism that defers part of each step's work to a thread.
+
+The control must not make such a strategy look faster.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from harness.strategy import Batch, Job, Strategy, TrainStep, standard_step
 
 
 class Hidden(Strategy):
-    """DDP with further work of so many milliseconds of processor time in each step."""
+    """DDP with extra processor work in each step."""
 
     milliseconds: float = 0.0
-    """Processor time of it."""
+    """Processor time of the extra work per step, in milliseconds."""
     in_thread: bool = False
-    """Whether a thread does it after the step, instead of the step itself."""
+    """Whether a thread does the extra work after the step, instead of the step itself."""
 
     def setup(self, job: Job) -> TrainStep:
         from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +35,7 @@ class Hidden(Strategy):
 
         def later() -> None:
             while wanted.acquire():
-                time.sleep(0.001)  # the step has ended
+                time.sleep(0.001)  # the step has ended by then
                 work()
 
         if self.in_thread:

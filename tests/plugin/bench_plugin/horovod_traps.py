@@ -1,5 +1,4 @@
-"""Horovod with one of the strategy's precautions taken out, or with a rank that does not end
-well."""
+"""Horovod without one of the strategy's precautions, or with a rank that fails."""
 
 import dataclasses
 import os
@@ -15,7 +14,7 @@ WRAP = _horovod.wrap
 
 
 class PlainSgd(Job):
-    """SGD without momentum, which keeps no state."""
+    """A job that trains by SGD without momentum, which keeps no state."""
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]]:
         import torch
@@ -27,12 +26,12 @@ class PlainSgd(Job):
 
 
 class HorovodTraps(Horovod):
-    """Horovod as it is easily written."""
+    """Horovod with an easily made mistake."""
 
     trap: Literal["none", "state_before_wrapping", "state_after_wrapping", "no_broadcast"] = "none"
-    """What is done instead of the strategy's own broadcast."""
+    """Replacement for the strategy's own broadcast."""
     apart: bool = False
-    """Start all ranks but the first from weights and a learning rate of their own."""
+    """Start every rank except 0 from different weights and a different learning rate."""
     plain_sgd: bool = False
     """Use SGD without momentum."""
 
@@ -104,10 +103,10 @@ class AdasumByHand(Strategy):
 
 
 class HorovodFaulty(Horovod):
-    """Horovod that goes wrong on its last rank at step 2."""
+    """Horovod whose last rank fails at step 2."""
 
     fault: Literal["raises", "killed", "hangs"] = "raises"
-    """How it goes wrong."""
+    """How the rank fails."""
 
     def setup(self, job: Job) -> TrainStep:
         train = super().setup(job)

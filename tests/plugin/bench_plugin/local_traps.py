@@ -1,4 +1,4 @@
-"""Trainings that differ from one process's by design, each wrong in one way."""
+"""Strategies that differ from one process by design, each with one mistake."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ WRONG: dict[str, Strategy] = {
     "diloco other_rate": DiLoCo(period=3, outer_learning_rate=0.701),
     "powersgd uncompressed": Ddp(),
 }
-"""Mistakes that are another strategy's options."""
+"""Mistakes made by configuring the strategy differently."""
 
 
 class LocalTraps(Strategy):
-    """A right strategy that is declared, and one that is wrong in one way."""
+    """Declares a correct strategy and trains by a version with one mistake."""
 
     right: Literal["post_local_sgd", "collectives", "diloco", "powersgd"]
     mistake: str = "none"
     from_step: int = 0
-    """Number of right calls of the function that then goes wrong."""
+    """Number of correct calls before the patched function goes wrong."""
 
     @property
     def declared(self) -> Strategy:
@@ -58,7 +58,7 @@ class LocalTraps(Strategy):
 
 
 def _from_call(owner: Any, name: str, first: int, instead: Callable[..., Any]) -> None:
-    """Replaces a function from its `first` call on."""
+    """Replaces a function after its first `first` calls."""
     right, calls = getattr(owner, name), 0
 
     def replaced(*arguments: Any, **named: Any) -> Any:

@@ -1,10 +1,10 @@
-"""A correct strategy of another package."""
+"""A correct strategy from another package."""
 
 from harness.strategy import Job, Strategy, TrainStep, standard_step
 
 
 class Outside(Strategy):
-    """Averages gradients by hand, in another package."""
+    """Averages gradients with explicit all-reduces."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch.distributed as dist

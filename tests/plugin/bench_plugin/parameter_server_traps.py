@@ -1,4 +1,4 @@
-"""Parameter servers that do not do their work, or do not end well."""
+"""Parameter servers with a planted mistake or failure."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ class ParameterServerTraps(ParameterServer):
     """A parameter server with one mistake."""
 
     trap: Literal["none", "never_fetches", "deaf_to_one"] = "none"
-    """Workers keep their first parameters, or the server leaves out one worker's gradients."""
+    """Workers keep their initial parameters, or the server ignores one worker's gradients."""
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import parameter_server
@@ -32,12 +32,12 @@ class ParameterServerTraps(ParameterServer):
 
 
 class ParameterServerFaulty(ParameterServer):
-    """A parameter server of which one process does not end well at step 2."""
+    """A parameter server with one process that fails at step 2."""
 
     fault: Literal["raises", "killed"] = "raises"
-    """How it goes wrong."""
+    """How the process fails."""
     rank: int = 0
-    """Which of its processes."""
+    """Rank of the failing process."""
 
     def setup(self, job: Job) -> TrainStep:
         train = super().setup(job)

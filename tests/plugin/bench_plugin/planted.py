@@ -1,4 +1,4 @@
-"""DDP that becomes slower from one run to the next, for tests of what a nightly job sees."""
+"""DDP that slows down between runs, to test what a nightly job detects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from harness.strategy import Job, TrainStep
 
 
 class Planted(Ddp):
-    """DDP whose steps last a fifth of a second, and twice that while a file is there: so long that
-    it does not matter what else the machine does. Of three launches in a row one is 6 % shorter and
-    one 6 % longer, so that runs of three launches differ from each other no more than expected."""
+    """DDP whose steps take 0.2 s, or 0.4 s while a file exists.
+
+    Steps this long make other load on the machine irrelevant. In every three consecutive launches,
+    one is 6 % faster and one 6 % slower. Runs of three launches thus differ no more than expected.
+    """
 
     file: str = ""
-    """The file; the launches so far are counted beside it."""
+    """Path of the file that doubles the step time; launches are counted in a file next to it."""
 
     def setup(self, job: Job) -> TrainStep:
         step = super().setup(job)
-        if job.rank:  # it waits for the first
+        if job.rank:  # waits for rank 0
             return step
         launches = Path(f"{self.file}.launches")
         before = launches.stat().st_size if launches.exists() else 0

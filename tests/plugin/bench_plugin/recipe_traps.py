@@ -1,4 +1,4 @@
-"""Recipes as they are easily got wrong: one mistake each in clipping, schedule, decay or loss."""
+"""Easily made mistakes in clipping, schedule, decay and loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class RecipeTraps(Strategy):
-    """Data parallelism by hand with one mistake."""
+    """Hand-written data parallelism with one mistake."""
 
     mistake: Literal[
         "none",
@@ -23,7 +23,7 @@ class RecipeTraps(Strategy):
         "decay_on_all",
         "mean_of_means",
     ] = "none"
-    """What is wrong with it."""
+    """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -67,7 +67,7 @@ class RecipeTraps(Strategy):
 
 
 class LocalNorm(Fsdp2):
-    """FSDP2 that clips to the norm of its rank's shards."""
+    """FSDP2 that clips by the norm of each rank's own shards."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -86,10 +86,10 @@ class LocalNorm(Fsdp2):
 
 
 class PipelineNorm(Pipeline):
-    """A pipeline that clips to the norm of its own stage, or counts tied parameters twice."""
+    """A pipeline that clips by each stage's own norm, or counts tied parameters twice."""
 
     mistake: Literal["own_stage", "tied_twice"] = "own_stage"
-    """Which."""
+    """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategy.pipelining import Pipe
@@ -100,10 +100,10 @@ class PipelineNorm(Pipeline):
 
 
 class TensorNorm(TensorParallel):
-    """Tensor parallelism that counts whole parameters on each rank, or only its own shards."""
+    """Tensor parallelism whose norm counts whole parameters on each rank, or only local shards."""
 
     mistake: Literal["whole_twice", "own_shards"] = "whole_twice"
-    """Which."""
+    """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -126,7 +126,7 @@ class TensorNorm(TensorParallel):
 
 
 class FirstStageNorm(DeepspeedPipeline):
-    """DeepSpeed's pipeline as it is, whose norm is that of the first stage."""
+    """DeepSpeed's unpatched pipeline, whose norm is that of the first stage."""
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import deepspeed_pipeline

@@ -1,5 +1,4 @@
-"""torch's ring attention on CPUs: its own ring over the attention of CPUs, for which torch has no
-handler."""
+"""torch's ring attention on CPUs, for which torch has no handlers."""
 
 from __future__ import annotations
 

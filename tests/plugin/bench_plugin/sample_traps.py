@@ -1,4 +1,4 @@
-"""One mistake each in dropout masks, the routers' balancing loss, or packed documents."""
+"""Mistakes in dropout masks, the routers' balancing loss and packed documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class SampleTraps(Strategy):
-    """Data parallelism by hand, recomputing by transformers' means, with one mistake."""
+    """Hand-written data parallelism with one mistake; transformers recomputes activations."""
 
     mistake: Literal[
         "none",
@@ -23,7 +23,7 @@ class SampleTraps(Strategy):
         "attention_across_documents",
         "one_document",
     ] = "none"
-    """What is wrong with it."""
+    """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch

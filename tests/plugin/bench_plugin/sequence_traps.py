@@ -1,4 +1,4 @@
-"""Strategies that split sequences over ranks, each with one fix taken out."""
+"""Sequence-parallel strategies, each without one fix."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from harness.strategy import Job, Layout, TrainStep
 
 
 class UnscaledUlysses(UlyssesZero):
-    """DeepSpeed's form whose loss is not divided by the number of ranks that share a sequence."""
+    """DeepSpeed's Ulysses without dividing the loss by the ranks that share a sequence."""
 
     def gradient_factor(self, layout: Layout) -> int:
         return 1
 
 
 class UlyssesTraps(Ulysses):
-    """The form by hand without one of the fixes, `none` for all of them."""
+    """Hand-written Ulysses without one of the strategy's fixes."""
 
     without: Literal["none", "positions", "averaged_gradients"] = "none"
-    """Which."""
+    """The omitted fix; `none` omits no fix."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
 
-        if self.without == "positions":  # as the model counts, left to itself
+        if self.without == "positions":  # the model's default positions
             _sequence.SequencePart.positions = lambda part, job: torch.arange(
                 job.cell.sequence_length // part.parts
             )[None]

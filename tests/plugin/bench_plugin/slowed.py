@@ -1,4 +1,4 @@
-"""DDP that takes a stated share more time for each step, for tests of what a comparison sees."""
+"""DDP slowed by a given percentage, to test what a comparison detects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.strategy import Job, TrainStep
 
 
 class Slowed(Ddp):
-    """DDP whose every step is followed by a wait of `percent` of the time that it took."""
+    """DDP that waits after each step for `percent` of the step's time."""
 
     percent: float = Field(default=0.0, ge=0)
-    """How much more."""
+    """Extra time per step, in percent."""
 
     def setup(self, job: Job) -> TrainStep:
         step, share = super().setup(job), self.percent / 100

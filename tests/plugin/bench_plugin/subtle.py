@@ -1,4 +1,4 @@
-"""Trainings that are almost right: each is wrong in one way that losses hardly show."""
+"""Almost correct training: each mistake hardly shows in the losses."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Change = Callable[[], None]
 
 
 class Counted:
-    """Steps taken, registered as a library's own count."""
+    """A step count, registered like a library's counter."""
 
     steps = 0
 
 
 class Subtle(Strategy):
-    """Data parallelism by hand with one mistake."""
+    """Hand-written data parallelism with one mistake."""
 
     mistake: Literal[
         "none",
@@ -37,13 +37,13 @@ class Subtle(Strategy):
         "other_betas",
         "slower_statistics",
     ] = "none"
-    """What is wrong with it."""
+    """The planted mistake."""
     from_step: int = 0
-    """First wrong step, by a registered counter."""
+    """First wrong step, counted by a registered counter."""
     from_optimizer_step: int = 0
-    """First wrong step, by the optimizer's own count, which a rewind takes back."""
+    """First wrong step, counted by the optimizer, whose count a rewind restores."""
     wide: bool = False
-    """Declare a tolerance that would allow anything."""
+    """Declare a tolerance that allows anything."""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.wide:

@@ -1,5 +1,4 @@
-"""transformers' Trainer with one of the strategy's precautions taken out, or with a callback that
-goes wrong."""
+"""transformers' Trainer without one of the strategy's precautions, or with a failing callback."""
 
 import types
 from typing import Any, ClassVar, Literal
@@ -21,7 +20,7 @@ FLAGS = (
     "gradient_as_bucket_view",
     "bucket_bytes_cap",
 )
-KEPT: list[Any] = []  # a DDP that is destroyed in a rank may hang
+KEPT: list[Any] = []  # destroying a DDP in a rank may hang
 
 
 class TrainerTraps(TransformersTrainer):
@@ -46,7 +45,7 @@ class TrainerTraps(TransformersTrainer):
         "raises",
         "ends",
     ] = "none"
-    """What is left out, or done in its place."""
+    """The omitted precaution or planted mistake."""
     _former: ClassVar[dict[str, Any]] = {}
 
     def arguments(self, job: Job, *model_and_engine: Any) -> Any:
@@ -122,10 +121,8 @@ class TrainerTraps(TransformersTrainer):
         named = self._former["named_inputs"](workload, model, part)
         if self.trap == "shifted_twice":
             del named["shift_labels"]
-        if self.trap in (
-            "all_labels",
-            "first_label_masked",
-        ):  # a token more, so that the model's own shift leaves all labels
+        # One more token, so that the model's own shift keeps all labels.
+        if self.trap in ("all_labels", "first_label_masked"):
             tokens = torch.cat([part.inputs, part.labels[:, -1:]], dim=1)
             labels = tokens.clone()
             if self.trap == "first_label_masked":

@@ -1,11 +1,11 @@
-"""The pipeline without the exchange that keeps tied embeddings tied."""
+"""A pipeline without the exchange that keeps tied embeddings tied."""
 
 from harness.strategies.pipeline import Pipeline
 from harness.strategy import Job, TrainStep
 
 
 class UntiedPipeline(Pipeline):
-    """Two stages whose copies of the embedding train apart."""
+    """A two-stage pipeline whose copies of the embedding drift apart."""
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategy.pipelining import Pipe

@@ -1,4 +1,4 @@
-"""DDP that treats a model with few trained parameters wrongly."""
+"""DDP with mistakes in parameter-efficient fine-tuning."""
 
 from typing import Literal
 
@@ -7,11 +7,11 @@ from harness.strategy import Batch, Job, TrainStep
 
 
 class VariantAstray(Ddp):
-    """DDP with one mistake about the adapter."""
+    """DDP with one mistake in handling the adapter."""
 
     mistake: Literal["none", "thawed", "unseeded", "first_positions"] = "none"
-    """Frozen weights trained too, an adapter of other numbers, or the loss of the virtual tokens'
-    positions."""
+    """Train the frozen weights, give the adapter a random seed, or compute the loss at the virtual
+    tokens' positions."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
