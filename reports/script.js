@@ -1,7 +1,7 @@
 "use strict";
 const text = new Intl.Collator(undefined, { numeric: true });
 
-// Sorting: empty values stay at the end in both directions.
+// Sorts with empty values at the end in both directions.
 function compare(a, b, sign) {
   if (a === b) return 0;
   if (a === "" || a === "—") return 1;
@@ -35,7 +35,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// A link into something closed opens it, and everything around it.
+// Opens all closed sections around a link's target.
 function unfold(hash) {
   const target = hash.length > 1 ? document.getElementById(hash.slice(1)) : null;
   let was = true;
@@ -48,7 +48,7 @@ function unfold(hash) {
 addEventListener("click", (event) => unfold(event.target.closest("a[href^='#']")?.hash ?? ""));
 addEventListener("hashchange", () => unfold(location.hash)?.scrollIntoView());
 
-// Filtering. Of many rows the first FEW that fit are laid out, which keeps an answer within 200 ms; the others wait for a click, and for print.
+// Filters rows. Lays out only the first FEW matches, to respond within 200 ms; a click or printing shows the rest.
 const FEW = 200;
 const all = document.getElementById("all");
 if (all) {
@@ -87,7 +87,7 @@ if (all) {
   selects.forEach((select) => select.addEventListener("change", first));
   all.addEventListener("sorted", () => filter(more.hidden ? Infinity : FEW));
   more.addEventListener("click", () => { filter(Infinity); all.parentElement.focus(); });
-  // A link to a cell must find it, whatever was filtered away or waits.
+  // Shows a linked cell even if it is filtered out or beyond the first FEW.
   const reveal = (hash) => {
     const row = hash.startsWith("#cell-") && document.getElementById(hash.slice(1));
     if (!row) return;
@@ -108,7 +108,7 @@ if (all) {
   first();
 }
 
-// Cells side by side: those that are ticked, as columns, with the first one's throughput and memory as the measure.
+// Shows ticked cells side by side, as columns, with throughput and memory relative to the first one's.
 const chosen = document.getElementById("chosen");
 if (all && chosen) {
   const boxes = [...all.tBodies[0].rows].map((row) => {
@@ -174,7 +174,7 @@ if (all && chosen) {
   }
 }
 
-// Paper shows everything; afterwards what was closed is closed again.
+// Opens all closed sections for printing, and closes them again afterwards.
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not([open])")];

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Checks the set-up for CUDA on a machine without a GPU, in a checkout and an environment of their own (9 GB on disk, 9 GB to download):
-# torch's CUDA build from the package index; Horovod with NCCL, compiled and linked by the compiler from the package index, and imported;
-# DeepSpeed's compiled parts next to CUDA; all tests in tests/gpu, with fake CUDA tensors; matrix smoke on the CPU.
-# Tracked files are checked as they are now, committed or not; untracked files are left out. cuda_check.sh --clear removes the environment.
+# Checks the CUDA set-up on a machine without a GPU, in a separate checkout and environment (9 GB on disk, 9 GB to download):
+# - torch's CUDA build from the package index
+# - Horovod with NCCL: compiled and linked by the package index's compiler, and imported
+# - DeepSpeed's compiled parts next to CUDA
+# - all tests in tests/gpu, and the tests with fake CUDA tensors
+# - the matrix smoke on the CPU
+# It checks tracked files as they are now, committed or not, and ignores untracked ones. cuda_check.sh --clear removes the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,18 +29,18 @@ cd "$copy"
 only_package_index .venv/bin/python
 export PARALLELISM_BENCH_CUDA=packages
 
-say "set-up in $copy"
+say "setting up $copy"
 started=$SECONDS
 PYTHON=${PYTHON:-python3} scripts/setup.sh
-say "set-up took $((SECONDS - started)) s; the environment has $(du -sh .venv | cut -f1)"
+say "set-up took $((SECONDS - started)) s; the environment takes $(du -sh .venv | cut -f1)"
 scripts/native.sh .venv/bin/python --plan
 wheel=$(grep horovod- .venv/.wheels)
 say "Horovod's wheel: $(stat --format %s "$wheel") bytes, $wheel"
 cat "${wheel%/*}/built-for.txt"
 .venv/bin/python -m tests.gpu.cuda_build
-say "tests/gpu, then those of tensors without data as on a GPU"
+say "running tests/gpu, then the tests with fake CUDA tensors"
 .venv/bin/python -m pytest tests/gpu
 .venv/bin/python -m tests.gpu.fake_cuda
-say "matrix smoke on the CPU"
+say "running the matrix smoke on the CPU"
 .venv/bin/python -m bench run --matrix smoke
-say "all of it passed; scripts/cuda_check.sh --clear frees $(du -sh "$copy" | cut -f1)"
+say "everything passed; scripts/cuda_check.sh --clear frees $(du -sh "$copy" | cut -f1)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# machine.sh PYTHON: prints the versions and the hardware that a set-up has found; PYTHON has torch.
+# machine.sh PYTHON: prints the versions and hardware that the set-up found. PYTHON needs torch.
 set -euo pipefail
 
 python=$1
@@ -11,15 +11,15 @@ driver=$(nvidia_driver) nvcc=$(cuda_compiler)
 toolkit=$([ -z "$nvcc" ] || compiler_version "$nvcc" || true)
 read -r version cuda <<<"$("$python" -c 'import torch; print(torch.__version__, torch.version.cuda or "none")' 2>/dev/null)"
 
-say "on $("$python" --version), $("${CXX:-g++}" --version | head -n 1), $(uname -m)"
+say "$("$python" --version), $("${CXX:-g++}" --version | head -n 1), $(uname -m)"
 if [ "${PARALLELISM_BENCH_MARCH:-native}" = native ]; then
-  say "compiled parts are for this machine's processor; PARALLELISM_BENCH_MARCH=x86-64-v3 would be for older ones of a cluster too"
+  say "compiling for this machine's processor; if a cluster has older ones, set PARALLELISM_BENCH_MARCH=x86-64-v3"
 else
-  say "compiled parts are for the processor $PARALLELISM_BENCH_MARCH (PARALLELISM_BENCH_MARCH=native: for this machine's)"
+  say "compiling for the processor $PARALLELISM_BENCH_MARCH (PARALLELISM_BENCH_MARCH=native: this machine's)"
 fi
 say "NVIDIA driver ${driver:-none}, CUDA toolkit ${toolkit:+release }${toolkit:-none}${nvcc:+ ($nvcc)}, torch $version with CUDA $cuda"
 
-case ${cuda%%.*} in # the oldest driver that runs each major version of CUDA (CUDA Toolkit Release Notes)
+case ${cuda%%.*} in # oldest driver for each major version of CUDA (CUDA Toolkit Release Notes)
   13) oldest=580 ;;
   12) oldest=525 ;;
   11) oldest=450 ;;
@@ -27,9 +27,9 @@ case ${cuda%%.*} in # the oldest driver that runs each major version of CUDA (CU
 esac
 if [ -n "$driver" ] && [ "${driver%%.*}" -lt $oldest ]; then
   remedy="driver $oldest or newer"
-  [ "${cuda%%.*}" != 13 ] || [ "${driver%%.*}" -lt 525 ] || remedy="$remedy, or PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-  say "this driver is too old for torch's CUDA $cuda, which needs $oldest or newer, so no GPU is used: install $remedy"
+  [ "${cuda%%.*}" != 13 ] || [ "${driver%%.*}" -lt 525 ] || remedy="$remedy, or run PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
+  say "this driver is too old for torch's CUDA $cuda, which needs $oldest or newer, so no GPU will be used: install $remedy"
 fi
 if [ -n "$driver" ] && [ "$cuda" = none ]; then
-  say "this torch has no CUDA: no GPU is used until it comes from an index of CUDA builds (the default one has them)"
+  say "this torch has no CUDA, so no GPU will be used: install it from an index with CUDA builds, such as the default one"
 fi

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# offline_wheels.sh [--native PYTHON] [FOLDER [PACKAGE...]]: fills FOLDER (wheels/) with what a GPU machine without a network usually lacks next
-# to torch, pandas, pyarrow, scipy, matplotlib, typer and rich: pydantic and the libraries of the strategies, at the versions of constraints.txt.
-# Run it where pip reaches a package index; further PACKAGEs are added. It never fetches torch. Wheels already in FOLDER are removed first.
+# offline_wheels.sh [--native PYTHON] [FOLDER [PACKAGE...]]: fills FOLDER [default: wheels] with wheels for a GPU machine without a network:
+# pydantic, the strategies' libraries and any further PACKAGEs, at the versions in constraints.txt. The GPU machine must already have torch, pandas,
+# pyarrow, scipy, matplotlib, typer and rich. Run this where pip reaches a package index. It first removes all wheels from FOLDER.
 # On the offline machine:
 #   python3 -m pip install --no-index --no-deps --target DIR FOLDER/*.whl
 #   PYTHONPATH=DIR python3 -m bench doctor --gpu-check --out RESULTS
 #
 # --native PYTHON   also builds Horovod with NCCL and DeepSpeed's host Adam and disk access with scripts/native.sh (25 minutes on one core).
-#                   PYTHON: interpreter of an environment that has the offline machine's Python and torch; nothing is installed into it.
-#                   Without it Horovod's cells and DeepSpeed's offloaded ones are unavailable there.
-# Environment: OFFLINE_PYTHON=3.12, the offline machine's Python; OFFLINE_CUDA=130, whose kernels of bitsandbytes are taken;
-# OFFLINE_LIMIT_MIB=60, above which the script fails.
+#                   PYTHON: interpreter of an environment with the offline machine's versions of Python and torch; nothing is installed into it.
+#                   Without --native, Horovod's cells and DeepSpeed's cells with offloading are unavailable on the offline machine.
+# Environment variables:
+# OFFLINE_PYTHON     the offline machine's Python [default: 3.12]
+# OFFLINE_CUDA       CUDA version of the bitsandbytes kernels to include [default: 130]
+# OFFLINE_LIMIT_MIB  total size above which the script fails [default: 60]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -18,14 +20,14 @@ offline_python=${OFFLINE_PYTHON:-3.12} cuda=${OFFLINE_CUDA:-130} limit=${OFFLINE
 say() { printf 'offline: %s\n' "$*"; }
 native=''
 if [ "${1:-}" = --native ]; then
-  native=${2:?--native needs the Python of an environment with torch}
+  native=${2:?--native needs a Python with torch}
   "$native" -c 'import torch' 2>/dev/null || { say "$native cannot import torch" >&2; exit 2; }
   shift 2
 fi
 folder=${1:-wheels}
 shift $(($# > 0))
 
-pins() { # pins NAME...: prints NAME==VERSION as constraints.txt has it for that Python
+pins() { # pins NAME...: prints NAME==VERSION as in constraints.txt for the offline machine's Python
   local name lines
   for name in "$@"; do
     mapfile -t lines < <(grep -E "^$name==" constraints.txt | sed 's/;.*//; s/ //g')
@@ -50,9 +52,9 @@ mapfile -t wanted < <(pins pydantic pydantic-core annotated-types typing-inspect
   hjson einops msgpack py-cpuinfo peft torchao torchft bitsandbytes "${telemetry[@]}" "$@")
 quiet "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$offline_python" \
   --implementation cp "${platforms[@]}" -d "$folder" "${wanted[@]}"
-"$python" scripts/slim_wheel.py "$folder"/bitsandbytes-*.whl "cuda$cuda" _cpu.so # 43 MiB, of which one machine needs 4
+"$python" scripts/slim_wheel.py "$folder"/bitsandbytes-*.whl "cuda$cuda" _cpu.so # one machine needs only 4 of the 43 MiB
 
-say "2/3 pure wheels of what has source releases only: fairscale, DeepSpeed"
+say "2/3 pure wheels of fairscale and DeepSpeed, which have only source releases"
 "$python" -m venv "$work/venv"
 mapfile -t tools < <(pins setuptools wheel packaging)
 quiet "$work/venv/bin/python" -m pip install -q --disable-pip-version-check "${tools[@]}"
@@ -78,19 +80,19 @@ if [ -n "$native" ]; then
     name=${wheel##*/}
     rm -f "$folder/${name%%-*}"-*.whl
     cp "$wheel" "$folder/"
-    "$python" scripts/slim_wheel.py "$folder/$name" --strip # of DeepSpeed's 21 MiB 19 are for debuggers
+    "$python" scripts/slim_wheel.py "$folder/$name" --strip # 19 of DeepSpeed's 21 MiB are debug symbols
   done <"$work/built"
   libaio=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p | awk '/libaio\.so\.1 .*x86-64/ {print $NF; exit}')
-  if [ -n "$libaio" ]; then # Ubuntu 24.04 has it by another name
+  if [ -n "$libaio" ]; then # in Ubuntu 24.04 it has another name
     cp -L "$libaio" "$folder/libaio.so.1"
     say "DeepSpeed's disk access needs: export LD_LIBRARY_PATH=$folder"
   fi
 else
-  say "3/3 left out: Horovod and DeepSpeed's compiled parts (--native PYTHON builds them)"
+  say "3/3 skipped: Horovod and DeepSpeed's compiled parts (--native PYTHON builds them)"
 fi
 
 twice=$(find "$folder" -name '*.whl' -printf '%f\n' | sed 's/-.*//' | sort | uniq -d)
-[ -z "$twice" ] || { say "two wheels of $twice in $folder: remove one, or pip installs nothing" >&2; exit 1; }
+[ -z "$twice" ] || { say "two wheels of $twice in $folder: remove one, or pip will install nothing" >&2; exit 1; }
 bytes=$(cat "$folder"/* | wc -c)
 say "$(find "$folder" -name '*.whl' | wc -l) wheels, $(awk -v n="$bytes" 'BEGIN {printf "%.1f", n / 2^20}') MiB in $folder"
 [ "$bytes" -le $((limit * 2**20)) ] || { say "more than $limit MiB: leave a wheel out, or raise OFFLINE_LIMIT_MIB" >&2; exit 1; }

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# This file is sourced by scripts that need torch's CUDA build. A local source of wheels may contain its CPU build, which pip would prefer: only
-# the package index that pip is configured for remains.
+# Sourced by scripts that need torch's CUDA build. Leaves pip only its configured package index, because it would prefer a CPU build from a local
+# source of wheels.
 
-# only_package_index PYTHON: exports settings of pip for its children; PYTHON has pip.
+# only_package_index PYTHON: exports pip settings for child processes. PYTHON needs pip.
 only_package_index() {
   local setting variable value
   for setting in index-url cert client-cert proxy trusted-host; do

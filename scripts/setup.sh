@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Makes .venv with pinned versions of all packages; does nothing where it is up to date. Needs no root.
-# setup.sh          also tries again to build what could not be built before
-# setup.sh --need   does not try again: called before a run or a test
-# setup.sh --tests  as root also installs the programs that tests use; goes with --need too
-# setup.sh --light  leaves what must be compiled, Horovod and DeepSpeed, for the next set-up; goes with --need too
+# Creates .venv with pinned versions of all packages. Does nothing if it is up to date. Needs no root.
+# setup.sh          retries libraries that failed to build before
+# setup.sh --need   does not retry them; called before a run or a test
+# setup.sh --tests  as root, also installs the programs that tests use; can be combined with --need
+# setup.sh --light  leaves Horovod and DeepSpeed, which must be compiled, to the next set-up; can be combined with --need
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 need_only=0 with_tests=0 light=0
-for word in "$@"; do
-  case $word in
+for option in "$@"; do
+  case $option in
     --need) need_only=1 ;;
     --tests) with_tests=1 ;;
     --light) light=1 ;;
-    *) printf 'setup: %s is no option: use --need, --tests or --light\n' "$word" >&2; exit 2 ;;
+    *) printf 'setup: unknown option %s: use --need, --tests or --light\n' "$option" >&2; exit 2 ;;
   esac
 done
 python=${PYTHON:-python3}
@@ -21,12 +21,12 @@ export CC=${CC:-gcc} CXX=${CXX:-g++}
 say() { printf 'setup: %s\n' "$*"; }
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-  say "needs Python 3.10 or newer as '$python'; install Debian's package python3, or name another with PYTHON=..." >&2
+  say "'$python' is not Python 3.10 or newer; install Debian's package python3, or name another interpreter with PYTHON=..." >&2
   exit 1
 fi
 
-# there PACKAGE: whether a Debian package, or the same from elsewhere, is installed.
-there() { case $1 in
+# is_installed PACKAGE: whether a Debian package, or its equivalent from elsewhere, is installed.
+is_installed() { case $1 in
   python3-venv) [ -x .venv/bin/python ] || "$python" -c 'import ensurepip, venv' 2>/dev/null ;;
   python3-dev) [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
   libaio-dev) printf '#include <libaio.h>' | "$CXX" -E -x c++ - >/dev/null 2>&1 ;;
@@ -37,50 +37,50 @@ there() { case $1 in
   g++) command -v "$CXX" >/dev/null ;;
   *) command -v "$1" >/dev/null ;;
   esac; }
-missing() { local name; for name in "$@"; do there "$name" || echo "$name"; done; }
-need=(git g++ make python3-dev python3-venv) # without these there is no set-up
-like=(libaio-dev openmpi-bin libopenmpi-dev) # for some strategies: DeepSpeed's offload to disk; Horovod over MPI, Adasum
-tests=(chromium slurm-wlm munge shellcheck) # for some tests, which are skipped without them
+missing() { local name; for name in "$@"; do is_installed "$name" || echo "$name"; done; }
+required=(git g++ make python3-dev python3-venv)
+optional=(libaio-dev openmpi-bin libopenmpi-dev) # for DeepSpeed's offload to disk, Horovod over MPI, and Adasum
+tests=(chromium slurm-wlm munge shellcheck) # tests that need them are skipped otherwise
 [ $with_tests = 1 ] || tests=()
-mapfile -t lack < <(missing "${need[@]}" "${like[@]}" "${tests[@]}")
+mapfile -t lack < <(missing "${required[@]}" "${optional[@]}" "${tests[@]}")
 install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1; }
-candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) =~ Candidate:\ [^\(] ]]; } # whether the archive has a package
+candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) =~ Candidate:\ [^\(] ]]; } # whether the archive has the package
 if [ ${#lack[@]} != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  apt-get -o Acquire::Retries=3 update -qq >/dev/null 2>&1 || say "apt-get update failed: Debian's archive may be out of reach" >&2
+  apt-get -o Acquire::Retries=3 update -qq >/dev/null 2>&1 || say "apt-get update failed: Debian's archive may be unreachable" >&2
   offered=() absent=()
   for name in "${lack[@]}"; do if candidate "$name"; then offered+=("$name"); else absent+=("$name"); fi; done
-  [ ${#absent[@]} = 0 ] || say "apt-get has no package ${absent[*]}" >&2
+  [ ${#absent[@]} = 0 ] || say "apt-get does not offer ${absent[*]}" >&2
   if [ ${#offered[@]} != 0 ]; then
-    say "installing the packages ${offered[*]}"
+    say "installing ${offered[*]}"
     install "${offered[@]}" || for name in "${offered[@]}"; do install "$name" || say "could not install $name" >&2; done
   fi
 fi
-mapfile -t lack < <(missing "${need[@]}")
+mapfile -t lack < <(missing "${required[@]}")
 if [ ${#lack[@]} != 0 ]; then
-  say "needs ${lack[*]}; install the Debian packages of these names" >&2
+  say "needs the Debian packages ${lack[*]}; install them" >&2
   exit 1
 fi
-mapfile -t lack < <(missing "${like[@]}")
+mapfile -t lack < <(missing "${optional[@]}")
 
-# The processor that compiled parts are for: as the caller says, else as in the last set-up, else this machine's.
+# Processor to compile for: the caller's choice, else the last set-up's, else this machine's.
 march=${PARALLELISM_BENCH_MARCH:-$(cat .venv/.march 2>/dev/null || echo native)}
 export PARALLELISM_BENCH_MARCH=$march
 if ! "$CXX" "-march=$march" -E -x c++ /dev/null >/dev/null 2>&1; then
-  say "PARALLELISM_BENCH_MARCH=$march is no processor that $CXX knows: use for instance x86-64-v3, or native for this machine's" >&2
+  say "PARALLELISM_BENCH_MARCH=$march is not a processor that $CXX knows: use x86-64-v3, for example, or native for this machine's" >&2
   exit 2
 fi
 
-# How Horovod's operations on GPUs are built: as the caller says, else as in the last set-up, else what fits this machine.
+# How to build Horovod's GPU operations: the caller's choice, else the last set-up's, else what fits this machine.
 . scripts/cuda.sh
 cuda=${PARALLELISM_BENCH_CUDA:-$(cat .venv/.cuda 2>/dev/null || echo auto)}
 export PARALLELISM_BENCH_CUDA=$cuda
 case $cuda in
   auto) fits="$(nvidia_driver | sed 's/..*/a driver/') $(nvcc=$(cuda_compiler) && [ -z "$nvcc" ] || compiler_version "$nvcc" || true)" ;;
   toolkit | packages | no) fits=$cuda ;;
-  *) say "PARALLELISM_BENCH_CUDA=$cuda is not known: use auto, toolkit, packages or no" >&2; exit 2 ;;
+  *) say "unknown PARALLELISM_BENCH_CUDA=$cuda: use auto, toolkit, packages or no" >&2; exit 2 ;;
 esac
 
-# Which CUDA torch is for: as the caller says, else as in the last set-up, else what the driver runs. The default package index has builds for
+# CUDA version of torch: the caller's choice, else the last set-up's, else what the driver supports. The default package index has builds for
 # CUDA 12 (driver 525 or newer) up to torch 2.10, and for CUDA 13 (driver 580 or newer) from 2.11 on.
 torch_cuda=${PARALLELISM_BENCH_TORCH_CUDA:-$(cat .venv/.torch-cuda 2>/dev/null || echo auto)}
 major=$torch_cuda
@@ -90,7 +90,7 @@ case $torch_cuda in
     driver=$(nvidia_driver) major=13
     if [ -n "$driver" ] && [ "${driver%%.*}" -ge 525 ] && [ "${driver%%.*}" -lt 580 ]; then major=12; fi
     ;;
-  *) say "PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda is not known: use auto, 12 or 13" >&2; exit 2 ;;
+  *) say "unknown PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda: use auto, 12 or 13" >&2; exit 2 ;;
 esac
 
 want=$({ cat pyproject.toml constraints.txt scripts/setup.sh scripts/cuda.sh scripts/native.sh; echo "${lack[@]}"; "$CXX" --version; echo "$march $fits $major"; } |
@@ -101,36 +101,36 @@ unbuilt() { # prints the libraries that could not be built
   local file
   for file in .venv/share/parallelism-bench/unbuilt/*.json; do [ ! -f "$file" ] || basename "$file" .json; done
 }
-# identity PYTHON: prints what tells one Python installation from another.
+# identity PYTHON: prints what identifies a Python installation.
 identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null || true; }
 same=0
 [ -n "$(identity .venv/bin/python)" ] && [ "$(identity .venv/bin/python)" = "$(identity "$python")" ] && same=1
 if [ $same = 1 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   [ -n "$(unbuilt)" ] || exit 0
   if [ $need_only = 1 ]; then
-    say "some cells are unavailable, as this could not be built: $(unbuilt | paste -sd ' '); \`make setup\` tries again, \`doctor\` says why"
+    say "some cells are unavailable because setup could not build $(unbuilt | paste -sd ' '); \`make setup\` retries, \`doctor\` says why"
     exit 0
   fi
 fi
-had_light=0 # whether all but the compiled parts is up to date
+had_light=0 # whether everything except the compiled parts is up to date
 if [ $same = 1 ] && [ -f "$light_stamp" ] && [ "$(cat "$light_stamp")" = "$want" ]; then
   had_light=1
   [ $light = 0 ] || exit 0
 fi
-[ ${#lack[@]} = 0 ] || say "without Debian's packages ${lack[*]} some cells are unavailable; install them and run this again" >&2
+[ ${#lack[@]} = 0 ] || say "some cells are unavailable without the Debian packages ${lack[*]}; install them and run this again" >&2
 if [ -e .venv ] && [ ! -f .venv/pyvenv.cfg ] && [ -n "$(ls -A .venv)" ]; then
-  say ".venv is no virtual environment; move it away" >&2
+  say ".venv is not a virtual environment; move it away" >&2
   exit 1
 fi
-# Anew for another CUDA: its libraries have other packages with the same files, so that removing the old ones would break the new ones.
+# Another CUDA needs a new environment: its packages have other names but share files, so removing the old ones would break the new ones.
 [ "$(cat .venv/.torch-major 2>/dev/null || echo 13)" = "$major" ] || same=0
 if [ $same = 0 ]; then
   if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-    say "cannot make a virtual environment; install Debian's package python3-venv" >&2
+    say "cannot create a virtual environment; install Debian's package python3-venv" >&2
     exit 1
   fi
   if [ -f .venv/pyvenv.cfg ]; then
-    say "making .venv anew with $("$python" --version): it was of another Python, of one that is gone, or for another CUDA"
+    say "making .venv anew with $("$python" --version): its Python is another or is gone, or it was for another CUDA"
   else
     say "making .venv with $("$python" --version)"
   fi
@@ -141,28 +141,28 @@ echo "$cuda" >.venv/.cuda
 echo "$torch_cuda" >.venv/.torch-cuda
 echo "$major" >.venv/.torch-major
 constraints=constraints.txt
-if [ "$major" = 12 ]; then # torch itself names the versions of the CUDA libraries that it needs
+if [ "$major" = 12 ]; then # torch itself pins the CUDA libraries that it needs
   constraints=.venv/.constraints.txt
   { grep -vE '^(torch|triton)==' constraints.txt; echo torch==2.10.0; } >$constraints
-  say "torch 2.10, which is built for CUDA 12${driver:+, as driver $driver runs no CUDA 13} (PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
+  say "using torch 2.10, which is built for CUDA 12${driver:+, because driver $driver does not support CUDA 13} (PARALLELISM_BENCH_TORCH_CUDA=$torch_cuda)"
 fi
-# A machine's pip may be configured with folders that lack some packages, and warns about each of them.
+# If pip is configured with folders that lack some packages, it warns about each of these.
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither a file nor a directory" >&2); }
 if [ $had_light = 0 ]; then
   say "1/4 installing torch (the largest part)"
   pip install --quiet --no-compile --constraint $constraints setuptools torch
   scripts/machine.sh .venv/bin/python
-  say "2/4 installing the suite, its tools and the libraries of the strategies"
+  say "2/4 installing the suite, its tools and the strategies' libraries"
   pip install --quiet --constraint $constraints wheel cmake ninja
   pip install --quiet --no-compile --constraint $constraints --no-build-isolation --editable '.[dev]'
-  .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages hold files for other Pythons
+  .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages contain files for other Python versions
   echo "$want" >"$light_stamp"
 fi
 if [ $light = 1 ]; then
-  say "left for \`make setup\`, \`make run\` and \`make test\`: Horovod and DeepSpeed, which are compiled (5 minutes on 2 cores)"
+  say "\`make setup\`, \`make run\` or \`make test\` will compile Horovod and DeepSpeed (5 minutes on 2 cores)"
   exit 0
 fi
-say "3/4 installing what has no binary release: Horovod, and DeepSpeed with its compiled parts"
+say "3/4 installing libraries without binary releases: Horovod, and DeepSpeed with its compiled parts"
 built=$(scripts/native.sh .venv/bin/python)
 mapfile -t wheels <<<"$built"
 [ -z "$built" ] || pip install --quiet --constraint $constraints "${wheels[@]}"
@@ -172,7 +172,7 @@ fi
 echo "$built" >.venv/.wheels
 say "4/4 checking"
 .venv/bin/python -c 'import torch, transformers, bench.cli; print("setup: torch", torch.__version__, "transformers", transformers.__version__)'
-loads() { # loads MODULE WHEEL: a library that was built but cannot be imported counts as not built
+loads() { # loads MODULE WHEEL: treats a built library that cannot be imported as not built
   local name=${1%%.*} log=$PWD/.venv/.loads-${1%%.*}.log version=${2##*/}
   version=${version#*-} version=${version%%-*}
   if .venv/bin/python -c "import $1" >"$log" 2>&1; then rm "$log"; return; fi
@@ -184,8 +184,8 @@ for wheel in "${wheels[@]}"; do
     */deepspeed-*) loads deepspeed "$wheel" ;;
   esac
 done
-for name in $(unbuilt); do # remove the one of an earlier set-up, which was built for something else
+for name in $(unbuilt); do # remove an earlier set-up's build, which was made for something else
   [[ $built == */plain_"$name"-* && ! -f .venv/.loads-$name.log ]] || pip uninstall --quiet --yes "$name" 2>/dev/null
 done
 echo "$want" >"$stamp"
-[ -z "$(unbuilt)" ] || say "done, without what could not be built: $(unbuilt | paste -sd ' ') (.venv/bin/python -m bench doctor says why)"
+[ -z "$(unbuilt)" ] || say "done, except libraries that could not be built: $(unbuilt | paste -sd ' ') (.venv/bin/python -m bench doctor says why)"

@@ -1,5 +1,5 @@
-/* A CUDA runtime of eight devices for a machine without a driver: it counts devices, makes streams and events and gives host memory, and no kernel runs.
-   Loaded before torch's own (LD_PRELOAD), it lets torch's device code run on tensors without data: see tests/gpu/fake_cuda.py. */
+/* A fake CUDA runtime with eight devices for a machine without a driver. It creates streams and events and allocates host memory, but runs no kernels.
+   Loaded before torch's runtime (LD_PRELOAD), it lets torch's device code run on tensors without data: see tests/gpu/fake_cuda.py. */
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,7 +49,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *all, const vo
     return cudaSuccess;
 }
 
-/* A device's memory is the host's here: constants are copied to it. */
+/* Device memory is host memory here; constants are copied to it. */
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { memcpy(to, from, size); return cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
     return cudaMemcpy(to, from, size, kind);
@@ -85,11 +85,11 @@ cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) { *milliseconds = 0; return cudaSuccess; }
 
-/* A tensor with data on a device is a mistake of the test's: nothing here could compute it. */
+/* A device tensor with data is a mistake in the test, because nothing here can compute with it. */
 cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
     return cudaErrorNoKernelImageForDevice;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { return cudaErrorNoKernelImageForDevice; }
 
-/* Of the driver's library, which torch opens for this alone: whether a device is in use. */
+/* The one function that torch calls in the driver's library: whether a device is in use. */
 int cuDevicePrimaryCtxGetState(int which, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }

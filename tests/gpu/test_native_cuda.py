@@ -1,5 +1,4 @@
-"""What set-up would build Horovod for, by what a machine has: scripts/native.sh --plan among
-programs that only answer.
+"""Targets for which scripts/native.sh --plan would build Horovod, on machines of stub programs.
 
 `make setup-cuda-check` really builds it.
 """
@@ -43,21 +42,19 @@ def program(file: Path, text: str) -> Path:
 
 
 def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "auto") -> str:
-    """The line that native.sh prints: with what torch's build says, with a driver or none, with an
-    nvcc of this version or none."""
+    """Returns the line that native.sh prints for this torch build, with or without a driver, and
+    with an nvcc of this version or none ("")."""
     for name in TOOLS:
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).symlink_to(shutil.which(name) or name)
     python = program(folder / "bin" / "python", f'[ "$1" = -c ] && echo "{torch}"')
     if driver:
         program(folder / "bin" / "nvidia-smi", "echo 580.95.05")
-    # As some distributions have it: a script on the PATH that starts the compiler of a folder
-    # elsewhere.
+    # As in some distributions, nvcc on the PATH is a script that starts a compiler elsewhere.
     if toolkit:
         compiler = program(
             folder / "cuda" / "bin" / "nvcc",
             f'[ "$1" = --version ] && echo "release {toolkit}, V{toolkit}.88"\n'
-            # Fmt: skip.
             f'[ "$1" = --dryrun ] && echo "#\\$ TOP={folder}/cuda/bin/.." >&2',
         )
         program(folder / "bin" / "nvcc", f'exec {compiler} "$@"')
@@ -88,8 +85,7 @@ def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "a
             False,
             "13.1",
             "auto",
-            ON_CPU
-            + "there is no NVIDIA driver (PARALLELISM_BENCH_CUDA=packages builds all the same)",
+            ON_CPU + "there is no NVIDIA driver (PARALLELISM_BENCH_CUDA=packages builds anyway)",
         ),
         (CUDA_13, False, "13.1", "toolkit", BY_TOOLKIT),
         (CUDA_13, False, "", "packages", BY_PACKAGES),
@@ -99,7 +95,7 @@ def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "a
             "12.6",
             "toolkit",
             ON_CPU
-            + "PARALLELISM_BENCH_CUDA=toolkit, and the machine's is 12.6 where torch has CUDA 13.0",
+            + "PARALLELISM_BENCH_CUDA=toolkit, but the machine's is 12.6 and torch has CUDA 13.0",
         ),
         (CUDA_13, True, "13.1", "no", ON_CPU + "PARALLELISM_BENCH_CUDA=no"),
         (
@@ -118,13 +114,12 @@ def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "a
 def test_what_horovod_is_built_for(
     tmp_path: Path, torch: str, driver: bool, toolkit: str, setting: str, expected: str
 ) -> None:
-    """Finding 2: it was built for the CPU alone wherever it was, and by any toolkit in sight where
-    torch had CUDA."""
+    """Finding 2: builds were always for the CPU alone, or with any toolkit if torch had CUDA."""
     assert plan(tmp_path, torch, driver, toolkit, setting) == expected.format(folder=tmp_path)
 
 
 def test_a_torch_without_a_visible_gpu_still_says_what_it_has_code_for(tmp_path: Path) -> None:
-    """torch.cuda.get_arch_list() is empty then before torch 2.12."""
+    """Before torch 2.12, torch.cuda.get_arch_list() is empty without a visible GPU."""
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace as S\n"
         "version = S(cuda='13.0')\n"
@@ -151,8 +146,7 @@ def test_a_torch_without_a_visible_gpu_still_says_what_it_has_code_for(tmp_path:
 def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 2: where that build fails, set-up goes on with Horovod for the CPU, whose cells
-    stay."""
+    """Finding 2: if the NCCL build fails, set-up builds Horovod for the CPU; CPU cells can run."""
     failure = Unbuilt(
         "horovod",
         "0.28.1",

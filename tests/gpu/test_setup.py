@@ -1,5 +1,5 @@
-"""Findings 2, 18 and 19: set-up goes on without what it cannot build, says what it is on, and
-builds for the processor it is told."""
+"""Findings 2, 18 and 19: set-up continues if a library cannot be built, reports its machine, and
+builds for the requested processor."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def test_the_first_error_of_a_log(log: str, error: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """Another virtual environment, with the packages of this one: what set-up keeps in it is not
-    kept in this one."""
+    """Another virtual environment with this one's packages, so that set-up writes nothing here."""
     target = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
     packages = (
@@ -88,7 +87,7 @@ def environment(tmp_path: Path) -> Path:
     return target
 
 
-def test_what_could_not_be_built_is_unavailable_with_the_first_error(
+def test_a_library_that_was_not_built_is_unavailable_with_the_first_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -126,7 +125,7 @@ def test_deepspeed_without_compiled_parts_lacks_what_needs_them(
 
 
 def native(environment: Path, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """scripts/native.sh with no package index but a folder."""
+    """Runs scripts/native.sh without a package index, except for a folder in PIP_FIND_LINKS."""
     given = (
         os.environ
         | {
@@ -144,7 +143,7 @@ def native(environment: Path, cache: Path, **variables: str) -> subprocess.Compl
     shutil.which("g++") is None or platform.machine() != "x86_64",
     reason="names a processor that only an x86-64 g++ knows",
 )
-def test_set_up_goes_on_without_what_it_cannot_have(environment: Path, tmp_path: Path) -> None:
+def test_set_up_continues_without_unavailable_libraries(environment: Path, tmp_path: Path) -> None:
     release = tmp_path / "horovod-0.28.1"
     release.mkdir()
     (release / "setup.py").write_text(
@@ -159,11 +158,11 @@ def test_set_up_goes_on_without_what_it_cannot_have(environment: Path, tmp_path:
         PARALLELISM_BENCH_MARCH="x86-64-v2",
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    kept = environment / "share" / "parallelism-bench" / "unbuilt"
-    assert "has another checksum than 92a43f5a" in (kept / "horovod.json").read_text()
+    unbuilt = environment / "share" / "parallelism-bench" / "unbuilt"
+    assert "checksum is not 92a43f5a" in (unbuilt / "horovod.json").read_text()
     assert (
         "Could not find a version that satisfies the requirement deepspeed==0.19.8"
-        in (kept / "deepspeed.json").read_text()
+        in (unbuilt / "deepspeed.json").read_text()
     )
     folders = [
         folder.name for folder in (tmp_path / "cache" / "wheels" / "horovod-0.28.1").iterdir()
@@ -174,7 +173,7 @@ def test_set_up_goes_on_without_what_it_cannot_have(environment: Path, tmp_path:
 
 
 def command(file: Path, script: str) -> None:
-    """A command of a test's own."""
+    """Writes an executable shell script."""
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.write_text(f"#!/bin/sh\n{script}\n")
@@ -182,8 +181,7 @@ def command(file: Path, script: str) -> None:
 
 
 def set_up(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """scripts/setup.sh in a copy of what it reads, stopped by an index that has nothing where it
-    would install torch."""
+    """Runs scripts/setup.sh in a copy of its inputs; an empty index stops it at torch."""
     for name in ("scripts", "pyproject.toml", "constraints.txt"):
         if not (folder / name).exists():
             subprocess.run(["cp", "-r", str(ROOT / name), str(folder / name)], check=True)
@@ -226,7 +224,7 @@ def test_an_environment_of_another_python_is_made_anew(tmp_path: Path, interpret
         [python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True, check=True
     ).stdout
     assert version.strip() == sys.version
-    assert done.returncode == 1  # the index has nothing
+    assert done.returncode == 1  # the index is empty
     assert "1/4 installing torch" in done.stdout
 
 
@@ -236,7 +234,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     done = set_up(tmp_path)
     assert (done.returncode, done.stderr) == (
         1,
-        "setup: .venv is no virtual environment; move it away\n",
+        "setup: .venv is not a virtual environment; move it away\n",
     )
     assert (tmp_path / ".venv" / "letters").exists()
 
@@ -244,7 +242,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
 def test_a_processor_that_the_compiler_does_not_know(tmp_path: Path) -> None:
     done = set_up(tmp_path, PARALLELISM_BENCH_MARCH="x86-64-v33")
     assert done.returncode == 2
-    assert "PARALLELISM_BENCH_MARCH=x86-64-v33 is no processor that" in done.stderr
+    assert "PARALLELISM_BENCH_MARCH=x86-64-v33 is not a processor that" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
@@ -252,7 +250,7 @@ def test_a_processor_that_the_compiler_does_not_know(tmp_path: Path) -> None:
     ("driver", "cuda", "fits"),
     [("535.104.05", "13.0", False), ("580.65.06", "13.0", True), ("535.104.05", "12.6", True)],
 )
-def test_a_driver_too_old_for_torch_is_said(
+def test_a_driver_too_old_for_torch_is_reported(
     tmp_path: Path, driver: str, cuda: str, fits: bool
 ) -> None:
     for name, printed in {
@@ -277,9 +275,9 @@ def test_a_driver_too_old_for_torch_is_said(
 
 
 def environment_without_pip(folder: Path, major: str = "13") -> Path:
-    """An environment that set-up keeps, and in which it stops where it would install torch.
+    """Makes an environment that set-up keeps and in which it stops at installing torch.
 
-    `major`: of the CUDA that its torch was built for.
+    `major`: major version of the CUDA that its torch was built for.
     """
     made = folder / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
@@ -320,7 +318,7 @@ def test_torch_is_built_for_a_cuda_that_the_driver_runs(
 
 
 def test_another_cuda_makes_the_environment_anew_and_is_remembered(tmp_path: Path) -> None:
-    """pip would find torch already satisfied, and the libraries of both share files."""
+    """pip would consider torch installed, and the libraries of both builds share files."""
     command(tmp_path / "stubs" / "nvidia-smi", "exit 1")
     made = environment_without_pip(tmp_path)
     assert "anew" not in set_up(tmp_path).stdout
@@ -333,9 +331,9 @@ def test_another_cuda_makes_the_environment_anew_and_is_remembered(tmp_path: Pat
 
 
 def root_without(folder: Path, *absent: str) -> Path:
-    """A search path with this machine's commands but for some, on which the user is root.
+    """Makes a search path of this machine's commands except some, on which the user is root.
 
-    It logs what apt-get is told to install; the archive lacks chromium.
+    apt-get logs its packages; the archive lacks chromium.
     """
     stubs = folder / "stubs"
     stubs.mkdir()
@@ -354,16 +352,16 @@ def root_without(folder: Path, *absent: str) -> Path:
 
 
 def installed(folder: Path) -> list[set[str]]:
-    """The packages of each call of apt-get install."""
+    """Returns the packages of each call of apt-get install."""
     calls = (folder / "log").read_text().splitlines()
     return [{word for word in call.split()[1:] if not word.startswith("-")} for call in calls]
 
 
 @pytest.mark.parametrize("words", [(), ("--need", "--tests")])
-def test_root_gets_what_runs_need_and_programs_of_tests_when_asked(
+def test_root_gets_packages_for_runs_and_on_request_for_tests(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """In one call, without what the archive lacks: Ubuntu has no package chromium."""
+    """One call installs all packages except those the archive lacks, such as Ubuntu's chromium."""
     stubs = root_without(tmp_path, "mpirun", "chromium", "shellcheck")
     done = set_up(tmp_path, *words, PATH=str(stubs), PARALLELISM_BENCH_MARCH="ends-it-here")
     (packages,) = installed(tmp_path)
