@@ -16,7 +16,7 @@ from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
 from harness.host.environment import unused_gpus
 from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
-from harness.host.gpu_state import GpuState, started_library, states_of
+from harness.host.gpu_state import GpuState, heat, started_library, states_of
 from harness.host.nvml import Nvml
 
 GIB = 2**30
@@ -124,10 +124,10 @@ def _state(state: GpuState) -> Iterator[Trouble]:
         )
     hot = state.temperature_celsius is not None and state.temperature_celsius >= HOT_CELSIUS
     if state.slowed or hot:
-        cause = ", ".join(state.slowed) or "no rank is using it"
+        idle = f"it is at {state.temperature_celsius} °C while no rank is using it"
         yield Trouble(
             subject,
-            f"it is at {state.temperature_celsius} degrees Celsius: {cause}",
+            heat(state) if state.slowed else idle,
             "its clocks drop during a run",
             "improve cooling, or wait; check with: "
             + _command(
@@ -197,7 +197,8 @@ def _stand_ins() -> Iterator[Trouble]:
     from harness.strategy.registry import strategies
 
     for name, cls in strategies().items():
-        if all(map(find_spec, cls.requires)):
+        required = any(field.is_required() for field in cls.model_fields.values())
+        if not required and all(map(find_spec, cls.requires)):
             cell = Cell(strategy=name, workload="llama-mini", devices=2, device="cuda")
             if reason := cls().stand_in(cell):
                 yield Trouble(

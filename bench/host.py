@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
+from harness.strategy.checkpoints import saving_cell
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
@@ -109,7 +110,8 @@ def admit_here(cell: Cell, host: Host) -> None:
 
 
 def _require_gpus(cell: Cell, host: Host) -> None:
-    needed = max(cell.devices, make_strategy(cell).capabilities.min_devices)
+    least = make_strategy(cell).capabilities.min_devices
+    needed = max(cell.devices, saving_cell(cell).devices, least)
     on_this_host = needed if cell.links else -(-needed // cell.nodes)
     if on_this_host > host.num_devices:
         where = "for its emulated nodes" if cell.links else "on a node" if cell.nodes > 1 else ""

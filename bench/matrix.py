@@ -37,28 +37,27 @@ override all others, to keep twins small.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from bench.host import Host
-from harness.spec.cell import Cell
+from harness.spec.cell import FILLED_IN, Cell
 from harness.spec.device import DeviceType
 from harness.spec.errors import UsageError, first_error
-from harness.spec.yaml_text import parse_yaml
+from harness.spec.yaml_text import parse_yaml, require_known_keys
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Resolves differences of 3 % if trials spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
 """Covers some slow spells; about as long as a trial's start."""
-FILLED_IN = ("global_batch", "defaults", "strategy_digest", "workload_digest")
+_NO_AXES = ("global_batch", *FILLED_IN)
 """Fields of a cell that no matrix gives."""
-AXES = (*(name for name in Cell.model_fields if name not in FILLED_IN), "batch")
+AXES = (*(name for name in Cell.model_fields if name not in _NO_AXES), "batch")
 _AXES_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -175,7 +174,7 @@ def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
     """Checks a matrix; raises UsageError with its name and the key."""
     if not isinstance(content, dict):
         raise UsageError(f"matrix {name}: must be a mapping with a key 'cells'")
-    _known_keys(content, kind.model_fields, f"matrix {name}")
+    require_known_keys(content, kind.model_fields, f"matrix {name}")
     try:
         matrix = kind(**content)
     except ValidationError as error:
@@ -184,33 +183,24 @@ def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
     for index, rule in enumerate(matrix.hosts):
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
     for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
-        _known_keys(axes, AXES, f"matrix {name}, {where}")
+        require_known_keys(axes, AXES, f"matrix {name}, {where}")
     lists = [("", matrix.cells)]
     lists += [(f"hosts[{index}].", rule.cells) for index, rule in enumerate(matrix.hosts)]
     for place, entries in lists:
         for index, entry in enumerate(entries):
-            _known_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
+            require_known_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
     return matrix
 
 
-def _known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    names = list(known)
-    for key in given:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            raise UsageError(f"{where}: unknown key {key!r}; {hint}")
-
-
 def known_axes(axes: Mapping[str, object]) -> Axes:
-    _known_keys(axes, AXES, "settings")
+    require_known_keys(axes, AXES, "settings")
     return dict(axes)
 
 
 def axes_of(cell: Cell) -> Axes:
     """Returns the axes that a matrix would name for a cell."""
-    axes = cell.model_dump(include={*cell.model_fields_set, "device", "parity_steps"})
-    axes.pop("defaults", None)
+    given = {*cell.model_fields_set, "device", "parity_steps"}
+    axes = cell.model_dump(include=given - {*FILLED_IN})
     batch = axes.pop("global_batch", cell.global_batch)
     axes["batch"] = batch // cell.devices if cell.regime == "weak" else batch
     return axes
@@ -225,6 +215,6 @@ def parse_changes(settings: Sequence[str]) -> Axes:
             raise UsageError(
                 f"--set {setting!r}: write it as axis=value, for example --set batch=16"
             )
-        _known_keys([axis], AXES, f"--set {setting!r}")
+        require_known_keys([axis], AXES, f"--set {setting!r}")
         changes[axis] = parse_yaml(value, f"--set {setting!r}")
     return changes

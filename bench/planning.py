@@ -51,6 +51,7 @@ class PlanOptions:
             or self.model
             or self.trials
             or self.precision
+            or self.time_budget_seconds is not None
             or self.interleave
             or self.timed_seconds is not None
         )
@@ -66,7 +67,8 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
         if options.changes_a_plan:
             raise UsageError(
                 "--resume continues a run as it was planned: leave out --only, --skip, --set,"
-                " --model, --data, --trials, --timed-seconds, --precision and --interleave"
+                " --model, --data, --trials, --timed-seconds, --precision, --time-budget and"
+                " --interleave"
             )
         return resumable(store, options.matrix or None), True
     if not options.matrix and not options.cells:
@@ -84,6 +86,11 @@ def _matrix(options: PlanOptions) -> Matrix:
 
 
 def _new_plan(options: PlanOptions) -> Plan:
+    if options.interleave and options.time_budget_seconds is not None and not options.precision:
+        raise UsageError(
+            "--interleave runs all planned rounds, so --time-budget cannot shorten them: leave it"
+            " out, or add --precision, whose further rounds it limits"
+        )
     matrix, host = _matrix(options), host_of(options.host, options.nodes)
     name = options.matrix or FROM_PYTHON
     expanded = expand(
@@ -111,7 +118,9 @@ def _new_plan(options: PlanOptions) -> Plan:
             precision=options.precision,
             time_budget_seconds=options.time_budget_seconds or HOUR,
         )
-    elif not options.trials and not options.interleave and (plan.trials > 1 or seconds):
+    elif options.trials or options.interleave:
+        plan = dataclasses.replace(plan, time_budget_seconds=options.time_budget_seconds)
+    elif plan.trials > 1 or seconds:
         budget = options.time_budget_seconds
         if budget is None and matrix.time_budget_minutes:
             budget = matrix.time_budget_minutes * 60

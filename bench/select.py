@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +186,17 @@ def plainest(cells: Sequence[Cell]) -> Cell:
         cells,
         key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
     )
+
+
+def split_options(word: str) -> tuple[str, str | None]:
+    """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options; returns None without them."""
+    from harness.strategy.registry import strategies
+
+    name, colon, rest = word.partition(":")
+    if colon and name in strategies():
+        return name, rest
+    match = re.fullmatch(r"(.+?):(\s*\w+\s*=.*)", word)
+    return (match[1], match[2]) if match else (word, None)
 
 
 def with_options(cell: Cell, text: str) -> Cell:

@@ -11,7 +11,6 @@ from harness.analysis.trials import CAUSES
 from harness.spec.link import over
 from reports import blocks as ui
 from reports.bar_chart import LABEL
-from reports.blocks import joined
 from reports.text import percent, plural, shortened
 
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
@@ -25,7 +24,6 @@ NOTES = {
 INEXACT = "*"
 NOT_THE_SAME = f"{INEXACT} not exactly the same training as one process"
 TIED = "≈ tied with the one above: no significant difference within rounds"
-_MOST_NAMED = 4
 _MOST_FINDINGS = 3
 STATUS = {
     "failed": "failed",
@@ -105,15 +103,6 @@ def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
 def workload_name(cell: CellResult) -> list[ui.Inline]:
     link = ui.Span(cell.cell.workload_name, "data", f"#cell-{cell.cell_id}")
     return [link, marks(cell), *_noise(cell)]
-
-
-def cell_names(cells: Sequence[CellResult], *, place: bool = True) -> list[ui.Inline]:
-    """Returns `a, b and c`; past four, `a, b, c, d and 7 more`."""
-    shown = [cell_name(cell, place=place) for cell in cells[:_MOST_NAMED]]
-    more = len(cells) - len(shown)
-    if more > 0:
-        return [*joined(shown), f" and {more} more"]
-    return joined([joined(shown[:-1]), shown[-1]], " and ") if len(shown) > 1 else joined(shown)
 
 
 def _noise(cell: CellResult) -> list[ui.Inline]:

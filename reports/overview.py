@@ -100,11 +100,11 @@ def _entry(report: RunReport, folder: Path, before: str, change: RunComparison |
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    if report.largest:
-        best = report.largest.winner
+    if largest := report.largest:
+        best = largest.winner
         if best is None:
             return "nothing fits yet", ""
-        return f"largest: {best.label}", f"{plain(best.result.parameters)} parameters"
+        return f"{largest.what}: {best.label}", f"{plain(best.result.parameters)} {largest.unit}"
     group = report.leading
     if group is None:
         return "nothing is ranked", ""

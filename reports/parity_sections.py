@@ -157,7 +157,7 @@ def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> Decla
 def control_in_words(adjustment: Adjustment) -> str:
     if not adjustment.helps:
         return (
-            "none, or it did not reduce the spread between launches of a cell: figures are as"
+            "none, or it did not reduce the spread between trials of a cell: figures are as"
             " measured"
         )
     before, after = (

@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from reports import blocks as ui
 from reports import closed_lines as lines
@@ -28,9 +28,6 @@ from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, 
 from reports.text import plural
 from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks, traffic_blocks
 from reports.verdict_sections import verdict_blocks
-
-if TYPE_CHECKING:
-    pass
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,10 +1,11 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
-`ROUNDS` planned rounds, then the race, in the recorded run's time. Other settings get three trials
-of each cell. The noise is the recorded trials' deviations from their cells' means, after the
+`ROUNDS` planned rounds, then the race, in the recorded run's time. Other settings get the recorded
+number of trials. The noise is the recorded trials' deviations from their cells' means, after the
 control. They keep their order but are shifted by a random number of places, which preserves heavy
-tails, slow spells and what neighbours share.
+tails, slow spells and what neighbours share. Longer trials of the race have less noise, by the root
+of their length.
 
 Prints a line each for a clear winner, many close cells, and equal cells. `python -m scripts.power
 RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints how often the
@@ -25,13 +26,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from harness.analysis.answer import trustworthy
-from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates
-from harness.analysis.race import RACE_ROUNDS, Entrants, next_round
+from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates, steps_of
+from harness.analysis.race import Entrants, next_round
 from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.analysis.summary import cell_results
-from harness.record.plan import kept_plan
+from harness.record.plan import FURTHER_TIMES, kept_plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 
@@ -61,9 +62,17 @@ class Design:
         logs: dict[str, list[float]] = defaultdict(list)
         for trial in finished:
             logs[trial.cell_id].append(math.log(adjusted[trial.cell_id, trial.trial]))
+        plan = kept_plan(store, trials["run_id"].iloc[0])
+        steps = {trial.cell_id: steps_of(trial) for trial in reversed(finished)}
+
+        def times(trial: TrialRecord) -> float:
+            """Returns the trial's length over that of the cell's first."""
+            longer = steps_of(trial) > math.sqrt(FURTHER_TIMES) * steps.get(trial.cell_id, math.inf)
+            return FURTHER_TIMES if longer else 1.0
+
         noise = [
             (math.log(adjusted[trial.cell_id, trial.trial]) - statistics.fmean(own))
-            * math.sqrt(len(own) / (len(own) - 1))
+            * math.sqrt(len(own) / (len(own) - 1) * times(trial))
             for trial in finished
             if len(own := logs[trial.cell_id]) > 1
         ]
@@ -76,12 +85,16 @@ class Design:
         self.group = max(groups.values(), key=len)
         walls: dict[str, list[float]] = defaultdict(list)
         for trial in TrialRecord.from_frame(trials):
-            walls[trial.cell_id].append(trial.wall_seconds or 0.0)
+            longer = (times(trial) - 1) * plan.timed_seconds
+            walls[trial.cell_id].append((trial.wall_seconds or 0.0) - longer)
         took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
         self.took = {cell: took.pop(cell) for cell in self.group}
+        self.longer = (FURTHER_TIMES - 1) * plan.timed_seconds
         timed = {trial.cell_id for trial in finished}
-        others = sum(took[cell] * (RACE_ROUNDS if cell in timed else 1) for cell in took)
-        plan = kept_plan(store, trials["run_id"].iloc[0])
+        others = sum(
+            sum(walls[cell]) + self.longer * (len(walls[cell]) - 1) * (cell in timed)
+            for cell in took
+        )
         self.seconds = (plan.time_budget_seconds or math.inf) - REFERENCE_SECONDS - others
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
@@ -91,6 +104,7 @@ class Design:
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
         values: dict[str, list[float]] = {cell: [] for cell in true}
+        lengths: dict[str, list[int]] = {cell: [] for cell in true}
         seconds = self.seconds
         cells: dict[str, LogEstimate] = {}
         for planned in range(RUN_LENGTH):
@@ -99,18 +113,20 @@ class Design:
             else:
                 wanted = sorted(next_round([Entrants(cells, self.baseline)], chance))
             chance.shuffle(wanted)
+            length, longer = (1.0, 0.0) if planned < ROUNDS else (FURTHER_TIMES, self.longer)
             fitting = []
             for cell in sorted(wanted, key=self.took.__getitem__):
-                if planned >= ROUNDS and self.took[cell] > seconds:
+                if planned >= ROUNDS and self.took[cell] + longer > seconds:
                     continue
                 fitting.append(cell)
-                seconds -= self.took[cell]
+                seconds -= self.took[cell] + longer
             if not fitting:
                 break
             chance.shuffle(fitting)
             for cell in fitting:
-                values[cell].append(true[cell] + sign * next(noise))
-            cells = estimated(values)
+                values[cell].append(true[cell] + sign * next(noise) / math.sqrt(length))
+                lengths[cell].append(round(length))
+            cells = estimated(values, lengths)
         return cells
 
 
@@ -118,8 +134,10 @@ RUN_LENGTH = 10_000
 """Rounds after which a run ends in any case."""
 
 
-def estimated(values: Mapping[str, Sequence[float]]) -> dict[str, LogEstimate]:
-    cells = log_estimates(values, {cell: [1] * len(own) for cell, own in values.items()})
+def estimated(
+    values: Mapping[str, Sequence[float]], lengths: Mapping[str, Sequence[int]]
+) -> dict[str, LogEstimate]:
+    cells = log_estimates(values, lengths, lengths)
     return {name: replace(cell, allowance=ALLOWANCE) for name, cell in cells.items()}
 
 
@@ -137,7 +155,7 @@ def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs)
     names = list(cells)
     best = max(true, key=true.__getitem__)
     picked = max(names, key=lambda name: cells[name].mean)
-    bounds = against_best([cells[name] for name in names], CONFIDENCE)
+    bounds = against_best([cells[name] for name in names])
     chosen = {name for name, bound in zip(names, bounds, strict=True) if bound.may_be_best}
     others = [name for name in names if name != design.baseline]
     widths, beaten = [], False
@@ -170,7 +188,7 @@ def coverage(chance: random.Random) -> float:
     for _ in range(RUNS):
         values = {name: [chance.gauss(0.0, 0.03)] for name in names}
         values[names[0]] += [chance.gauss(0.0, 0.03) for _ in range(6)]
-        cells = estimated(values)
+        cells = estimated(values, {name: [1] * len(own) for name, own in values.items()})
         first, *others = (cells[name] for name in reversed(names))
         held += confident_that_beaten(first, others) < CONFIDENCE
     return held / RUNS

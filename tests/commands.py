@@ -1,4 +1,4 @@
-"""A command of the command line, asked as a user asks it."""
+"""Invokes commands like a user does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 
 def ask(command: Callable[..., None], *words: str) -> tuple[int, str]:
-    """Exit code and standard output; an error of ours is raised."""
+    """Returns exit code and standard output; raises the command's errors."""
     app = typer.Typer()
     app.command()(command)
     done = CliRunner().invoke(app, list(words), catch_exceptions=False)
@@ -17,7 +17,7 @@ def ask(command: Callable[..., None], *words: str) -> tuple[int, str]:
 
 
 def told(command: Callable[..., None], *words: str) -> str:
-    """The standard output of a command that ends well."""
-    code, said = ask(command, *words)
+    """Returns the standard output of a command, which must succeed."""
+    code, output = ask(command, *words)
     assert code == 0
-    return said
+    return output

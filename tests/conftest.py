@@ -1,5 +1,4 @@
-"""A test may leave nothing behind: no process, thread, file in the checkout or in shared memory, or
-environment variable."""
+"""Shared fixtures, the order of tests, and checks that tests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -39,18 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def update(request: pytest.FixtureRequest) -> bool:
-    """Whether what is generated is written instead of compared."""
+    """Whether to write generated files instead of comparing them."""
     return bool(request.config.getoption("--update"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     collect_seldom()
-    # An example may take as long as it likes: beside other tests it can take any time.
+    # No deadline per example, because other tests run at the same time.
     hypothesis.settings.register_profile("no deadline", deadline=None)
     hypothesis.settings.load_profile("no deadline")
-    config.addinivalue_line("markers", "alone: measures time, so nothing may run beside it")
+    config.addinivalue_line("markers", "alone: measures time, so nothing else may run")
     config.addinivalue_line(
-        "markers", "thorough: takes long and finds little that no other test does: not in make test"
+        "markers", "thorough: slow, and finds little that other tests do not; not in make test"
     )
     config.addinivalue_line(
         "markers", "quick: a unit test, or one cell of each strategy: make test-quick"
@@ -59,11 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests, and says which of them stay together when several workers run them.
+    """Orders the tests, and groups those that must share a worker.
 
-    SLURM's come first, on one worker: they mostly wait. Then unit tests and every strategy once:
-    what most changes break is seen first. Tests that measure time come last, when nothing runs
-    beside them.
+    SLURM tests come first, on one worker, because they mostly wait. Then come unit tests and every
+    strategy once, which most changes break. Tests that measure time come last, and run alone.
     """
 
     def order(item: pytest.Item) -> tuple[bool, int, bool]:
@@ -80,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run on one worker; empty for those that any worker may take."""
+    """Returns the test's group, which shares a worker; empty if any worker may run it."""
     if item.get_closest_marker("alone"):
         return "alone"
     if item.path.parent.name == "cluster":
@@ -92,8 +90,7 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Among workers, a test that measures time waits until no other test runs, and then runs
-    alone."""
+    """With several workers, a test that measures time waits for the others, then runs alone."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
@@ -106,15 +103,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def stop_from_the_keyboard() -> Iterator[None]:
-    """As in a terminal: what a shell starts in the background ignores it."""
+    """Handles SIGINT like in a terminal; a shell's background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def _counted() -> Path:
-    """What was counted of models is kept from one session to the next, as long as the code that
-    counts is the same: it takes two minutes of processor time."""
+    """Returns a folder that keeps counts of models between sessions, until the code that counts
+    changes. Counting takes two minutes of processor time."""
     code = hashlib.blake2s(digest_size=8)
     for file in sorted((ROOT / "harness" / "workloads").rglob("*.py")):
         code.update(file.read_bytes())
@@ -123,9 +120,9 @@ def _counted() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data and references of the tests are made by the tests, and shared by the workers of a
-    session; a test may put something else in their place, for its worker. What torch.compile
-    compiled is kept from one session to the next, too: it takes half a minute."""
+    """Gives the tests their own data and references, shared by a session's workers; a test may
+    replace them for its worker. Results of torch.compile, which takes half a minute, are kept
+    between sessions."""
     before = os.environ.get("PARALLELISM_BENCH_CACHE")
     cache = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
@@ -146,8 +143,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """tests/plugin installed as another package, as a user's own would be, for this process and its
-    children."""
+    """Installs tests/plugin like a user's package, for this process and its children."""
     target = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -176,20 +172,19 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _helpers() -> set[int]:
-    """The fork server and multiprocessing's resource tracker, which serve the whole session, those
-    of test nodes, SLURM's daemons."""
-    words = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    """Returns processes that serve several tests: the fork server, multiprocessing's resource
+    tracker, those of test nodes, and SLURM's daemons."""
+    modules = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     found = set()
     children = psutil.Process().children()
     for child in children:
         try:
-            said = " ".join(child.cmdline())
-            if (
-                "harness.agent" in said or "harness.links" in said or child.name() == "slurmctld"
-            ):  # serve a file's tests; their helpers
+            line = " ".join(child.cmdline())
+            # These serve a file's tests, and have helpers.
+            if "harness.agent" in line or "harness.links" in line or child.name() == "slurmctld":
                 found.add(child.pid)
                 children += child.children()
-            if any(word in said for word in words) or child.name() in (
+            if any(module in line for module in modules) or child.name() in (
                 "slurmctld",
                 "slurmscriptd",
                 "slurmd",
@@ -217,14 +212,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def left_in(folder: str | Path) -> list[str]:
-    """What is in a folder for temporary files, without the caches that libraries keep there."""
+    """Returns the names in a temporary folder, without libraries' caches."""
     caches = ("torchinductor_", "torch_extensions")
     return sorted(name for name in os.listdir(folder) if not name.startswith(caches))
 
 
 def runs(process: psutil.Process) -> bool:
-    """Not ended: what a killed run leaves is handed to this process, which has no reason to wait
-    for it."""
+    """Whether the process is alive. This process inherits orphans of killed runs, which stay
+    zombies because it does not wait for them."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -232,10 +227,9 @@ def runs(process: psutil.Process) -> bool:
 
 
 def _shared_memory() -> set[str]:
-    """Files that libraries keep in memory until somebody removes them; semaphores of the fork
-    server's children aside.
+    """Returns libraries' files in shared memory, without semaphores of the fork server's children.
 
-    Among workers each would see the others' files: there they are looked at once, at the end.
+    Empty in a worker, which would see the other workers' files; the end of the session is checked.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return set()
@@ -254,16 +248,15 @@ def leaks_nothing() -> Iterator[None]:
     variables = {k: v for k, v in os.environ.items() if k not in _VOLATILE}
     files, shared = set(ROOT.iterdir()), _shared_memory()
     threads = set(threading.enumerate())
-    there = {
-        p.pid for p in psutil.Process().children(recursive=True)
-    }  # a browser that serves several tests
+    # Such as a browser that serves several tests.
+    there = {p.pid for p in psutil.Process().children(recursive=True)}
     folder = Path.cwd()
     yield
     assert Path.cwd() == folder
     assert {k: v for k, v in os.environ.items() if k not in _VOLATILE} == variables
     assert set(ROOT.iterdir()) == files
     assert not _shared_memory() - shared
-    # A browser's process that showed a large page takes seconds to end on a busy machine.
+    # On a busy machine, a browser that showed a large page takes seconds to end.
     deadline = time.monotonic() + 15
     while True:
         left = [t for t in threading.enumerate() if t not in threads and not t.daemon]

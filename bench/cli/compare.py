@@ -277,15 +277,11 @@ def _value_text(series: Series, value: float) -> str:
     return f"{value:.1f} samples/s" if series.figure == "throughput" else f"{value / 2**20:.1f} MiB"
 
 
-def _mark(series: Series, change: float) -> str:
-    words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
-    return f"{'▲' if change > 0 else '▼'} {abs(change) * 100:.1f} % {words[change < 0]}"
-
-
 def _runs(out: Console, series: Series) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from reports.runs import change_words
 
     values = [point.value.value for point in series.points]
     low, high = min(values), max(values)
@@ -306,7 +302,7 @@ def _runs(out: Console, series: Series) -> None:
             "1 trial" if half is None else f"± {_value_text(series, half).split()[0]}",
             str(point.value.trials),
             "·" * place + "█",
-            "" if point.change is None else _mark(series, point.change),
+            "" if point.change is None else change_words(series, point.change),
         )
     out.print(table)
     if series.elsewhere:
@@ -319,6 +315,7 @@ def _cells(out: Console, all_series: list[Series]) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from reports.runs import change_words
 
     texts = ("over the runs", "last change")
     table = terminal.table(None, "cell", "runs", "newest", *texts, left=texts)
@@ -326,7 +323,8 @@ def _cells(out: Console, all_series: list[Series]) -> None:
         last = series.last_change
         since = ""
         if last is not None and last.change is not None:
-            since = f"{_mark(series, last.change)} since {last.started_at:%Y-%m-%d} {last.run_id}"
+            words = change_words(series, last.change)
+            since = f"{words} since {last.started_at:%Y-%m-%d} {last.run_id}"
         values = [point.value.value for point in series.points]
         table.add_row(
             escape(series.cell_name),

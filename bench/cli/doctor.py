@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.checks import Trouble
+    from bench.gpu_check.outcomes import StepOutcome
     from harness.measure.hardware_benchmark import LinkFit
 
 MeasureLinks: TypeAlias = Annotated[
@@ -60,6 +61,7 @@ class CheckOptions:
     device: CheckDevice = "cuda"
     again: tuple[str, ...] = ()
     plan: Path | None = None
+    json_output: bool = False
 
 
 def doctor(
@@ -80,9 +82,14 @@ def doctor(
 
     Example: [bold]python -m bench doctor --links[/bold]
     """
+    from harness.spec.errors import UsageError
+
+    if gpu_check and links:
+        raise UsageError("--gpu-check does not measure links: run doctor --links on its own")
     if gpu_check:
         folder, budget = out or Path("gpu-check"), 60 * minutes
-        check_gpu(CheckOptions(folder, resume, budget, device, tuple(again or ()), steps))
+        repeated = tuple(again or ())
+        check_gpu(CheckOptions(folder, resume, budget, device, repeated, steps, json_output))
     else:
         _check_host(links, json_output)
 
@@ -316,7 +323,7 @@ def _strategies() -> dict[str, str]:
 
 
 def check_gpu(options: CheckOptions) -> None:
-    """Runs a GPU check and prints each step's outcome.
+    """Runs a GPU check and prints each step's outcome, or the report as JSON.
 
     Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
     a GPU.
@@ -326,7 +333,6 @@ def check_gpu(options: CheckOptions) -> None:
     from bench.cli import terminal
     from bench.gpu_check.driver import CheckDriver, Timing
     from bench.gpu_check.out_folder import Folders
-    from bench.gpu_check.outcomes import NO_TIME
     from bench.gpu_check.steps import HOME, read_plan
     from harness.host.environment import device_type, unused_gpus
     from harness.spec.errors import UsageError
@@ -343,7 +349,7 @@ def check_gpu(options: CheckOptions) -> None:
             " rehearses the check without one"
         )
     folders = Folders.prepare(options.out)
-    out = terminal.console()
+    out = terminal.console(quiet=options.json_output)
     with folders.locked():
         start = folders.resume if options.resume else folders.start
         report = start(options.device)
@@ -358,16 +364,26 @@ def check_gpu(options: CheckOptions) -> None:
             options.again,
         )
         driver.run()
-    colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
     outcomes = driver.report.outcomes
+    _show_outcomes(out, outcomes)
+    out.print(f"everything is in {escape(str(folders.out))}; continue with --resume")
+    if options.json_output:
+        print(driver.report.to_json())
+    if driver.stopped:
+        raise typer.Exit(130)
+    if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):
+        raise typer.Exit(1)
+
+
+def _show_outcomes(out: Console, outcomes: Sequence[StepOutcome]) -> None:
+    from rich.markup import escape
+
+    from bench.gpu_check.outcomes import NO_TIME
+
+    colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
     for outcome in (outcome for outcome in outcomes if outcome.reason != NO_TIME):
         colour = colours[outcome.verdict]
         out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
         out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
     if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
         out.print(f"no time left for: {', '.join(waiting)}")
-    out.print(f"everything is in {escape(str(folders.out))}; continue with --resume")
-    if driver.stopped:
-        raise typer.Exit(130)
-    if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):
-        raise typer.Exit(1)

@@ -99,12 +99,13 @@ def _default(field: FieldInfo) -> str:
 
 def _workloads() -> Sequence[Entry]:
     from harness.workloads import make_workload, workload_names
+    from harness.workloads.workload import AUTO
     from harness.workloads.workload_variants import SUFFIXES
 
     made = [make_workload(name) for name in workload_names()]
     return [
         *(WorkloadEntry(w.name, w.kind, w.vocabulary, w.blocks) for w in made),
-        WorkloadEntry("hf:PATH_OR_ID", "causal or classification"),
+        WorkloadEntry("hf:PATH_OR_ID", ", ".join(AUTO)),
         *(WorkloadEntry(f"...+{suffix}", meaning) for suffix, meaning in SUFFIXES.items()),
     ]
 

@@ -91,17 +91,17 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
     """Returns the recorded cell of this id or name, else the simplest one with this strategy and
     options."""
     from bench.expand import cells_of
-    from bench.select import find_cells, plainest, planned_cell, with_options
+    from bench.select import find_cells, plainest, planned_cell, split_options, with_options
     from harness.record.store import Store
 
     store = Store(results)
     if recorded := planned_cell(store, word):
         return recorded
     cells = cells_of(matrix, settings)
-    strategy, colon, options = word.partition(":")
-    if not colon:
-        return plainest(find_cells(cells, word, matrix, store))
-    meant = find_cells(cells, strategy, matrix, store)
+    name, options = split_options(word)
+    meant = find_cells(cells, name, matrix, store)
+    if options is None:
+        return plainest(meant)
     return plainest([with_options(cell, options) for cell in meant])
 
 

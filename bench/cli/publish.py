@@ -11,7 +11,7 @@ from bench.cli.options import AllRuns, Json, Results, Runs
 
 def publish(
     target: Annotated[
-        Literal["tensorboard", "mlflow", "prometheus"],
+        Literal["tensorboard", "mlflow", "wandb", "prometheus"],
         typer.Argument(metavar="TARGET", help="Tool that reads the results."),
     ],
     folder: Annotated[
@@ -23,7 +23,7 @@ def publish(
     every: AllRuns = False,
     json_output: Json = False,
 ) -> None:
-    """Write results for TensorBoard, MLflow or Prometheus.
+    """Write results for TensorBoard, MLflow, W&B or Prometheus.
 
     Skips results that are already there.
 

@@ -110,18 +110,18 @@ def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> Rehearsal
 def _cell(word: str, common: dict[str, object]) -> Cell:
     from pydantic import ValidationError
 
-    from bench.select import with_options
+    from bench.select import split_options, with_options
     from harness.spec.cell import Cell
     from harness.spec.errors import UsageError, first_error
     from harness.strategy.registry import make_strategy
 
-    strategy, colon, options = word.partition(":")
+    strategy, options = split_options(word)
     try:
         cell = Cell.model_validate({"strategy": strategy, **common})
     except ValidationError as error:
         raise UsageError(first_error(error)) from None
     make_strategy(cell)
-    return with_options(cell, options) if colon else cell
+    return cell if options is None else with_options(cell, options)
 
 
 def _document(rehearsal: Rehearsal, real: Sequence[Sequence[AllocatedMemory]]) -> dict[str, object]:

@@ -87,7 +87,7 @@ def report(
     )
     _check(options, open_browser and not index)
     if index:
-        if run or every or each or section or format_name not in (None, "html"):
+        if run or every or each or section or baseline_cell or format_name not in (None, "html"):
             raise UsageError(
                 "--index writes only the index of all runs: combine it only with --results,"
                 " --out, --open and --json"

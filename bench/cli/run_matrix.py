@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from harness.analysis.cell_result import CellResult
-    from harness.record.store import Results
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def show_end(store: Store, ended: Ended, baseline: Choice | None, options: EndOp
     report, results = concluded.report, concluded.report.cells
     terminal.ranking(console, results)
     if ended.finished:
-        _say_what_is_too_wide(console, plan, report.results, results)
+        _say_what_is_too_wide(console, plan, results)
     _say_answer(console, plan, concluded)
     page = None
     if options.report and ended.all_recorded:
@@ -123,12 +122,10 @@ def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
         console.print(concluded.precision.sentence, highlight=False)
 
 
-def _say_what_is_too_wide(
-    console: Console, plan: Plan, loaded: Results, results: Sequence[CellResult]
-) -> None:
+def _say_what_is_too_wide(console: Console, plan: Plan, results: Sequence[CellResult]) -> None:
     if plan.precision is None:
         return
-    wide = too_wide(loaded.trials, plan.precision)
+    wide = too_wide(results, plan.precision)
     names = {cell.cell_id: cell.cell.name for cell in results}
     shares = [f"{names[cell]} ({wide[cell]:.1%})" for cell in wide if cell not in plan.once]
     if shares:

@@ -85,8 +85,8 @@ class RunProgress:
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         self.preparing(
-            f"the time budget of {duration(self.budget)} is spent: {left_out} trials of the last"
-            " round are skipped; bench run --resume runs them"
+            f"the time budget of {duration(self.budget)} is spent: {left_out} trials are skipped;"
+            " bench run --resume runs them"
         )
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:

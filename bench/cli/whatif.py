@@ -116,8 +116,11 @@ def _link(text: str) -> Link | None:
 
 
 def _title(workload: str, request: ScalingRequest, link: str) -> str:
+    from harness.spec.link import UNSHAPED
+
     kind = "weak" if request.weak else "strong"
-    where = f"nodes of one device behind {link}" if link else "one machine with a core per device"
+    behind = "an unlimited link" if link == UNSHAPED else link
+    where = f"nodes of one device behind {behind}" if link else "one machine with a core per device"
     return f"{workload}, {kind} scaling on {where}"
 
 

@@ -1,1 +1,1 @@
-"""Runs on a SLURM cluster."""
+"""Runs on clusters: SLURM jobs, and manifests for Kubernetes, Kubeflow and SkyPilot."""

@@ -23,7 +23,7 @@ class Step(BaseModel):
     words: str = ""
     """Arguments of `python -m bench`; empty for a probe."""
     probe: str = ""
-    """Module in bench/gpu_check/probes, or MODULE:FUNCTION."""
+    """Name of a probe in bench/gpu_check/probes, or MODULE:FUNCTION."""
     status: str = "ok"
     """Required status of its cells."""
 
@@ -50,8 +50,9 @@ class CheckPlan(BaseModel):
     lanes: tuple[tuple[Step, ...], ...] = ()
     """Steps that run side by side, each lane on its own cores."""
     alone: tuple[Step, ...] = ()
-    """Timed steps, which run last and alone."""
+    """Timed steps, which run alone, after a first pass over the lanes."""
     later: tuple[tuple[Step, ...], ...] = ()
+    """Lanes that run after the timed steps and the other lanes."""
 
     @model_validator(mode="after")
     def _has_distinct_names(self) -> CheckPlan:

@@ -215,7 +215,7 @@ def answer(
     gain = over_baseline.get(use.cell_id)
     advice = [Advice("Use", use, _use(use, advisable, better, baseline, gain), _as_good(use, ties))]
     other = fair[0]
-    if other not in advisable and _faster(other, use):
+    if other not in advisable and not other.parity.same_training and _faster(other, use):
         advice.append(Advice("Faster at a price", other, _price(other, use)))
     if smallest := _smallest(fair):
         # Cells are sorted by throughput, so the first is the fastest of the smallest.
@@ -233,17 +233,28 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 
 
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
+    """Returns gains over the baseline by cell id.
+
+    Those of cells that may still win the race hold jointly; cells far behind are never chosen, so
+    they do not widen these intervals.
+    """
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
-    speeds = [cell.speed.log_throughput for cell in others if cell.speed.log_throughput]
+    speeds = _speeds(others)
     if baseline and any(cell.speed.turns for cell in advisable):
         ratios = {cell.cell_id: compare(cell, baseline) for cell in others}
         return {cell_id: ratio for cell_id, ratio in ratios.items() if ratio}
     if usual is None or len(speeds) < len(others):
         return {}
-    if any(speed.degrees <= 0 for speed in (usual, *speeds)):
+    if any(speed.degrees <= 0 for speed in (usual, *speeds.values())):
         return {}
-    return dict(zip((cell.cell_id for cell in others), gains(usual, speeds), strict=True))
+    near = contenders(_speeds(advisable))
+    racing = {cell_id: speed for cell_id, speed in speeds.items() if cell_id in near}
+    return {
+        cell_id: gain
+        for group in (speeds, racing)
+        for cell_id, gain in zip(group, gains(usual, [*group.values()]), strict=True)
+    }
 
 
 def _chosen(

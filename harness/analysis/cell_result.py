@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 VERIFIED = ("exact", "within tolerance")
 """Parity verdicts that allow comparison by speed."""
+WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
 UNVERIFIED = "unverified"
 """Outcome that replaces status ok if parity is not verified."""
 

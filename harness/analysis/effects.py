@@ -137,9 +137,9 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     if not known:
         return None
     gaps = [with_it.mean - without.mean for with_it, without in known]
-    own = math.sqrt(sum(a.error**2 + b.error**2 for a, b in known)) / len(known)
+    own = math.sqrt(sum(a.whole_error**2 + b.whole_error**2 for a, b in known)) / len(known)
     scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 2 else 0.0
-    degrees = min(estimate.degrees for pair in known for estimate in pair)
+    degrees = min(estimate.whole_degrees for pair in known for estimate in pair)
     if scatter > own:
         degrees = min(degrees, len(gaps) - 1)
     trials = min(estimate.trials for pair in known for estimate in pair)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
 """Fewest cells with a spread for a prior; fewer are pooled."""
+USUAL_POWER = -1.0
+"""Exponent of steps per trial in the variance, if too few cells show it: independent steps."""
 FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
@@ -88,8 +91,10 @@ def prior(spreads: Sequence[Spread]) -> VariancePrior | None:
         return None
     if len(known) < FEWEST_FOR_PRIOR:
         degrees = sum(spread.degrees for spread in known)
-        total = sum(spread.variance * spread.degrees for spread in known)
-        return VariancePrior(total / degrees, math.inf)
+        total = sum(
+            spread.variance * spread.averaged**-USUAL_POWER * spread.degrees for spread in known
+        )
+        return VariancePrior(total / degrees, math.inf, USUAL_POWER)
     return _most_likely(known)
 
 
@@ -106,7 +111,7 @@ def _most_likely(known: Sequence[Spread]) -> VariancePrior:
 
     def unlikely(parameters: NDArray[np.float64]) -> float:
         """Returns the negative log-likelihood, up to a constant."""
-        level, log_degrees, power = (*map(float, parameters), 0.0)[:3]
+        level, log_degrees, power = (*map(float, parameters), USUAL_POWER)[:3]
         if not math.log(LEAST_DEGREES) <= log_degrees <= math.log(MOST_DEGREES):
             return math.inf
         if abs(power) > STEEPEST:
@@ -126,7 +131,7 @@ def _most_likely(known: Sequence[Spread]) -> VariancePrior:
     optimum = minimize(
         unlikely, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-3}
     )
-    level, log_degrees, power = (*map(float, optimum.x), 0.0)[:3]
+    level, log_degrees, power = (*map(float, optimum.x), USUAL_POWER)[:3]
     degrees = math.exp(log_degrees)
     return VariancePrior(
         math.exp(level - power * middle),
@@ -153,10 +158,11 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     usual = _usual_controls(finished, windows)
     logs: dict[str, list[float]] = {}
     steps: dict[str, list[int]] = {}
+    lengths: dict[str, list[int]] = {}
     by_trial: dict[tuple[str, int], float] = {}
     controls: dict[str, float] = {}
     adjusted: set[str] = set()
-    for trial, own in zip(finished, measured, strict=True):
+    for trial, own, parts in zip(finished, measured, windows, strict=True):
         assert trial.samples_per_second is not None
         value = math.log(trial.samples_per_second)
         if own:
@@ -167,11 +173,12 @@ def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
                 value += own.control - controls[trial.cell_id]
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
+        lengths.setdefault(trial.cell_id, []).append(max(1, len(parts)))
         by_trial[trial.cell_id, trial.trial] = math.exp(value)
     oversubscribed = {trial.cell_id for trial in finished if trial.oversubscribed}
     alone = logs.keys() - oversubscribed
-    estimates = log_estimates(_part(logs, alone), steps)
-    estimates |= log_estimates(_part(logs, oversubscribed), steps)
+    estimates = log_estimates(_part(logs, alone), steps, lengths)
+    estimates |= log_estimates(_part(logs, oversubscribed), steps, lengths)
     cells = {
         cell_id: replace(
             estimate,
@@ -204,34 +211,49 @@ def _usual_controls(
     return {key: statistics.median(controls) for key, controls in together.items()}
 
 
-def _moderated(
-    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
-) -> dict[str, Spread]:
-    own = [
-        Spread(
-            statistics.variance(values) if len(values) > 1 else 0.0,
-            len(values) - 1,
-            statistics.fmean(steps[cell_id]),
-        )
-        for cell_id, values in logs.items()
-    ]
-    return dict(zip(logs, moderated(own), strict=True))
-
-
 def log_estimates(
-    logs: Mapping[str, Sequence[float]], steps: Mapping[str, Sequence[int]]
+    logs: Mapping[str, Sequence[float]],
+    steps: Mapping[str, Sequence[int]],
+    lengths: Mapping[str, Sequence[int]],
 ) -> dict[str, LogEstimate]:
-    """Returns estimates by cell id, without an allowance. `steps`: timed steps by trial."""
-    spreads = _moderated(logs, steps)
-    return {
-        cell_id: LogEstimate(
-            statistics.fmean(values),
-            math.sqrt(spreads[cell_id].variance / len(values)),
-            spreads[cell_id].degrees,
-            len(values),
-        )
+    """Returns estimates by cell id, without an allowance.
+
+    `steps`: of each trial. `lengths`: timed length of each trial, to which its weight is
+    proportional.
+    """
+    weighted = {
+        cell_id: _weighted(values, _weights(lengths[cell_id]), statistics.fmean(steps[cell_id]))
         for cell_id, values in logs.items()
     }
+    spreads = moderated([spread for _, spread in weighted.values()])
+    return {
+        cell_id: LogEstimate(
+            mean,
+            math.sqrt(spread.variance / len(logs[cell_id])),
+            spread.degrees,
+            len(logs[cell_id]),
+        )
+        for (cell_id, (mean, _)), spread in zip(weighted.items(), spreads, strict=True)
+    }
+
+
+def _weighted(
+    values: Sequence[float], weights: Sequence[float], averaged: float
+) -> tuple[float, Spread]:
+    """Returns the mean, and the variance of a trial of weight 1."""
+    mean = math.fsum(map(operator.mul, weights, values)) / len(values)
+    squares = (weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
+    degrees = len(values) - 1
+    variance = math.fsum(squares) / degrees if degrees else 0.0
+    return mean, Spread(variance, degrees, averaged)
+
+
+def _weights(lengths: Sequence[int]) -> list[float]:
+    """Returns weights with mean 1 in ratios of powers of two: smaller differences in length come
+    from the machine's speed."""
+    middle = statistics.median(lengths)
+    powers = [2.0 ** round(math.log2(length / middle)) for length in lengths]
+    return [power / statistics.fmean(powers) for power in powers]
 
 
 def _part(logs: Mapping[str, T], cells: Set[str]) -> dict[str, T]:

@@ -4,16 +4,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LEAST_TRIALS, Estimate, percentile
-from harness.analysis.summary import cell_results
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,10 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
     }
 
 
-def too_wide(trials: pd.DataFrame, precision: float) -> dict[str, float]:
+def too_wide(cells: Sequence[CellResult], precision: float) -> dict[str, float]:
     """Returns relative half widths above `precision`, or from too few trials, by cell. Interleaved
     cells use their widest interval in the setting."""
-    ranked = [cell for cell in cell_results(trials) if cell.ranked]
+    ranked = [cell for cell in cells if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
     few = {cell.cell_id for cell in ranked if cell.trials < LEAST_TRIALS}
     return {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -104,26 +103,16 @@ def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
     return chosen
 
 
-def trial_spread(cells: Mapping[str, LogEstimate]) -> float:
-    """Returns the usual standard deviation of a trial; 0 if unknown."""
-    known = [speed.error * math.sqrt(speed.trials) for speed in cells.values() if speed.degrees > 0]
-    return statistics.median(known) if known else 0.0
-
-
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
     """Returns the ids of cells not far behind; without a spread, all."""
-    spread = trial_spread(cells)
-    if not spread:
+    if not any(speed.degrees > 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)
-
-    def behind(speed: LogEstimate) -> float:
-        own = 1 / speed.trials + 1 / first.trials
-        return (first.mean - speed.mean) / math.hypot(
-            spread * math.sqrt(own), first.allowance, speed.allowance
-        )
-
-    return {name for name, speed in cells.items() if behind(speed) <= FAR_BEHIND}
+    return {
+        name
+        for name, speed in cells.items()
+        if first.mean - speed.mean <= FAR_BEHIND * math.hypot(first.whole_error, speed.whole_error)
+    }
 
 
 def top_two(cells: Mapping[str, LogEstimate], chance: random.Random) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import Setting, by_setting
@@ -33,9 +32,6 @@ from harness.analysis.stats import (
     comparison,
     ratio,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _NODES = 64
 """Number of integration points, of equal probability."""
@@ -53,22 +49,22 @@ class AgainstBest:
         return self.high > 1
 
 
-def against_best(cells: Sequence[LogEstimate], confidence: float = CONFIDENCE) -> list[AgainstBest]:
-    return list(_against_best(tuple(cells), confidence))
+def against_best(cells: Sequence[LogEstimate]) -> list[AgainstBest]:
+    return list(_against_best(tuple(cells)))
 
 
 @functools.lru_cache(maxsize=256)
-def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[AgainstBest, ...]:
+def _against_best(cells: tuple[LogEstimate, ...]) -> tuple[AgainstBest, ...]:
     if len(cells) < 2:
         return (AgainstBest(1.0, 1.0001),) * len(cells)
     highs = []
     candidate_widths: dict[int, list[float]] = {}
     for index, cell in enumerate(cells):
         others = [*cells[:index], *cells[index + 1 :]]
-        if confident_that_beaten(cell, others) >= confidence:
+        if confident_that_beaten(cell, others) >= CONFIDENCE:
             highs.append(0.0)
             continue
-        widths = half_widths(cell, others, confidence)
+        widths = half_widths(cell, others)
         ends = [cell.mean - o.mean + width for o, width in zip(others, widths, strict=True)]
         highs.append(max(1e-12, min(ends)))
         candidate_widths[index] = [*widths[:index], 0.0, *widths[index:]]
@@ -87,7 +83,6 @@ def _against_best(cells: tuple[LogEstimate, ...], confidence: float) -> tuple[Ag
 def half_widths(
     cell: LogEstimate,
     others: Sequence[LogEstimate],
-    confidence: float = CONFIDENCE,
     two_sided: bool = False,
 ) -> list[float]:
     """Returns the log ratios that make other cells' differences from this one jointly
@@ -95,7 +90,7 @@ def half_widths(
     from scipy.optimize import brentq
 
     joint = _Joint(cell, others, two_sided)
-    score = brentq(lambda score: joint.share(score) - confidence, 0.0, _FURTHEST, xtol=1e-4)
+    score = brentq(lambda score: joint.share(score) - CONFIDENCE, 0.0, _FURTHEST, xtol=1e-4)
     return joint.half_widths(score)
 
 
@@ -151,14 +146,12 @@ class _Joint:
         return float(within.prod(axis=1).mean())
 
 
-def gains(
-    baseline: LogEstimate, cells: Sequence[LogEstimate], confidence: float = CONFIDENCE
-) -> list[Comparison]:
+def gains(baseline: LogEstimate, cells: Sequence[LogEstimate]) -> list[Comparison]:
     """Returns throughputs over the baseline's, with simultaneous intervals. Raises ValueError for a
     cell without spread."""
     if not cells:
         return []
-    halves = half_widths(baseline, cells, confidence, two_sided=True)
+    halves = half_widths(baseline, cells, two_sided=True)
     return [
         comparison(cell.mean - baseline.mean, half, min(cell.trials, baseline.trials))
         for cell, half in zip(cells, halves, strict=True)
@@ -175,9 +168,9 @@ def compare(
 
     Interleaved cells are compared within rounds. `same_control`: see `between_runs`.
     """
-    one_run, by_turns = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
+    one_run, interleaved = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
     first, second = cell.speed.log_throughput, other.speed.log_throughput
-    if first and second and not by_turns:
+    if first and second and not interleaved:
         if one_run:
             return ratio(first, second, confidence)
         return between_runs(first, second, confidence, same_control)
@@ -193,7 +186,7 @@ def compare(
     )
 
 
-def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) -> list[CellResult]:
+def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns the cells that may be a setting's fastest.
 
     Interleaved cells, which have no common spread, are compared with the first.
@@ -203,7 +196,7 @@ def may_be_fastest(cells: Sequence[CellResult], confidence: float = CONFIDENCE) 
         return [cell for cell in cells if cell is cells[0] or _is_tied(cell, cells[0])]
     if any(speed.degrees <= 0 for speed in speeds):
         return list(cells)
-    bounded = zip(cells, against_best(speeds, confidence), strict=True)
+    bounded = zip(cells, against_best(speeds), strict=True)
     return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import WORST_VERDICT_FIRST, CellResult
 from harness.analysis.setting import series, setting
 from harness.spec.training import HALF_PRECISIONS, emulated, rounding_alone
 
@@ -46,6 +46,7 @@ def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell.cell, name) == getattr(twin.cell, name) for name in _SIZES)
-        by_nearness.setdefault(shared, []).append(twin.parity.verdict or "")
-    nearest = by_nearness[max(by_nearness)] if by_nearness else [""]
-    return next((verdict for verdict in nearest if verdict != "exact"), nearest[0])
+        by_nearness.setdefault(shared, []).append(twin.parity.verdict or "unknown")
+    if not by_nearness:
+        return ""
+    return min(by_nearness[max(by_nearness)], key=WORST_VERDICT_FIRST.index)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
 
-    from harness.record.run_record import RunRecord
-
 _SAME_MEMORY = 0.02
 """Relative tolerance for memory, because kernels reserve different amounts."""
 

@@ -4,15 +4,12 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from harness.analysis.cell_result import CellResult
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.cell import TECHNIQUES, Cell, without_folder
 from harness.spec.link import over
-
-if TYPE_CHECKING:
-    from harness.analysis.cell_result import CellResult
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Median over trials with its 95 % interval (None below two trials)."""
+    """Mean or median over trials with its 95 % interval (None below two trials)."""
 
     value: float
     low: float | None
@@ -136,7 +136,8 @@ def between_runs(
 
     The interval covers steps that follow the machine's speed differently and outliers among single
     trials. Without `same_control`, or if a run's trials were not adjusted, it also covers the
-    unadjusted ratio, which is then given. Degrees of freedom: Welch (Biometrika 34, 1947).
+    unadjusted ratio. That ratio is returned if trials were not adjusted. Degrees of freedom: Welch
+    (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -239,8 +240,8 @@ def compare_rounds(
     """Compares throughputs within common rounds, so that drift cancels; None without any."""
     logs = []
     for r in sorted(first.keys() & second.keys()):
-        by_turns = log_ratio(*(side.get(r, ()) for side in turns))
-        logs.append(math.log(first[r] / second[r]) if by_turns is None else by_turns)
+        interleaved = log_ratio(*(side.get(r, ()) for side in turns))
+        logs.append(math.log(first[r] / second[r]) if interleaved is None else interleaved)
     if not logs:
         return None
     mean, count = statistics.fmean(logs), len(logs)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from harness.analysis.baseline import Choice, with_baselines, with_efficiencies
 from harness.analysis.cell_result import (
     VERIFIED,
+    WORST_VERDICT_FIRST,
     CellResult,
     Checkpoint,
     Disturbance,
@@ -48,7 +49,6 @@ from harness.spec.errors import DamagedRun
 if TYPE_CHECKING:
     import pandas as pd
 
-_WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
 STATE_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
 Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Parity)
 
@@ -116,7 +116,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
     status = worst_of(trials).status
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
     judged = [trial for trial in trials if trial.parity_verdict is not None]
-    fill = _Fill(trials[0], finished, min(judged, key=_verdict_order, default=None))
+    fill = _Fill(trials[0], finished, min(judged, key=_worst_first, default=None))
     return CellResult(
         run_id=trials[0].run_id,
         cell=_cell(trials[0].cell),
@@ -282,8 +282,10 @@ def _states(trials: Sequence[TrialRecord]) -> KeptStates:
     )
 
 
-def _verdict_order(trial: TrialRecord) -> int:
-    return _WORST_VERDICT_FIRST.index(trial.parity_verdict or "unknown")
+def _worst_first(trial: TrialRecord) -> tuple[int, float]:
+    deviation = trial.parity_max_loss_deviation
+    order = WORST_VERDICT_FIRST.index(trial.parity_verdict or "unknown")
+    return order, -math.inf if deviation is None else -deviation
 
 
 def _parity(fill: _Fill, judged: Sequence[TrialRecord]) -> Parity:

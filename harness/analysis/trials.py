@@ -44,15 +44,6 @@ def disturbances(
     return tuple(cause for cause in CAUSES if cause in causes)
 
 
-def disturbed(
-    foreign_cores: float | None,
-    idle_before: float | None,
-    idle_after: float | None,
-    gpus: GpuRecord | None = None,
-) -> bool:
-    return bool(disturbances(foreign_cores, idle_before, idle_after, gpus))
-
-
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
     """Drops interrupted trials, unless all were."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials

@@ -44,6 +44,11 @@ _COMMANDS = {
         ' "${{MASTER_PORT:-29500}}" train.py{tokens} "$@"'
     ),
 }
+_AUTO = {
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+"""Class of transformers that builds a model from its config, by kind; no script trains others."""
 _WHAT = {
     "train.py": "the training script",
     "model.json": "the model's transformers config",
@@ -72,20 +77,15 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
         raise UsageError(f"{cell.name} cannot run: {no}") from None
     except Unavailable as no:
         note = str(no)
+    if not _spans_nodes(cell, to):
+        raise UsageError(
+            f"{cell.name} has no export to {to}, which starts ranks on one node only; use slurm"
+        )
     strategy = make_strategy(cell)
     plan = plan_of(strategy, cell, to)
     if plan is None:
         raise UsageError(_no_export(cell, strategy, to))
-    if workload.kind == "custom":
-        raise UsageError(
-            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
-            " transformers workload"
-        )
-    if not set(workload.suffixes) <= {FLOAT8}:
-        raise UsageError(
-            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
-            f" workload without a +suffix, or with +{FLOAT8}"
-        )
+    _require_plain(cell, workload)
     values = _values(cell, workload, strategy) | plan.values
     values["saves"] = values["saves"] and not unsaved(cell)
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
@@ -112,6 +112,24 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     return files, note
 
 
+def _require_plain(cell: Cell, workload: Workload) -> None:
+    if workload.kind == "custom":
+        raise UsageError(
+            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
+            " transformers workload"
+        )
+    if workload.pretrained and workload.kind not in _AUTO:
+        raise UsageError(
+            f"{cell.workload} has no export: no script trains a {workload.kind} model from a config"
+            f" file; use a {' or '.join(_AUTO)} model"
+        )
+    if not set(workload.suffixes) <= {FLOAT8}:
+        raise UsageError(
+            f"{cell.workload} has no export: its model is not a plain transformers model; use a"
+            f" workload without a +suffix, or with +{FLOAT8}"
+        )
+
+
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
     """Returns the strategy's own export; an inherited one would train differently."""
     plan = _plan_or_reason(strategy, cell, to)
@@ -121,10 +139,24 @@ def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
     if cell.recipe:
         return Refused(f"no standalone script trains with {cell.recipe}")
+    if not _spans_nodes(cell, to):
+        return None
     try:
         return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
     except Refused as reason:
         return reason
+
+
+def why_not(cell: Cell) -> str:
+    """Returns why a cell has no export to any target."""
+    strategy = make_strategy(cell)
+    reasons = (_plan_or_reason(strategy, cell, to) for to in TARGETS)
+    refused = next((str(reason) for reason in reasons if isinstance(reason, Refused)), "")
+    return refused or f"no standalone script trains with {cell.strategy}"
+
+
+def _spans_nodes(cell: Cell, to: str) -> bool:
+    return cell.nodes == 1 or to == "slurm"
 
 
 def taken_by(to: str) -> list[str]:
@@ -165,10 +197,6 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     named = f"{f'{package}.optim' if package else 'torch.optim'}.{factory.__name__}"
     arguments = _arguments(given)
     config = workload.hf_config()
-    auto = {
-        "causal": "AutoModelForCausalLM",
-        "classification": "AutoModelForSequenceClassification",
-    }.get(workload.kind, "")
     saved = workload.pretrained and has_weights(workload.pretrained)
     local = workload.pretrained and Path(workload.pretrained).exists()
     return {
@@ -177,7 +205,9 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "kind": workload.kind,
         "config_class": type(config).__name__,
         "model_class": (
-            workload.family.model_class if workload.family and not workload.pretrained else auto
+            workload.family.model_class
+            if workload.family and not workload.pretrained
+            else _AUTO[workload.kind]
         ),
         "from_config": ".from_config" if workload.pretrained else "",
         "pretrained": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -217,11 +217,6 @@ def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
     return json.dumps([asdict(state) for state in states]) if states else None
 
 
-def use_of(fields: Mapping[str, object]) -> GpuUse:
-    """Builds a GpuUse from JSON fields; raises pydantic's ValidationError."""
-    return TypeAdapter(GpuUse).validate_python(fields)
-
-
 @functools.cache
 def _states() -> TypeAdapter[tuple[GpuState, ...]]:
     return TypeAdapter(tuple[GpuState, ...])
@@ -282,12 +277,13 @@ def _around(when: str, states: Iterable[GpuState]) -> list[GpuFinding]:
             words = f"GPU {state.index} {when}: {who} with {sum(sizes) / GIB:.1f} GiB"
             findings.append(GpuFinding("shared", words))
         if state.slowed:
-            words = f"GPU {state.index} {when}: {_heat(state)}"
+            words = f"GPU {state.index} {when}: {heat(state)}"
             findings.append(GpuFinding("throttled", words))
     return findings
 
 
-def _heat(state: GpuState) -> str:
+def heat(state: GpuState) -> str:
+    """Returns `power brake at 91 °C`, without an unknown temperature."""
     degrees = state.temperature_celsius
     return ", ".join(state.slowed) + ("" if degrees is None else f" at {degrees} °C")
 
@@ -301,7 +297,7 @@ def _during(uses: Iterable[GpuUse]) -> list[GpuFinding]:
             words.append(f"rank {rank}: held back by heat for {_of(held['temperature'], use)}")
         for state in use.states:
             if state.slowed:
-                words.append(f"GPU {state.index} in the timed steps: {_heat(state)}")
+                words.append(f"GPU {state.index} in the timed steps: {heat(state)}")
             capped = held.get("power", 0.0) > least or "power cap" in (state.reasons or ())
             if capped and state.power_limit_lowered:
                 words.append(f"GPU {state.index}: {_limit(state)}")

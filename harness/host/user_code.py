@@ -16,6 +16,7 @@ from types import ModuleType
 
 from harness.spec.errors import UsageError
 
+MOST_SHOWN = 200
 PLACE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -85,11 +86,11 @@ def _file(path: str) -> ModuleType:
     return module
 
 
-def one_line(error: BaseException, most: int = 200) -> str:
-    """Returns an error's message, or its type if it has none, in one line of at most `most`
+def one_line(error: BaseException) -> str:
+    """Returns an error's message, or its type if it has none, in one line of at most MOST_SHOWN
     characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def first_line(error: BaseException) -> str:

@@ -53,9 +53,15 @@ class RestartedLaunch:
             except BadCheckpoint as error:
                 return replace(first, status="failed", reason=f"checkpoint not loaded: {error}")
             second = self._launch(launcher, self.loads, folder, True, on_progress)
+        # The record's start is the first launch's, which must not lengthen the second's start-up.
+        earlier = first.started_at - second.started_at
+        answers = [
+            replace(answer, entered_at=answer.entered_at and answer.entered_at + earlier)
+            for answer in joined(saved, second.answers)
+        ]
         second = replace(
             second,
-            answers=joined(saved, second.answers),
+            answers=tuple(answers),
             checkpoint=checkpoint_facts(manifest, saved, loaded_by(second), self.same),
             started_at=first.started_at,
             wall_seconds=first.wall_seconds + second.wall_seconds,

@@ -286,7 +286,9 @@ def _measure(device: torch.device) -> DeviceSpeed:
     rates = {name: _matmul_rate(device, dtype, most_bytes) for name, dtype in products.items()}
     source = torch.ones(min(COPY_BYTES[device.type], most_bytes // 2), dtype=torch.uint8).to(device)
     target = torch.empty_like(source)
-    copy_seconds = median_seconds(lambda: target.copy_(source), device, SECONDS_PER_SIZE["cuda"])
+    copy_seconds = median_seconds(
+        lambda: target.copy_(source), device, SECONDS_PER_SIZE[device.type]
+    )
     transfers: dict[str, tuple[float, float]] = {}
     if device.type == "cuda":
         del target

@@ -215,7 +215,6 @@ def _tracker(written: list[Tensor]) -> MemTracker:
 
 
 HOME = Path(__file__).parents[1]
-PHASES = ("set-up", "forward", "backward", "update", "verification")
 _BACKWARD = ("backward", "_engine_run_backward")
 
 
@@ -225,7 +224,8 @@ class Shortage(TypedDict):
 
 
 def phase(error: BaseException) -> str:
-    """Returns which of PHASES the traceback shows."""
+    """Returns the phase that the traceback shows: set-up, forward, backward, update or
+    verification."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:

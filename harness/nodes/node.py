@@ -132,17 +132,15 @@ class Node:
 EMPTY_MESSAGES, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
-def measured_link(
-    line: NodeConnection, now: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def measured_link(line: NodeConnection) -> dict[str, float]:
     """Measures the median round trip of an empty message, and a large one's rate without it, best
     of three."""
 
     def took(payload: int) -> float:
-        begin = now()
+        begin = time.perf_counter()
         line.send("ping", padding=payload)
         line.receive()
-        return now() - begin
+        return time.perf_counter() - begin
 
     round_trip = statistics.median(took(0) for _ in range(EMPTY_MESSAGES))
     seconds = min(took(MESSAGE_BYTES) for _ in range(MESSAGES))

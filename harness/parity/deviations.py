@@ -47,8 +47,8 @@ def all_ranks(ranks: Iterable[Deviations]) -> Deviations:
     return merged
 
 
-def largest(deviations: Mapping[str, float]) -> float | None:
-    return max((v for v in deviations.values() if math.isfinite(v)), default=None)
+def largest(deviations: Iterable[float]) -> float | None:
+    return max((v for v in deviations if math.isfinite(v)), default=None)
 
 
 def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:

@@ -95,7 +95,3 @@ def with_later(
                 ),
             )
     return verdict
-
-
-def largest_finite(deviations: Sequence[float]) -> float | None:
-    return max((value for value in deviations if math.isfinite(value)), default=None)

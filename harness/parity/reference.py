@@ -26,7 +26,7 @@ VERSION = 6  # raise it when the contents of reference files change meaning
 
 @dataclass(frozen=True)
 class Noise:
-    """Deviation by rounding alone, between references that split the batch differently."""
+    """Deviation by rounding alone, between references that round differently."""
 
     loss: float
     """Largest |difference| / |loss| in the segment."""
@@ -114,14 +114,11 @@ class Reference:
         )
 
     def save_ahead(self, train_state: TrainState, losses: list[float]) -> None:
-        """Writes the segment's end with optimizers and schedules far ahead, for models whose
-        optimizer states are compared."""
+        """Writes the segment's end with optimizers and schedules far ahead."""
         facts = self.facts
         states = (train_state, *train_state.replicas)
-        trained = (p for name, p in full_parameters(train_state) if name not in facts["frozen"])
-        if sum(tensor.nbytes for tensor in trained) <= MOMENTS_UP_TO:
-            self._save_tensors(states, facts["frozen"], {}, self.ahead_file)
-            self._write(facts | {"ahead_losses": losses})
+        self._save_tensors(states, facts["frozen"], {}, self.ahead_file)
+        self._write(facts | {"ahead_losses": losses})
 
     def _save_tensors(
         self,

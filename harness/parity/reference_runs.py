@@ -61,24 +61,34 @@ def reference_cell(cell: Cell) -> Cell:
     return reference.model_copy(update={"micro_batches": parts})
 
 
-def split_differently(reference: Cell) -> Cell | None:
-    """Returns the reference with twice as many micro-batches, to measure rounding alone.
+def is_noisy(reference: Cell) -> bool:
+    """Returns whether a second run measures the reference's noise.
 
-    None if that trains differently, if EXACT holds (fp32 on a CPU), or for a large batch.
+    In fp32 on a CPU, EXACT holds without it, unless BatchNorm amplifies rounding and its ranks add
+    up parts of a batch.
     """
+    if _tokens(reference, 1) > NOISE_TOKENS:
+        return False
+    if make_workload(reference.workload).batch_norm:
+        emulates = isinstance(make_strategy(reference), Emulation)
+        return reference.micro_batches == 1 and not emulates
     rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
-    if rounds_alike or _tokens(reference, 1) > NOISE_TOKENS:
-        return None
-    return _halved(reference)
+    return not rounds_alike and _splits_further(reference)
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
     """Returns the reference and its data, rounded differently: with twice as many micro-batches,
     else reversed samples."""
-    if halved := _halved(reference):
-        return halved, data
+    if _splits_further(reference):
+        return reference.model_copy(update={"micro_batches": 2 * reference.micro_batches}), data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}
     return reference.model_copy(update=cores), replace(data, last_first=True)
+
+
+def _splits_further(reference: Cell) -> bool:
+    """Returns whether it trains the same with twice as many micro-batches."""
+    differs = make_workload(reference.workload).batch_norm or reference.balance_weight > 0
+    return reference.global_batch % (2 * reference.micro_batches) == 0 and not differs
 
 
 def without_exchange(cell: Cell) -> tuple[Cell, int]:
@@ -92,14 +102,6 @@ def without_exchange(cell: Cell) -> tuple[Cell, int]:
         ranks = 1
     reference = cell.reference(NO_EXCHANGE)
     return reference.model_copy(update={"devices": ranks}), ranks
-
-
-def _halved(reference: Cell) -> Cell | None:
-    parts = 2 * reference.micro_batches
-    differs = make_workload(reference.workload).batch_norm or reference.balance_weight > 0
-    if reference.global_batch % parts or differs:
-        return None
-    return reference.model_copy(update={"micro_batches": parts})
 
 
 def _divisors(number: int) -> Iterable[int]:
@@ -174,8 +176,11 @@ def mark_used(reference: Reference) -> None:
 def kept_bytes(cell: Cell) -> int:
     """Returns the disk bytes of a cell's reference."""
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
-    moments = cell.moments if facts.trained_bytes <= MOMENTS_UP_TO else 0
-    return _copies(reference_cell(cell)) * (1 + moments) * facts.trained_bytes
+    with_moments = facts.trained_bytes <= MOMENTS_UP_TO
+    tensors = 1 + (cell.moments if with_moments else 0)
+    # AdamW's reference also keeps the end of a replay ahead (harness/worker/rewind.py).
+    ends = 2 if with_moments and cell.optimizer.startswith("adamw") else 1
+    return _copies(reference_cell(cell)) * ends * tensors * facts.trained_bytes
 
 
 def _copies(reference: Cell) -> int:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from harness.analysis.losses import loss_deviations
 from harness.parity.deviations import Deviations, all_ranks, largest
@@ -98,14 +97,14 @@ class Kind:
 
 
 KINDS = (
-    Kind("updates", 1.0, 1.0, "parameters of {} are off by {:.1e} of their update"),
+    Kind("updates", 1.0, 1.0, "parameters of {} are off by {:.2e} of their update"),
     Kind(
         "elements",
         100.0,
         20.0,
-        "an element of {} is off by {:.1e} of the update's root mean square",
+        "an element of {} is off by {:.2e} of the update's root mean square",
     ),
-    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.1e} of its update"),
+    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.2e} of its update"),
     Kind(
         "directions",
         7.0,
@@ -113,8 +112,8 @@ KINDS = (
         "{} has shrunk or grown wrongly, by {:.0f} standard deviations of rounding",
         absolute=True,
     ),
-    Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.1e} of its change"),
-    Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.1e} of its norm"),
+    Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.2e} of its change"),
+    Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.2e} of its norm"),
     Kind("coarse", 0.5, 0.5, "optimizer state {} has 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
@@ -179,10 +178,10 @@ def parity_verdict(
         update.tensor if update else None,
         allowed.loss,
         update.limit if update else allowed.update,
-        max_element_deviation=largest(found.elements),
-        max_decay_deviation=largest(found.decays),
-        max_buffer_deviation=largest(found.buffers),
-        max_moment_deviation=largest(found.moments),
+        max_element_deviation=largest(found.elements.values()),
+        max_decay_deviation=largest(found.decays.values()),
+        max_buffer_deviation=largest(found.buffers.values()),
+        max_moment_deviation=largest(found.moments.values()),
         moments_skipped_reason=_moments_skipped_reason(found, all_names, others),
     )
 
@@ -243,7 +242,7 @@ def beyond(allowed: Tolerance, noise: Noise | None) -> str:
         return ""
     return (
         f"the reference itself moves by {noise.loss:.1e} in the loss and {noise.update:.1e} in the"
-        f" parameters when its batch is split differently (allowed {allowed.loss:.0e} and"
+        f" parameters when it rounds differently (allowed {allowed.loss:.0e} and"
         f" {allowed.update:.0e})"
     )
 
@@ -309,8 +308,8 @@ def no_more_than_noise(verdict: ParityVerdict, noise: Noise) -> ParityVerdict:
         verdict="unknown",
         reason=(
             f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
-            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; those of one process, when"
-            f" its batch is split differently, by {noise.loss:.1e} and {noise.update:.1e}"
+            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; those of one process that"
+            f" rounds differently, by {noise.loss:.1e} and {noise.update:.1e}"
         ),
     )
 
@@ -325,10 +324,6 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
         max(d.update for d in loose),
         between.join(dict.fromkeys(d.reason for d in loose)),
     )
-
-
-def as_row(verdict: ParityVerdict) -> dict[str, Any]:
-    return {f"parity_{name}": value for name, value in asdict(verdict).items()}
 
 
 def in_fp32(cell: Cell) -> Cell | None:

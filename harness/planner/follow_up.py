@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from harness.export import TARGETS, export_files, plan_of, write_files
+from harness.export import TARGETS, export_files, plan_of, why_not, write_files
 from harness.planner.cluster.cluster_plan import ClusterCandidate
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
-from harness.spec.cell import Cell
+from harness.spec.cell import FILLED_IN, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.strategy.base import Strategy
 from harness.strategy.registry import make_strategy, strategies, validate, with_defaults
@@ -42,7 +42,7 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
         )
     axes = []
     for cell in cells:
-        fields = cell.model_dump(mode="json", exclude_defaults=True, exclude={"defaults"})
+        fields = cell.model_dump(mode="json", exclude_defaults=True, exclude={*FILLED_IN})
         fields["batch"] = fields.pop("global_batch", cell.global_batch)
         if cell.regime == "weak":
             fields["batch"] //= cell.devices
@@ -70,21 +70,25 @@ def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
 
     `ranked`: cells with step times in seconds, best first. Raises UsageError without an export.
     """
-    fastest: float | None = None
+    best: tuple[Cell, float] | None = None
     for cell, seconds in ranked:
-        fastest = fastest or seconds
+        best = best or (cell, seconds)
         written = list(_targets(cell))
         if not written:
             continue
         for target, files in written:
             write_files(files, folder / target)
-        slower = seconds / fastest - 1
+        slower = seconds / best[1] - 1
         compared = f", the best exportable layout, {slower:.0%} slower than the best"
         targets = ", ".join(target for target, _ in written)
         return f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for {targets}"
+    if best is None:
+        raise UsageError(
+            "no strategy of the suite supports any of the best layouts, so there is nothing to"
+            " export; try fewer devices or another goal"
+        )
     raise UsageError(
-        "none of the layouts can be exported: combinations of several kinds of model parallelism"
-        " run only inside the suite"
+        f"none of the layouts can be exported; the best is {best[0].label}: {why_not(best[0])}"
     )
 
 

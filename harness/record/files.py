@@ -157,15 +157,15 @@ def read_undamaged(
     return tables
 
 
-def read_frame(table: str, files: Sequence[Path], columns: Sequence[str] = ()) -> pd.DataFrame:
-    return frame_of(table, read_undamaged(table, files, columns), columns)
+def read_frame(table: str, files: Sequence[Path]) -> pd.DataFrame:
+    return frame_of(table, read_undamaged(table, files))
 
 
-def frame_of(table: str, tables: Sequence[pa.Table], columns: Sequence[str] = ()) -> pd.DataFrame:
+def frame_of(table: str, tables: Sequence[pa.Table]) -> pd.DataFrame:
     """Concatenates tables; without any, returns an empty frame with all columns."""
     import pyarrow as pa
 
-    rows = pa.concat_tables(tables) if tables else nullable(table, columns).empty_table()
+    rows = pa.concat_tables(tables) if tables else nullable(table).empty_table()
     frame: pd.DataFrame = rows.combine_chunks().to_pandas()
     return frame
 

@@ -22,6 +22,9 @@ NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
 """Statuses of a probe that tell you nothing about the largest size."""
 LEAST_ROUNDS = 2
 """Number of rounds that ignore the time budget, the minimum for a spread between trials."""
+FURTHER_TIMES = 4.0
+"""Factor on the timed seconds of trials beyond the planned ones, which cost less than further
+launches and average as much noise (docs/studies/run-precision.md)."""
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
@@ -128,7 +131,8 @@ class Plan:
     def spare_from(self) -> int:
         """Position of the first trial that the time budget may drop."""
         order = self.schedule()
-        if self.until_answered and self.time_budget_seconds and self.trials > LEAST_ROUNDS:
+        droppable = self.precision is None and self.trials > LEAST_ROUNDS
+        if droppable and self.time_budget_seconds:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
             return next(begun, len(order))
         return len(order)
@@ -138,11 +142,13 @@ class Plan:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
-    def timed_seconds_of(self, cell: Cell) -> float | None:
-        """Returns the minimum duration of a cell's timed steps; None without a control."""
+    def timed_seconds_of(self, cell: Cell, trial: int = 0) -> float | None:
+        """Returns the minimum duration of a trial's timed steps; None without a control."""
         if not self.timed_seconds:
             return None
-        return 0.0 if cell.id in self.not_compared else self.timed_seconds
+        if cell.id in self.not_compared:
+            return 0.0
+        return self.timed_seconds * (FURTHER_TIMES if trial >= self.trials_of(cell) else 1.0)
 
     def shuffled(self, cells: Sequence[Cell], trial: int) -> list[Cell]:
         order = list(cells)

@@ -97,9 +97,7 @@ class Store:
 
     def write_trial(self, trial: TrialRecord, steps: Iterable[StepRecord] = ()) -> Path:
         """Writes a trial's steps, then its row, which commits both."""
-        if self._files.copy("trials", trial.run_id).exists() and not self._files.single(
-            "trials", trial.run_id
-        ):
+        if self._files.only_copied(trial.run_id):
             self._files.unpack(trial.run_id)
         file = f"{TrialKey(trial.cell_id, trial.trial, trial.attempt).stem}.parquet"
         steps = list(steps)
@@ -183,14 +181,11 @@ class Store:
     def gather(self, run_id: str) -> None:
         self._files.gather(run_id)
 
-    def _frame(
-        self, table: str, run_ids: Sequence[str], columns: Sequence[str] = ()
-    ) -> pd.DataFrame:
-        """Reads single files if a gathered copy is damaged."""
-        tables = [part for r in run_ids for part in self._tables(table, r, columns)]
-        return frame_of(table, tables, columns)
+    def _frame(self, table: str, run_ids: Sequence[str]) -> pd.DataFrame:
+        return frame_of(table, [part for r in run_ids for part in self._tables(table, r)])
 
-    def _tables(self, table: str, run_id: str, columns: Sequence[str]) -> list[pa.Table]:
+    def _tables(self, table: str, run_id: str, columns: Sequence[str] = ()) -> list[pa.Table]:
+        """Reads single files if a gathered copy is damaged."""
         files, copy = self._files.of(table, run_id), self._files.copy(table, run_id)
         if files == [copy] and (single := self._files.single(table, run_id)):
             try:

@@ -317,7 +317,7 @@ class TrialRecord(Record):
     gradient_norms: tuple[float, ...] = ()
     """2-norm of all gradients before clipping, by step"""
     parity_max_update_deviation: float | None = None
-    """largest |parameters - reference| / |reference's update| of a tensor"""
+    """|parameters - reference| / |reference's update| of parity_worst_tensor"""
     parity_max_element_deviation: float | None = None
     """largest |parameter - reference| of an element / root mean square of its tensor's update"""
     parity_max_decay_deviation: float | None = None
@@ -347,15 +347,15 @@ class TrialRecord(Record):
     rewind_update_deviation: float | None = None
     """largest |parameters - reference| / |reference's update| of a tensor after retrained steps"""
     parity_worst_tensor: str | None = None
-    """name of the tensor with the largest update deviation"""
+    """name of the tensor whose update deviation is closest to its limit"""
     reference_loss_noise: float | None = None
-    """largest loss deviation between two reference runs that split the batch differently"""
+    """largest loss deviation between two reference runs that round differently"""
     reference_update_noise: float | None = None
     """largest deviation of a tensor's update between these two runs"""
     parity_loss_tolerance: float | None = None
-    """declared tolerance for losses"""
+    """limit of the loss deviation"""
     parity_update_tolerance: float | None = None
-    """declared tolerance for updates"""
+    """limit of the update deviation of parity_worst_tensor"""
 
     @classmethod
     def of(cls, cell: Cell, **columns: Any) -> TrialRecord:

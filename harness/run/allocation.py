@@ -4,25 +4,24 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from harness.analysis.answer import entrants
 from harness.analysis.precision import too_wide
 from harness.analysis.race import next_round
 from harness.analysis.setting import GroupSize, Setting, heading, timed
-from harness.analysis.summary import cell_results
+from harness.analysis.summary import summarised
 from harness.host.cores import oversubscribed
 from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
+from harness.record.store import EndedTrial
+from harness.record.trial import TrialRecord
 from harness.spec.cell import BASELINE, Cell
 from harness.spec.training import EXACT, rounding_alone
 from harness.strategy.registry import make_strategy, stand_in_of
 from harness.workloads import make_workload
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -126,22 +125,33 @@ class FurtherRound(NamedTuple):
     """Continuation of `cells that`."""
 
 
-def worth_launching(plan: Plan, trials: pd.DataFrame) -> FurtherRound:
+def worth_launching(plan: Plan, trials: Sequence[TrialRecord]) -> FurtherRound:
     """Returns the cells, run more than once, whose interval is too wide, or that are still in the
     race."""
+    cells = summarised(trials)
     if plan.precision is not None:
-        wide = set(too_wide(trials, plan.precision))
+        wide = set(too_wide(cells, plan.precision))
         return FurtherRound(wide - plan.once, "have too wide an interval")
-    settings = entrants(timed(cell_results(trials), plan.once))
+    settings = entrants(timed(cells, plan.once))
     racing = next_round(settings, random.Random(plan.order_seed + len(trials)))
     return FurtherRound(racing, "may still be the fastest, or are compared with these")
 
 
 class TimeBudget:
-    def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
+    def __init__(
+        self, plan: Plan, now: Callable[[], float], before: Iterable[EndedTrial] = ()
+    ) -> None:
+        """`before`: trials that earlier processes of this run recorded."""
         self.plan, self.now, self.began = plan, now, now()
         self.order = plan.schedule()
         self.spare = range(plan.spare_from, len(self.order))
+        planned = {(cell.id, trial) for cell, trial in self.order}
+        self.planned_before, self.further_before = 0.0, 0.0
+        for trial in before:
+            if (trial.cell_id, trial.trial) in planned:
+                self.planned_before += trial.wall_seconds or 0.0
+            else:
+                self.further_before += trial.wall_seconds or 0.0
         self.first_rounds_seconds: float | None = None
         self.took: dict[str, float] = {}
         self.left_out = 0
@@ -167,7 +177,7 @@ class TimeBudget:
         """Returns the cells of a further round that fit, shortest first. `seconds`: by cell id."""
         spent = self.now() - self.began
         if self.first_rounds_seconds is None:
-            self.first_rounds_seconds = spent
+            self.first_rounds_seconds = self.planned_before + spent
         seconds_left = self._most_seconds(self.first_rounds_seconds) - spent
         shortest_first = sorted(seconds, key=seconds.__getitem__)
         until = itertools.accumulate(seconds[cell_id] for cell_id in shortest_first)
@@ -180,4 +190,7 @@ class TimeBudget:
     def _most_seconds(self, first_rounds_seconds: float) -> float:
         if self.plan.time_budget_seconds is not None:
             return self.plan.time_budget_seconds
-        return (1 + FURTHER_SHARE) * first_rounds_seconds if self.plan.until_answered else math.inf
+        if not self.plan.until_answered:
+            return math.inf
+        before = self.planned_before + self.further_before
+        return (1 + FURTHER_SHARE) * first_rounds_seconds - before

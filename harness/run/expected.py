@@ -167,7 +167,8 @@ def trial_seconds(
 
 
 def _link_bytes_per_second(cell: Cell, gpu: str | None) -> float:
-    model, known = gpu_model(gpu), inputs_of(cell).link_bytes_per_second
+    known = inputs_of(cell).link_bytes_per_second
+    model = gpu_model(gpu) if cell.device == "cuda" else None
     if model and model.nvlink_bytes_per_second:
         known = NVLINK_SHARE * model.nvlink_bytes_per_second
     emulated = Link.of(cell.links).bits_per_second if cell.links else None
@@ -201,19 +202,14 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the references and their total time; GPU ones run twice, for noise."""
-    from harness.parity.reference_runs import (
-        kept_bytes,
-        reference_cell,
-        reference_key,
-        split_differently,
-    )
+    """Returns the references and their total time; noisy ones run twice."""
+    from harness.parity.reference_runs import is_noisy, kept_bytes, reference_cell, reference_key
     from harness.parity.verdict import in_fp32
 
     twins = [in_fp32(cell) for cell in cells]
     every = {reference_key(cell): cell for cell in (*cells, *twins) if cell}
     runs = [reference_cell(cell) for cell in every.values()]
-    runs += [again for run in runs if (again := split_differently(run))]
+    runs += list(filter(is_noisy, runs))
     return References(
         len(every),
         sum(trial_seconds(run, cores, gpu) for run in runs),

@@ -219,7 +219,7 @@ def plan_of(
     )
 
 
-def first_guess(cell: Cell, predicted: SearchPlan, budget: int, tokens: int) -> int:
+def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
     """Returns the steps to start with: the formula's, less a rank's other memory.
 
     Without a formula: 16 bytes per parameter, or activations that fill the budget.
@@ -271,7 +271,7 @@ class Search:
 
     def _search(self, launcher: LauncherProtocol, cell: Cell, search: SearchPlan) -> None:
         tokens = search.get("tokens", 0)
-        guess = first_guess(cell, search["predicted"][cell.id], search["budget"], tokens)
+        guess = first_guess(search["predicted"][cell.id], search["budget"], tokens)
 
         def after(steps: int) -> Cell:
             return cell_at_size(cell, steps, tokens)

@@ -114,7 +114,7 @@ class PreparedTrial:
                 f"copies of its state need {needed / 2**30:.1f} GiB of memory, more than"
                 f" {MOST_OF_FREE_MEMORY:.0%} of what this process may still use here"
             )
-        return self.strategy.rewind_skipped_reason
+        return self.strategy.rewind_skipped_reason(cell)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from harness.parity.gradient_norms import norm_deviations, with_norms
 from harness.parity.later import deviations_later, with_jumps, with_later
 from harness.parity.reference import Noise, Reference
 from harness.parity.reference_runs import (
+    is_noisy,
     make_room,
     noise_for,
     reference_cell,
     reference_key,
     reference_of,
     rounded_differently,
-    split_differently,
     without_exchange,
 )
 from harness.parity.replicas import with_replicas
@@ -91,28 +91,25 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        data = _data_of(cell)
+        data, training = _data_of(cell), reference_cell(cell)
         if not reference.exists:
             announce(
                 f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
             )
-            own = reference_cell(cell)
-            if cell.device == "cpu":  # On a GPU, a batch meant for eight takes long enough.
-                own = _with_steps(own, math.ceil(SPARE_STEPS * own.total_steps))
-            outcome = _launch(launcher, own, data, reference_output=reference.folder)
+            # On a GPU, a batch meant for eight takes long enough.
+            spare = SPARE_STEPS if cell.device == "cpu" else 1.0
+            longer = _with_steps(training, math.ceil(spare * training.total_steps))
+            outcome = _launch(launcher, longer, data, reference_output=reference.folder)
             if outcome.status != "ok":
                 self.failures[reference.folder] = (
                     f"the reference run ended {outcome.status}: {outcome.reason}"
                 )
             elif known := _losses_of(outcome):
                 reference.note_losses(known)
-        again = split_differently(reference_cell(cell))
-        if again and reference.exists and reference.noise is None:
-            announce(
-                f"the same with its batch in {again.micro_batches} parts, to measure the effect"
-                " of rounding alone"
-            )
-            outcome = _launch(launcher, again, data, reference=reference.folder)
+        if is_noisy(training) and reference.exists and reference.noise is None:
+            announce("the same with its samples split or ordered differently, to measure rounding")
+            again = rounded_differently(training, data)
+            outcome = _launch(launcher, *again, reference=reference.folder)
             if outcome.status == "ok" and (found := outcome.trained[0].deviations):
                 losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
                 if noise := noise_of(losses, found, reference.facts["losses"]):
@@ -286,7 +283,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
             where = "after the parity segment, when its state was rewound to step"
             further = ", its optimizer ahead" if ahead else ""
             reason = f"{where} {replay.first}{further}: {again.reason}"
-            verdict = replace(again, reason=reason)
+            verdict = replace(verdict, verdict=again.verdict, reason=reason)
         if not ahead:
             since = judging.later(replay)
             later += since

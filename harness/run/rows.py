@@ -10,7 +10,7 @@ from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
 from harness.launch.outcome import Outcome
 from harness.measure.clock import bubble_fraction
-from harness.parity.later import largest_finite
+from harness.parity.deviations import largest
 from harness.parity.reference import Noise
 from harness.parity.verdict import ParityVerdict
 from harness.record.hardware_facts import (
@@ -196,7 +196,7 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
         reference_update_noise=noise.update if noise else None,
         fp32_loss_deviation=verification.fp32_loss_deviation,
         later_steps_verified=len(verification.later_deviations),
-        later_loss_deviation=largest_finite(verification.later_deviations),
+        later_loss_deviation=largest(verification.later_deviations),
     )
     check = verification.rewinds
     if check is None:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple, Protocol
 
 from harness.host.gpu_state import GpuLook
@@ -74,6 +75,8 @@ class Runner:
     """This runner's share of the plan's cells: (number, number of shares)."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
+    _recorded: list[TrialRecord] | None = None
+    """This run's trials; None before its first further round, which reads them."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -132,7 +135,7 @@ class Runner:
                 self.store.write_trial(
                     left_out_record(self.plan.run_id, left.cell, left.status, left.reason)
                 )
-        self._budget = TimeBudget(self.plan, self.now)
+        self._budget = TimeBudget(self.plan, self.now, self.store.ended_trials(self.plan.run_id))
         pending = self.open_trials() or self.plan_extra_round(listener)
         if not pending:
             return True
@@ -148,7 +151,7 @@ class Runner:
             else contextlib.nullcontext()
         ) as interleaved:
             launcher = interleaved or self.start(wanted)
-            references = self._references.of(launcher, wanted, listener.preparing)
+            references: dict[str, Reference] = {}
 
             def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
                 if interleaved:
@@ -161,6 +164,11 @@ class Runner:
                 ]
 
             while pending:
+                # A resumed run's race may need references that none of its open trials did.
+                cells = [trial.cell for trial in pending]
+                missing = [cell for cell in cells if reference_key(cell) not in references]
+                if missing:
+                    references |= self._references.of(launcher, missing, listener.preparing)
                 if not self._trials(launch, pending, listener):
                     return False
                 pending = self.plan_extra_round(listener)
@@ -170,23 +178,36 @@ class Runner:
         """Returns a further trial of each cell of `worth_launching`, as far as time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # A share of the cells has no answer of its own.
-        trials = self.store.load([self.plan.run_id], steps=False).trials
-        worth, why = worth_launching(self.plan, trials)
+        if self._recorded is None:
+            trials = self.store.load([self.plan.run_id], steps=False).trials
+            self._recorded = TrialRecord.from_frame(trials)
+        worth, why = worth_launching(self.plan, self._recorded)
         wanted = worth & {cell.id for cell in self.cells}
-        position = int(trials["position"].max()) + 1
-        trials = trials[trials["cell_id"].isin(wanted)]
-        medians = trials.groupby("cell_id")["wall_seconds"].median()
-        seconds = {str(cell_id): float(median) for cell_id, median in medians.items()}
+        position = max(trial.position for trial in self._recorded) + 1
+        if not wanted:
+            return []
+        number = max(trial.trial for trial in self._recorded if trial.cell_id in wanted) + 1
+        seconds = {cell.id: self._seconds(cell, number) for cell in self.cells if cell.id in wanted}
         launched = self._budget.shortest_that_fit(seconds)
         cells = [cell for cell in self.cells if cell.id in launched]
         if not cells:
             return []
         listener.round_added(cells, f"{len(wanted)} cells that {why}")
-        trial = int(trials["trial"].max()) + 1
         return [
-            PendingTrial(position + i, cell, TrialKey(cell.id, trial, 1))
-            for i, cell in enumerate(self.plan.shuffled(cells, trial))
+            PendingTrial(position + i, cell, TrialKey(cell.id, number, 1))
+            for i, cell in enumerate(self.plan.shuffled(cells, number))
         ]
+
+    def _seconds(self, cell: Cell, trial: int) -> float:
+        """Returns the expected duration of a trial, from the cell's trials of the same length, else
+        from shorter ones."""
+        timed = self.plan.timed_seconds_of(cell, trial) or 0.0
+        expected: dict[float, list[float]] = {}
+        for known in self._recorded or ():
+            if known.cell_id == cell.id:
+                longer = timed - (self.plan.timed_seconds_of(cell, known.trial) or 0.0)
+                expected.setdefault(longer, []).append((known.wall_seconds or 0.0) + longer)
+        return median(expected[min(expected)])
 
     def _trials(
         self,
@@ -200,6 +221,8 @@ class Runner:
             for position, cell, key in launched:
                 listener.trial_started(cell, key.trial, position)
             trials = launch(launched)
+            if self._recorded is not None:
+                self._recorded += trials
             for (_, cell, _), record in zip(launched, trials, strict=True):
                 listener.trial_finished(cell, record)
                 self._budget.took[cell.id] = record.wall_seconds or 0.0
@@ -272,7 +295,7 @@ class Runner:
         reference: Reference | None,
         on_progress: Callable[[int, float], None],
     ) -> TrialRecord:
-        seconds = self.plan.timed_seconds_of(cell)
+        seconds = self.plan.timed_seconds_of(cell, key.trial)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
         gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()

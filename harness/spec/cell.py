@@ -22,6 +22,8 @@ SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Optimizer that the reference uses in place of another implementation of it."""
 RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
 """Fields of the training recipe."""
+FILLED_IN = ("defaults", "strategy_digest", "workload_digest")
+"""Fields that the suite fills in."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id; they do not change what is measured."""
 

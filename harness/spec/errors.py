@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """Returns pydantic's first error: field, problem and value."""
+    """A user's mistake; the message says what is wrong, where, and what would be right."""
 
 
 class NotWritable(UsageError):

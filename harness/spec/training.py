@@ -103,6 +103,15 @@ def emulated(reason: str) -> bool:
     return EMULATED.reason in reason
 
 
+REPLAYED_STEPS = 3
+"""Number of replayed steps, whose losses and final parameters must match the reference."""
+
+
+def first_replayed(parity_steps: int) -> int:
+    """Returns the training step before which the state is saved."""
+    return max(parity_steps - REPLAYED_STEPS, 1)
+
+
 @dataclass(frozen=True)
 class Batch:
     """A rank's share of a step's global batch.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -20,3 +22,13 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{where} is not valid YAML: {reason}") from None
+
+
+def require_known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raises UsageError for the first unknown key, with the nearest known one."""
+    names = list(known)
+    for key in given:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+            raise UsageError(f"{where}: unknown key {key!r}; {hint}")

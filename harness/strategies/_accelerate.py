@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,10 @@ def recompute_by_transformers(
     whole.activation_checkpointing_enable(checkpoint_arguments(recompute))
 
 
+def recompute_elsewhere(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+    """Does nothing: the caller or its library enables recomputation later."""
+
+
 class AccelerateEngineCosts(CostModel[AccelerateEngine]):
     @property
     def backend_library(self) -> str:
@@ -122,12 +127,23 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         zero = self.strategy.zero
         return zero.stage if zero else super().zero_stage
 
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.engine == "fsdp2"
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         if zero := self.strategy.zero:
             return zero.costs.states(cell, layout, facts)
         if self.strategy.engine == "ddp":
             return whole_model_states(cell, facts)
-        return model_states(cell, facts, shards=cell.devices)
+        states = model_states(cell, facts, shards=cell.devices)
+        if cell.micro_batches == 1:
+            return states
+        return dataclasses.replace(states, transient=float(facts.trained_bytes))
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        zero = self.strategy.zero
+        return zero.costs.traffic(cell, layout, facts) if zero else None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         zero = self.strategy.zero

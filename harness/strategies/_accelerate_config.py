@@ -138,6 +138,7 @@ def accelerate_export(
         "ddp_arguments": _ddp_arguments(ddp or {}),
         "cpu_adam": False,
         "undo_first_step": False,
+        "keep_dtype": False,
         **(about_deepspeed or {}),
     }
     variables = deepspeed_variables(cell) if deepspeed else {}

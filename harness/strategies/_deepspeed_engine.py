@@ -27,7 +27,7 @@ def emptied_folder(job: Job, chosen: str) -> Path:
     import torch.distributed as dist
 
     folder = Path(chosen) / "parallelism-bench-offload" if chosen else job.scratch / "offload"
-    if chosen and job.rank == 0:
+    if chosen and job.rank % job.local_processes == 0:
         shutil.rmtree(folder, ignore_errors=True)
     if chosen:
         dist.barrier()
@@ -36,7 +36,7 @@ def emptied_folder(job: Job, chosen: str) -> Path:
 
 def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
     """Returns torch's optimizer, or DeepSpeed's equivalent CPU AdamW for offloaded states."""
-    if not offloaded or job.cell.optimizer == "sgd":
+    if not offloaded:
         return job.optimizer(model.parameters())
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

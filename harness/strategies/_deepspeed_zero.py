@@ -18,7 +18,7 @@ from harness.strategies._deepspeed import (
     missing,
     require_disk,
 )
-from harness.strategy import Capabilities, Cell, Strategy
+from harness.strategy import Capabilities, Cell, ModelFacts, Strategy
 from harness.workloads import Workload
 from harness.workloads.counts import model_facts
 
@@ -130,9 +130,8 @@ class ZeroOptions(Strategy):
     def on_disk(self) -> bool:
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
-    @property
-    def rewind_skipped_reason(self) -> str:
-        return "states are on a disk" if self.on_disk else super().rewind_skipped_reason
+    def rewind_skipped_reason(self, cell: Cell) -> str:
+        return "states are on a disk" if self.on_disk else super().rewind_skipped_reason(cell)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         require_disk(self.folder)
@@ -157,6 +156,18 @@ class ZeroOptions(Strategy):
                 " recomputed, so torch's selective checkpoint fails; use recompute full, or stage 2"
             )
         self._check_offload(cell, workload)
+        self._check_unused(cell)
+
+    def _check_unused(self, cell: Cell) -> None:
+        """Raises Refused for options without effect, which would repeat another cell's training."""
+        unused = {
+            "bucket_elements": ("stage 1, 2 or 3", self.stage == 0),
+            "persistent_elements": ("stage 3", self.stage < 3),
+            "folder": ("offload_optimizer or offload_parameters nvme", not self.on_disk),
+        }
+        for name, (needed, without_effect) in unused.items():
+            if name in cell.options and without_effect:
+                raise Refused(f"{name} has no effect without {needed}: leave {name} out")
 
     def _check_offload(self, cell: Cell, workload: Workload) -> None:
         optimizer, on_cpu = self.offload_optimizer, self.offload_optimizer != "none"
@@ -172,7 +183,7 @@ class ZeroOptions(Strategy):
                 "offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not"
                 f" {cell.optimizer}"
             )
-        sizes = model_facts(workload, cell.sequence_length).sizes
+        sizes = self.partitioned(workload, model_facts(workload, cell.sequence_length)).sizes
         if self.on_disk:
             self._check_swapped(cell, workload, sizes)
         check_prebuilt(*["cpu_adam"] * on_cpu, *["async_io"] * self.on_disk)
@@ -183,6 +194,10 @@ class ZeroOptions(Strategy):
                 " folder to a folder on a disk"
             )
         require_locked(self.swapping(cell, cell.devices, sizes))
+
+    def partitioned(self, workload: Workload, facts: ModelFacts) -> ModelFacts:
+        """Returns the facts with the trained parameters that DeepSpeed partitions."""
+        return facts
 
     def _check_swapped(self, cell: Cell, workload: Workload, sizes: Sequence[int]) -> None:
         largest: dict[str, float] = {}

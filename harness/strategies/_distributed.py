@@ -15,7 +15,7 @@ from pydantic import Field
 from harness.measure.memory_kinds import local_part, retained_by
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, Retained, States
-from harness.strategies._accelerate import recompute_by_transformers
+from harness.strategies._accelerate import recompute_by_transformers, recompute_elsewhere
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced, hidden_bytes, model_states, passed_once
 from harness.workloads import Workload, make_workload
@@ -142,7 +142,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
     import torch
     import torch.distributed as dist
 
-    model: Any = job.model(_not_yet)
+    model: Any = job.model(recompute_elsewhere)
     if (seen := torch._C._get_accelerator().type) != job.device.type:
         raise RuntimeError(
             f"transformers would make a mesh of {seen} devices for a cell on {job.device.type}:"
@@ -174,10 +174,6 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
             yield kind, name, local_part(tensor).nbytes
         else:
             yield kind, name, tensor
-
-
-def _not_yet(model: nn.Module, blocks: object, recompute: str) -> None:
-    """Does nothing; the loaded model gets recomputation."""
 
 
 def distributed_config(sizes: MeshSizes) -> DistributedConfig:

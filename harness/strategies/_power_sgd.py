@@ -47,7 +47,7 @@ class PowerSgd(Emulation):
 
         parts = job.cell.micro_batches // self.ranks
         model = job.model()
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.optimizer_of(model)
         buckets: list[Bucket] = []
         job.register(model, optimizer, library=lambda: [t for b in buckets for t in b.kept()])
         own = dataclasses.replace(job, cell=job.cell.model_copy(update={"micro_batches": parts}))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from harness.spec.training import Batch, TrainStep
 from harness.strategy import Capabilities, Cell, Emulation, Job
-from harness.strategy.job import Moment, TrainState, step_halves
+from harness.strategy.job import Moment, TrainState, step_halves, trained_parameters
 from harness.strategy.recipe import RecipeState
 from harness.strategy.registry import REPLICAS
 from harness.strategy.whole_state import moments_of
@@ -62,7 +62,7 @@ class Replicas(Emulation):
         optimizers = [
             own.optimizer(model.parameters()) for own, model in zip(jobs, models, strict=True)
         ]
-        trained = [_trained(model) for model in models]
+        trained = [trained_parameters(model) for model in models]
         outer = None if self.outer_learning_rate is None else self._outer(trained[0])
         first, *others = (
             _state(model, optimizer, outer)
@@ -144,10 +144,6 @@ def step_outside(outer: Optimizer, replicas: Sequence[Sequence[Tensor]]) -> None
         for start, *copies in zip(starts, *replicas, strict=True):
             for copy in copies:
                 copy.copy_(start)
-
-
-def _trained(model: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _state(model: nn.Module, optimizer: Optimizer, outer: Optimizer | None) -> TrainState:

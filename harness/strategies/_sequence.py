@@ -158,7 +158,7 @@ def exchanged_for_heads(
     """Returns the mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv
     2309.14509, section 3.2: 4Nh/P).
 
-    None unless all tensors are fp32. A block has four all-to-alls (queries, keys, values, outputs)
+    None unless the precision is fp32. A block has four all-to-alls (queries, keys, values, outputs)
     each way; recomputation repeats the forward ones. `gathers_positions` adds 8 bytes per token and
     computed block.
     """
@@ -166,9 +166,10 @@ def exchanged_for_heads(
     if cell.precision != "fp32" or not workload.query_heads:
         return None
     widths = 2 * workload.head_width * (workload.query_heads + workload.heads)
+    element_bytes = 2.0 if workload.arithmetic else 4.0
     tokens = cell.global_batch / layout.data * cell.sequence_length / ranks
     passes = 2 if cell.recompute == "none" else 3
-    exchanged = passed_once(ranks, 4.0 * tokens * widths) * passes
+    exchanged = passed_once(ranks, element_bytes * tokens * widths) * passes
     gathered = passed_once(ranks, 8.0 * cell.sequence_length) * (passes - 1) * cell.micro_batches
     return workload.blocks * (exchanged + (gathered if gathers_positions else 0.0))
 

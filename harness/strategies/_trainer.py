@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,7 +18,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harness.spec.training import Batch
-from harness.strategies._accelerate import AccelerateEngine, pretend_gpus, verify
+from harness.strategies._accelerate import (
+    AccelerateEngine,
+    pretend_gpus,
+    recompute_elsewhere,
+    verify,
+)
 from harness.strategies._accelerate_config import fsdp2_settings, state_dict_type
 from harness.strategies._deepspeed import settle
 from harness.strategy import Job
@@ -182,7 +187,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
     if engine.zero:
         settle(job.device.type, job.local_processes)
     # Build the model first: the arguments may make transformers build models in ZeRO-3 shards.
-    model = job.model(recompute_by_arguments)
+    model = job.model(recompute_elsewhere)
     if engine.engine == "fsdp2":
         store_as_floats(model, job.dtype())
     scale_balance(job, model)
@@ -246,10 +251,6 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
             "activation_checkpointing_kwargs": checkpoint_arguments(cell.recompute),
         }
     return args | same_training | nothing_beside
-
-
-def recompute_by_arguments(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Does nothing: Trainer's arguments enable activation checkpointing."""
 
 
 def scale_balance(job: Job, model: nn.Module) -> None:

@@ -49,6 +49,8 @@ class Amp(Strategy):
         if (self.opt_level == "O0") != (cell.precision == "fp32"):
             levels = f"{self.opt_level} cannot be combined with {cell.precision}"
             raise Refused(f"opt level O0 is fp32, O1 to O3 are fp16 or bf16: {levels}")
+        if self.rounded_masters and self.opt_level != "O2":
+            raise Refused(f"rounded_masters needs opt_level O2, not {self.opt_level}")
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return {"O2": WHOLLY, "O3": LOST}.get(self.opt_level, EXACT)

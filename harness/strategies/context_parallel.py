@@ -48,18 +48,22 @@ class ContextParallel(Strategy):
 
     def setup(self, job: Job) -> TrainStep:
         import torch
+
+        model = job.model()
+        whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]
+        if job.layout.sequence == 1:
+            # Keep the model's attention, which may not be causal.
+            return _sequence.averaging_step(job, model, whole_positions)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
         set_rotate_method(self.pass_by)
         mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
-        model = job.model()
         _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
         # Sharded in place with each batch, to hold the rank's token positions.
         positions = torch.empty(0, dtype=torch.long, device=job.device)
         step = _sequence.averaging_step(job, model, positions)
-        whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]
 
         def ring_step(batch: Batch) -> Tensor | None:
             positions.resize_(whole_positions.shape).copy_(whole_positions)

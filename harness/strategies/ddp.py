@@ -6,8 +6,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EMULATED, EXACT, Layout, Retained, States, Tolerance, TrainStep
+from harness.spec.training import (
+    EMULATED,
+    EXACT,
+    Layout,
+    Retained,
+    States,
+    Tolerance,
+    TrainStep,
+    first_replayed,
+)
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
@@ -23,7 +34,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BUCKETS_MIB = 1, 25
-POWER_SGD_RANK = 4
+POWER_SGD_RANK, FIRST_COMPRESSED = 4, 2
 COMPRESSED = {
     "fp16": Tolerance(1e-4, 0.03, "gradients travel in fp16"),
     "bf16": Tolerance(1e-3, 0.2, "gradients travel in bf16"),
@@ -41,7 +52,7 @@ class Ddp(Strategy):
         compiles=("block", "block_cudagraphs"), extra_optimizers=("adamw_8bit", "muon")
     )
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | None = Field(default=None, ge=0.001)
     """Size of every gradient bucket in MiB; by default 1 for the first and 25 for the others."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
@@ -53,11 +64,8 @@ class Ddp(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.comm_hook == "bf16" and cell.device == "cpu":
             raise Unavailable("the bf16 compression hook runs only on NCCL; use GPUs")
-        if self.comm_hook == "powersgd" and cell.checkpoint != "none":
-            raise Refused(
-                "PowerSGD's error feedback is not saved in checkpoints: use another comm_hook, or"
-                " checkpoint none"
-            )
+        if self.comm_hook == "powersgd":
+            check_power_sgd(cell, workload)
         least = least_bucket_mib(self.comm_hook, cell, workload)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb < least:
             raise Refused(
@@ -80,6 +88,10 @@ class Ddp(Strategy):
         }
         reference = cell.reference(POWER_SGD, options)
         return reference.model_copy(update={"micro_batches": cell.devices})
+
+    def rewind_skipped_reason(self, cell: Cell) -> str:
+        early = first_replayed(cell.parity_steps) <= FIRST_COMPRESSED
+        return "PowerSGD's errors begin later" if early and self.comm_hook == "powersgd" else ""
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
@@ -129,7 +141,7 @@ class DdpCosts(CostModel[Ddp]):
         if width is None:
             return None
         return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
-            layout.data, facts.buffer_bytes
+            layout.data, facts.buffer_bytes - facts.scale_bytes
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
@@ -179,6 +191,20 @@ def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
     yield "library", "gradient buckets of DDP's reducer", total - views
 
 
+def check_power_sgd(cell: Cell, workload: Workload) -> None:
+    """Raises Refused for half-precision gradients, and for checkpoints."""
+    if workload.arithmetic:
+        raise Refused(
+            f"PowerSGD's reference compresses fp32 gradients, but those of {workload.name} are"
+            f" {workload.arithmetic}: use {workload.in_fp32}, or another comm_hook"
+        )
+    if cell.checkpoint != "none":
+        raise Refused(
+            "PowerSGD's error feedback is not saved in checkpoints: use another comm_hook, or"
+            " checkpoint none"
+        )
+
+
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """Returns the minimum bucket size in MiB under this hook; 0 for any size.
 
@@ -218,7 +244,7 @@ def compress(model: DistributedDataParallel, hook: str) -> PowerSGDState | None:
 
     if hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=2
+            None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=FIRST_COMPRESSED
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state

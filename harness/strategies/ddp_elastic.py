@@ -87,7 +87,7 @@ class DdpElasticCosts(CostModel[DdpElastic]):
     backend_library = "ddp"
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return 3.0 * facts.trained_bytes / self.strategy.snapshot_every
+        return (1.0 + cell.moments) * facts.trained_bytes / self.strategy.snapshot_every
 
 
 class Snapshots:

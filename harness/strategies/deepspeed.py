@@ -51,7 +51,7 @@ class Deepspeed(ZeroOptions):
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         plain = self.stage == 0 and self.model_fields_set <= {"stage"}
-        return "DeepSpeed stage 0" if plain else None
+        return "DeepSpeed stage 0" if plain and cell.precision == "fp32" else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
         sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
@@ -243,15 +243,17 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         return buckets * (1 + (parts if chosen.stage == 2 else 1))
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Counts masters and moments in and out, gradients out, parameters in twice and out once.
+        """Counts masters and moments in and out, gradients out, parameters out once and, for each
+        micro-batch, in twice.
 
         Bytes to host memory count a tenth of those to disk.
         """
         chosen = self.strategy
         share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
+        moves = 2.0 * cell.micro_batches + 1
         return (
             7.0 * facts.trained_bytes * share[chosen.offload_optimizer]
-            + 3.0 * facts.parameter_bytes * share[chosen.offload_parameters]
+            + moves * facts.parameter_bytes * share[chosen.offload_parameters]
         )
 
 

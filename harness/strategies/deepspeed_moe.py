@@ -106,4 +106,7 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
         return Deepspeed(stage=0).costs.states(cell, layout, own)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return 2.0 + 4 * make_workload(cell.workload).blocks * cell.micro_batches
+        if self.strategy.expert == 1:
+            return 2.0
+        of_block = 4 if cell.recompute == "none" else 6  # recomputation repeats forward's two
+        return 2.0 + of_block * make_workload(cell.workload).blocks * cell.micro_batches

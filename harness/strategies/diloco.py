@@ -115,10 +115,11 @@ class DiLoCoCosts(CostModel[DiLoCo]):
         """
         inner = model_states(cell, facts)
         momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0
+        start = facts.parameter_bytes if cell.device == "cpu" else 0
         return dataclasses.replace(
             inner,
             optimizer=inner.optimizer + momentum,
-            library=inner.library + facts.parameter_bytes,
+            library=inner.library + start,
             transient=inner.transient + 2 * facts.parameter_bytes,
         )
 

@@ -69,5 +69,7 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None
-        exchanged = 5 * workload.blocks * cell.micro_batches if sizes.expert > 1 else 0
-        return exchanged + sharded_messages(cell, workload.blocks, True, False, False)
+        of_block = 5 if cell.recompute == "none" else 8  # recomputation repeats forward's three
+        exchanged = of_block * workload.blocks * cell.micro_batches if sizes.expert > 1 else 0
+        hybrid = sizes.replicas > 1
+        return exchanged + sharded_messages(cell, workload.blocks, True, hybrid, no_sync=False)

@@ -69,8 +69,8 @@ class FairscaleFsdp(Strategy):
         )
         at_home = dataclasses.replace(job, device=home)
         whole, job.recomputes = at_home.model(recompute_by_fairscale), at_home.recomputes
-        if job.workload.block_path:
-            blocks = whole.get_submodule(job.workload.block_path)
+        for path in job.workload.block_paths:
+            blocks = whole.get_submodule(path)
             for name, block in list(blocks.named_children()):
                 setattr(blocks, name, shard(block))
         model = shard(whole)
@@ -107,9 +107,13 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
         shard = model_states(cell, facts, shards=layout.data)
         if self.strategy.cpu_offload:
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
-        if self.strategy.reshard_after_forward:
-            return shard
-        return dataclasses.replace(shard, transient=4.0 * facts.parameters)
+        transient = shard.transient
+        whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
+        if whole:
+            transient = float(facts.trained_bytes)
+        if not self.strategy.reshard_after_forward:
+            transient = 4.0 * facts.parameters + (transient if whole else 0.0)
+        return dataclasses.replace(shard, transient=transient)
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,23 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         """A flat parameter has one gradient, also of what is frozen in it; without exchange, whole
         (torch 2.13: measured on two ranks)."""
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
-        gradients = facts.parameter_bytes / (1 if cell.micro_batches > 1 else shards)
-        return dataclasses.replace(model_states(cell, facts, shards), transient=gradients)
+        chosen, whole = self.strategy, cell.micro_batches > 1
+        states = model_states(cell, facts, shards)
+        gradients = facts.parameter_bytes / (1 if whole else shards)
+        if chosen.cpu_offload and cell.device == "cuda":
+            states = dataclasses.replace(states, parameters=0.0, optimizer=0.0)
+            gradients = gradients if whole else 0.0
+        if chosen.sharding == "shard_grad_op":
+            gathered = float(facts.parameter_bytes)
+            return dataclasses.replace(states, transient=gathered + (gradients if whole else 0.0))
+        return dataclasses.replace(states, transient=gradients)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        units = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0
-        again = self.strategy.sharding != "shard_grad_op"
-        return sharded_messages(cell, units, again, self.strategy.sharding == "hybrid_shard")
+        blocks = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0
+        if self.strategy.sharding == "shard_grad_op":
+            # Without exchange, gathered parameters stay until the last micro-batch.
+            return 2.0 * (blocks + 1)
+        return sharded_messages(cell, blocks, True, self.strategy.sharding == "hybrid_shard")
 
     shards_parameters = True
 

@@ -51,6 +51,11 @@ class Fsdp2(Strategy):
                 "mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, not"
                 f" {cell.precision}"
             )
+        if self.mixed_precision and cell.optimizer == "muon":
+            raise Refused(
+                "the reference of mixed_precision has no master weights by name, which Muon needs:"
+                " use optimizer adamw, or leave mixed_precision out"
+            )
         if self.cpu_offload and cell.device == "cuda" and cell.precision == "fp16":
             raise Refused(
                 "loss scaling would have to reduce infinities of gradients in host memory, which"
@@ -126,12 +131,14 @@ class Fsdp2Costs(CostModel[Fsdp2]):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=self._shards(cell))
+        if self.strategy.cpu_offload and cell.device == "cuda":
+            shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0, transient=0.0)
         transient = shard.transient
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
         if whole:
             transient = float(facts.trained_bytes)
         if not self.strategy.reshard_after_forward:
-            transient = 4.0 * facts.parameters + (transient if whole else 0.0)
+            transient = self._gathered(facts) + (transient if whole else 0.0)
         return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
@@ -144,14 +151,15 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         shards, parts = self._shards(cell), cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
             return None
-        path = make_workload(cell.workload).block_path
+        paths = tuple(f"{path}." for path in make_workload(cell.workload).block_paths)
         blocks = sum(
             size
             for name, size in zip(facts.trainable, facts.sizes, strict=True)
-            if path and name.startswith(path + ".")
+            if name.startswith(paths)
         )
-        whole = 4.0 * facts.parameters
-        gathered = whole + (4.0 * blocks if self.strategy.reshard_after_forward else 0.0)
+        whole = float(facts.parameter_bytes)
+        again = whole * blocks / facts.parameters if self.strategy.reshard_after_forward else 0.0
+        gathered = whole + again
         scattered = whole * (1 if self.strategy.no_sync else parts)
         between = all_reduced(2, scattered / shards) if self.strategy.hybrid else 0.0
         return passed_once(shards, parts * gathered + scattered) + between
@@ -161,6 +169,12 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return sharded_messages(
             cell, blocks, chosen.reshard_after_forward, chosen.hybrid, chosen.no_sync
         )
+
+    def _gathered(self, facts: ModelFacts) -> float:
+        if not self.strategy.mixed_precision:
+            return float(facts.parameter_bytes)
+        # Packed weights stay packed.
+        return float(min(facts.parameter_bytes, 2 * facts.parameters))
 
     def _shards(self, cell: Cell) -> int:
         return cell.devices // 2 if self.strategy.hybrid else cell.devices

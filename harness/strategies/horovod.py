@@ -56,6 +56,8 @@ class Horovod(Strategy):
             )
         if self.op == "adasum":
             self._check_adasum(cell)
+        if self.controller == "gloo" and self.transport == "tcp":
+            raise Refused("Gloo's transport is always TCP: leave transport out, or use mpi")
         if self.controller == "mpi" and cell.launcher == "spawn":
             raise Refused("mpirun starts the MPI controller's ranks: leave the launcher out")
         if lacks := _horovod.missing(self.controller, cell.device):
@@ -125,7 +127,8 @@ class HorovodCosts(CostModel[Horovod]):
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
-        return dataclasses.replace(model_states(cell, facts), library=kept)
+        states = model_states(cell, facts)
+        return dataclasses.replace(states, library=states.library + kept)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         if self.strategy.op == "adasum":

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 from importlib.metadata import version
 
 from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Layout, Tolerance, TrainStep
+from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies import _accelerate
 from harness.strategies import _distributed as mesh
 from harness.strategies._accelerate import recompute_by_transformers
@@ -73,6 +74,16 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
 
 
 class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.tensor == 1
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        states = super().states(cell, layout, facts)
+        if states is None or cell.micro_batches == 1 or not self.accumulates_whole_gradients:
+            return states
+        return dataclasses.replace(states, transient=float(facts.trained_bytes))
+
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:

@@ -13,7 +13,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import model_states
-from harness.strategy.job import Wait, loss_scaler
+from harness.strategy.job import Wait, loss_scaler, parameters_of, trained_parameters
 from harness.strategy.recipe import clip_gradients
 from harness.workloads import Workload
 
@@ -68,6 +68,11 @@ class ParameterServer(Strategy):
             raise Refused(
                 "torch.distributed.rpc has no checkpoints: use ddp, or leave the checkpoint out"
             )
+        if self.mode == "asynchronous" and cell.precision == "fp16" and cell.devices > 1:
+            raise Refused(
+                "an asynchronous server may change the loss scale while gradients of another scale"
+                " are on their way: use bf16, or mode synchronous"
+            )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         if self.mode == "synchronous" or cell.devices == 1:
@@ -94,7 +99,7 @@ class ParameterServer(Strategy):
         optimizer = server_optimizer(job, model, updates=job.layout.data // together)
         job.register(model, optimizer, over_tcp=tcp, waits=waits())
         join(job, tcp)
-        return serve(job, optimizer, trained(model), together)
+        return serve(job, optimizer, trained_parameters(model), together)
 
 
 class ParameterServerCosts(CostModel[ParameterServer]):
@@ -170,14 +175,10 @@ def waits() -> list[Wait]:
     ]
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
     """Returns the cell's optimizer, scaled for this many updates per step: each of N uses 1/N of
     the learning rate and the N-th root of each moment's decay factor."""
-    optimizer = job.optimizer(trained(model))
+    optimizer = job.optimizer(trained_parameters(model))
     for group in optimizer.param_groups:
         group["lr"] /= updates
         if "betas" in group:
@@ -193,7 +194,7 @@ def work(job: Job, model: nn.Module) -> TrainStep:
     import torch
     from torch.distributed import rpc
 
-    parameters, parts = trained(model), job.cell.micro_batches
+    parameters, parts = trained_parameters(model), job.cell.micro_batches
     server = f"rank{job.layout.data}"
     scale = loss_scaler(job).get_scale()
 
@@ -263,8 +264,7 @@ def average(parameters: list[nn.Parameter], pushes: list[Push]) -> None:
 def update(job: Job, optimizer: Optimizer, scaler: GradScaler) -> None:
     if job.cell.clip_norm is not None:
         scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        job.recipe.gradient_norm = clip_gradients(parameters, job.cell.clip_norm)
+        job.recipe.gradient_norm = clip_gradients(parameters_of(optimizer), job.cell.clip_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

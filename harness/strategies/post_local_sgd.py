@@ -7,16 +7,13 @@ from typing import Any
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep
+from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep, first_replayed
 from harness.strategies._replicas import replicas_of
 from harness.strategies.ddp import wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
-
-EARLY_START = 4
-"""Latest start step at which all repeated steps are local."""
 
 
 class PostLocalSgd(Strategy):
@@ -43,10 +40,9 @@ class PostLocalSgd(Strategy):
     def cycle(self) -> int:
         return self.period
 
-    @property
-    def rewind_skipped_reason(self) -> str:
-        late = self.start_step > EARLY_START
-        return "gradients are averaged only until a later step" if late else ""
+    def rewind_skipped_reason(self, cell: Cell) -> str:
+        late = first_replayed(cell.parity_steps) < self.start_step
+        return "the first replayed steps would average gradients" if late else ""
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
         return EXACT if cell.devices == 1 else EMULATED

@@ -122,7 +122,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts an all-reduce per split layer and block (see `traffic`).
+        """Counts an all-reduce per split layer and block, and repeated ones (see `traffic`).
 
         Sequence parallelism has four gathers and four scatters per block, and norm gradients.
         """
@@ -132,7 +132,9 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         if not workload.split.one_reduction_each:
             return None
         split = len(workload.split.by_column) + len(workload.split.by_row)
-        of_block = 8 if self.strategy.sequence_parallel else split
+        forward = 4 if self.strategy.sequence_parallel else len(workload.split.by_row)
+        repeated = forward - 1 if cell.recompute != "none" else 0
+        of_block = (8 if self.strategy.sequence_parallel else split) + repeated
         norms = 2 * workload.blocks + 1 if self.strategy.sequence_parallel else 0
         return float(workload.blocks * cell.micro_batches * of_block + norms)
 

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from harness.spec.errors import Refused
+from harness.spec.training import Layout, States
 from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
-from harness.strategy import Cell, Job
-from harness.workloads import Workload
+from harness.strategy import Cell, Job, ModelFacts
+from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,10 @@ class TiledLinear(Deepspeed):
                 " cannot be tiled; use a llama workload"
             )
 
+    def partitioned(self, workload: Workload, facts: ModelFacts) -> ModelFacts:
+        named = dict(tiles_of(workload, facts, self.out_tiles, self.in_tiles))
+        return dataclasses.replace(facts, trainable=tuple(named), sizes=tuple(named.values()))
+
     def build(self, job: Job) -> nn.Module:
         return tile_largest(super().build(job), self.out_tiles, self.in_tiles, job.device)
 
@@ -51,6 +58,46 @@ class TiledLinear(Deepspeed):
 
 class TiledLinearCosts(DeepspeedCosts):
     backend_library = "deepspeed"
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+        tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
+        return super().states(cell, layout, tiled)
+
+
+def tiles_of(
+    workload: Workload, facts: ModelFacts, out_tiles: int, in_tiles: int
+) -> Iterator[tuple[str, int]]:
+    """Yields names and elements of trained parameters, with the largest layers in tiles."""
+    layers = largest_layers(workload)
+    for name, size in zip(facts.trainable, facts.sizes, strict=True):
+        path, _, kind = name.rpartition(".")
+        if path not in layers:
+            yield name, size
+            continue
+        inputs, outputs = layers[path]
+        columns = _parts(inputs, in_tiles) if kind == "weight" else [1]
+        for row, height in enumerate(_parts(outputs, out_tiles)):
+            for column, width in enumerate(columns):
+                yield f"{path}.linears.{row}.{column}.{kind}", height * width
+
+
+@functools.cache
+def largest_layers(workload: Workload) -> dict[str, tuple[int, int]]:
+    """Returns the numbers of inputs and outputs of the largest linear layers by path."""
+    from torch import nn
+
+    modules = workload.on_meta().named_modules()
+    linear = {name: m for name, m in modules if isinstance(m, nn.Linear)}
+    largest = max((m.weight.numel() for m in linear.values()), default=0)
+    return {
+        name: (m.in_features, m.out_features)
+        for name, m in linear.items()
+        if m.weight.numel() == largest
+    }
+
+
+def _parts(size: int, count: int) -> list[int]:
+    return [size // count + (number < size % count) for number in range(count)]
 
 
 def tile_largest(

@@ -73,7 +73,8 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         """Counts DDP's all-reduce and parameter broadcasts; published ZeRO-1 scatters gradients."""
         ranks, size = layout.data, float(facts.trained_bytes)
-        return all_reduced(ranks, size) + passed_once(ranks, size + facts.buffer_bytes)
+        buffers = facts.buffer_bytes - facts.scale_bytes
+        return all_reduced(ranks, size) + passed_once(ranks, size + buffers)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts DDP's messages and a broadcast per parameter, which all overlap."""

@@ -117,9 +117,8 @@ class Strategy(BaseModel, ABC):
         """Steps after which the work repeats."""
         return 1
 
-    @property
-    def rewind_skipped_reason(self) -> str:
-        """Why training cannot be rewound by restoring what it registers, or empty."""
+    def rewind_skipped_reason(self, cell: Cell) -> str:
+        """Returns why training cannot be rewound by restoring what it registers, or ""."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property

@@ -45,7 +45,7 @@ def saving_cell(cell: Cell) -> Cell:
     if not cell.checkpoint_from:
         return cell
     strategy, _, devices = cell.checkpoint_from.rpartition(" x")
-    if not strategy or not devices.isdigit():
+    if not strategy or not devices.isdecimal() or int(devices) < 1:
         raise UsageError(
             f"checkpoint_from {cell.checkpoint_from!r} is not a strategy and a number of devices,"
             " such as `fsdp2 x2`"

@@ -341,7 +341,7 @@ def step_halves(
 
     scaler = scaler or loss_scaler(job)
     clear = clear or optimizer.zero_grad
-    clip = job.recipe.clip or functools.partial(clip_gradients, _parameters_of(optimizer))
+    clip = job.recipe.clip or functools.partial(clip_gradients, parameters_of(optimizer))
     scheduler = job.scheduler(optimizer)
     parts, max_norm = job.cell.micro_batches, job.cell.clip_norm
 
@@ -368,8 +368,12 @@ def step_halves(
     return StepHalves(backward, update)
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def loss_scaler(job: Job) -> GradScaler:

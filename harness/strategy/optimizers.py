@@ -138,13 +138,9 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
     a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
     """
     if cell.optimizer == "muon":
-        workload = make_workload(cell.workload)
-        matrices = sum(
-            size
-            for name, size in zip(facts.trainable, facts.sizes, strict=True)
-            if _is_hidden_matrix(name, size, workload)
-        )
-        return 2.0 * facts.trained_bytes - 4.0 * matrices
+        matrices = sum(hidden_matrices(facts, make_workload(cell.workload)))
+        element_bytes = facts.trained_bytes / sum(facts.sizes)
+        return 2.0 * facts.trained_bytes - element_bytes * matrices
     if cell.optimizer == "adamw_8bit":
         in_fp32 = [size for size in facts.sizes if size < QUANTISED_ELEMENTS]
         quantised = [size for size in facts.sizes if size >= QUANTISED_ELEMENTS]
@@ -154,8 +150,17 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
     return float(cell.moments * facts.trained_bytes)
 
 
-def _is_hidden_matrix(name: str, size: int, workload: Workload) -> bool:
-    """Vectors have at most four times the hidden size."""
-    return bool(workload.block_path) and (
-        name.startswith(f"{workload.block_path}.") and size > 4 * workload.hidden_size
-    )
+def hidden_matrices(facts: ModelFacts, workload: Workload) -> list[int]:
+    """Returns the number of elements of each matrix in the blocks, which Muon updates.
+
+    Vectors have at most four times the hidden size; the experts' parameters have three dimensions.
+    """
+    least = 4 * workload.hidden_size
+    return [
+        size
+        for name, size in zip(facts.trainable, facts.sizes, strict=True)
+        if workload.block_path
+        and name.startswith(f"{workload.block_path}.")
+        and not (workload.experts and ".experts." in name)
+        and size > least
+    ]

@@ -17,10 +17,12 @@ from harness.parity.comparison import deviations_from
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Reference
 from harness.parity.running_statistics import RunningStatistics
-from harness.spec.training import Batch, TrainStep
+from harness.spec.cell import Cell
+from harness.spec.training import REPLAYED_STEPS, Batch, TrainStep, first_replayed
 from harness.strategy.job import Job, TrainState
 from harness.strategy.recipe import decayed
 from harness.strategy.registry import batches_normalised, make_strategy
+from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
@@ -29,10 +31,8 @@ from harness.worker.reporting import Heartbeat, Progress
 from harness.worker.rewind import (
     AHEAD,
     FIRST_WITHIN,
-    REPLAYED_STEPS,
     MemoryCheckpoint,
     Rewinds,
-    first_replayed,
     numbers_steps,
 )
 from harness.worker.spec import TrialSpec, TurnClient
@@ -254,7 +254,8 @@ class Loop:
             self.job.cell.parity_steps
         ):
             assert self.job.train_state is not None
-            self.before_ahead = _copies(self.job.train_state)
+            if _replays_ahead(self.job.train_state, self.job.cell):
+                self.before_ahead = _copies(self.job.train_state)
         if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
@@ -372,7 +373,7 @@ class Loop:
 
     def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
         """Replays the end of a reference's segment AHEAD, saves the result, and undoes it."""
-        if not (self.before_ahead and numbers_steps(train_state, self.job.cell)):
+        if not self.before_ahead:
             return
         after, states = _copies(train_state), (train_state, *train_state.replicas)
         for before, state in zip(self.before_ahead, states, strict=True):
@@ -382,6 +383,7 @@ class Loop:
         reference.save_ahead(train_state, [float(loss) for loss in losses if loss is not None])
         for copy, state in zip(after, states, strict=True):
             copy.restore(state)
+        self.before_ahead = []
 
     def _replicas(self) -> int | None:
         """Returns how many replicas have running statistics; None unless this is its share's first
@@ -392,6 +394,14 @@ class Loop:
         if not self.job.workload.batch_norm:
             return 1
         return batches_normalised(make_strategy(cell), cell, layout) // cell.micro_batches
+
+
+def _replays_ahead(train_state: TrainState, cell: Cell) -> bool:
+    """Returns whether a reference replays its segment's end, for models whose optimizer states are
+    compared."""
+    parameters = train_state.model.parameters()
+    trained_bytes = sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
+    return trained_bytes <= MOMENTS_UP_TO and numbers_steps(train_state, cell)
 
 
 def _copies(train_state: TrainState) -> list[MemoryCheckpoint]:

@@ -94,9 +94,9 @@ class TrainedAnswer:
     gpu_use: GpuUse | None
     deviations: Deviations | None
     replayed_deviations: tuple[Deviations, ...]
+    """Deviations after each replay."""
     replays_ahead: tuple[bool, ...]
     """Whether each replay's optimizers were ahead (harness/worker/rewind.py)."""
-    """Deviations after each replay."""
     busy_fraction: float | None
     """Fraction of time in which the pipeline stage computes."""
     offload: Offload | None

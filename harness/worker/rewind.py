@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.measure.memory_kinds import local_part, retained
 from harness.parity.reference import Reference
 from harness.spec.cell import Cell
+from harness.spec.training import REPLAYED_STEPS, first_replayed
 from harness.strategy.checkpoints import Counter as StepCounter
 from harness.strategy.checkpoints import counters_of, set_counters
 from harness.strategy.job import TrainState
@@ -41,6 +43,7 @@ class MemoryCheckpoint:
     def __init__(self, train_state: TrainState) -> None:
         """Copies the state; call between two steps."""
         self._file = os.memfd_create("state of a rank")
+        weakref.finalize(self, os.close, self._file)
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._counters: dict[Hashable, dict[str, int]] = {}
         place, copied = 0, set[tuple[str, int]]()
@@ -178,18 +181,11 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
     return place
 
 
-REPLAYED_STEPS = 3
-"""Number of replayed steps, whose losses and final parameters must match the reference."""
 FIRST_WITHIN = 8
 """Most steps from the end of the parity segment to the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
 """Steps from a replay to the next rewind: too few for rounding to separate correct trainings
 (docs/explanation/parity.md)."""
-
-
-def first_replayed(parity_steps: int) -> int:
-    """Returns the training step before which the state is saved."""
-    return max(parity_steps - REPLAYED_STEPS, 1)
 
 
 class Rewinds:

@@ -21,6 +21,7 @@ from harness.host.own_pages import copy_shared_pages
 from harness.host.packages import show
 from harness.host.process import die_with_parent
 from harness.host.tcp_store import CLIENT, LOOPBACK
+from harness.host.user_code import first_line
 from harness.measure.memory_kinds import shortage
 from harness.measure.peak_memory import MemoryMeter
 from harness.parity.replicas import sketches
@@ -157,9 +158,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 def failure(error: BaseException) -> FailureAnswer:
     """Returns an exception's status and reason, and whether another rank caused it."""
-    lines = str(error).strip().splitlines()
-    first_line = lines[0] if lines else ""
-    text = " ".join(lines).lower()
+    text = " ".join(str(error).strip().splitlines()).lower()
     memory = (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -167,7 +166,7 @@ def failure(error: BaseException) -> FailureAnswer:
     )
     return FailureAnswer(
         status="out_of_memory" if memory else "failed",
-        reason=": ".join(part for part in (type(error).__name__, first_line) if part),
+        reason=first_line(error),
         failed_at=time.time(),
         consequence=not memory and any(m in text for m in _LOST_PEER),
     )

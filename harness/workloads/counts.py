@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
 from harness.host.cuda import HIDE_GPUS, LEAVE_CUDA_ALONE, cuda_is_initialized
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.function import BackwardCFunction
 
+Counted = TypeVar("Counted")
 
 MOST_WITH_MEMORY = 100_000_000
 """Most parameters of a model counted with real tensors."""
@@ -47,6 +48,8 @@ class ModelFacts:
     """Bytes of trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
     buffer_bytes: int = 0
     """Bytes of buffers, and of quantised weights' scales."""
+    scale_bytes: int = 0
+    """Part of `buffer_bytes` that is scales, which are not buffers of a module."""
 
     def __post_init__(self) -> None:
         for name, elements in (
@@ -63,7 +66,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
     fails."""
     if facts := _from_smaller(workload, sequence_length):
         return facts
-    file = kept_file("facts", workload, f"3 {sequence_length}")
+    file = kept_file("facts", workload, f"4 {sequence_length}")
     if file.exists() and not workload.pretrained:
         return _read(file.read_text())
     apart = (
@@ -152,6 +155,7 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
         grown(smallest.parameter_bytes, next_one.parameter_bytes),
         grown(smallest.trained_bytes, next_one.trained_bytes),
         grown(smallest.buffer_bytes, next_one.buffer_bytes),
+        grown(smallest.scale_bytes, next_one.scale_bytes),
     )
 
 
@@ -159,9 +163,17 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+    return fake_or_real(workload, sequence_length, lambda: _counted(workload, sequence_length))
+
+
+def fake_or_real(workload: Workload, sequence_length: int, count: Callable[[], Counted]) -> Counted:
+    """Calls `count` on fake tensors, or on real ones if a user's model cannot use fake ones.
+
+    Raises UsageError if that model is too large for real tensors, or fails on them as well.
+    """
     try:
         with without_memory():
-            return _counted(workload, sequence_length)
+            return count()
     except UsageError:
         raise
     except Exception as error:  # e.g. from reading a fake tensor's values
@@ -174,7 +186,7 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
                 f" ({one_line(error)})"
             ) from None
     try:
-        return _counted(workload, sequence_length)
+        return count()
     except UsageError:
         raise
     except Exception as error:  # whatever a model does with sizes that do not go together
@@ -187,7 +199,7 @@ def _count(workload: Workload, sequence_length: int) -> ModelFacts:
 def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
     model = workload.countable().build(seed=0, saved_weights=False)
     flops = model_flops(model, lambda: workload.counted(model, sequence_length))
-    parameter_bytes, buffer_bytes = workload.stored_bytes(model)
+    parameter_bytes, buffer_bytes, scale_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     unused = [name for name, p in trained.items() if p.grad is None]
@@ -203,7 +215,8 @@ def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
         sizes=tuple(p.numel() for p in trained.values()),
         parameter_bytes=parameter_bytes,
         trained_bytes=sum(p.numel() * p.element_size() for p in trained.values()),
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=buffer_bytes + scale_bytes,
+        scale_bytes=scale_bytes,
     )
 
 

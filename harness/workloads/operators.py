@@ -8,7 +8,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from harness.workloads.catalog import make_workload
-from harness.workloads.counts import keep, kept_file, without_memory
+from harness.workloads.counts import fake_or_real, keep, kept_file
 from harness.workloads.recompute import products, recompute_blocks
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class OperatorObserver(TorchDispatchMode):
 
     def watch(self, model: torch.nn.Module) -> None:
         """Called with the model before it runs."""
+
+
+Observer = TypeVar("Observer", bound=OperatorObserver)
 
 
 class OperatorCounter(OperatorObserver):
@@ -115,9 +118,7 @@ def activation_bytes(
     known = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
     if known is not None:
         return known
-    held = Held()
-    train_without_memory(workload, *size, held, precision, *split)
-    return held.most()
+    return observe_training(workload, *size, Held, precision, *split).most()
 
 
 @functools.cache
@@ -141,27 +142,29 @@ def recomputed_flops(
 def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
-    counter = OperatorCounter()
     with set_checkpoint_early_stop(not whole_blocks):
-        train_without_memory(workload, 1, sequence_length, recompute, counter)
-    return counter.flops
+        return observe_training(workload, 1, sequence_length, recompute, OperatorCounter).flops
 
 
-def train_without_memory(
+def observe_training(
     workload: Workload,
     samples: int,
     sequence_length: int,
     recompute: str,
-    counter: OperatorObserver,
+    make_observer: Callable[[], Observer],
     precision: str = "fp32",
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
-) -> None:
-    """Runs forward, loss and backward on fake zeros under a counter, with autocast unless in
-    fp32."""
-    logits: Callable[..., Tensor] = workload.logits
+) -> Observer:
+    """Runs forward, loss and backward under a new observer, and returns it.
+
+    Uses autocast unless in fp32, and fake zeros unless a user's model needs real tensors.
+    """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with without_memory():
+
+    def train() -> Observer:
+        observer = make_observer()
+        logits: Callable[..., Tensor] = workload.logits
         model = workload.countable().build(seed=0, saved_weights=False)
         if tensor_ranks > 1:
             assert workload.split
@@ -171,11 +174,14 @@ def train_without_memory(
             recompute_blocks(model, workload.blocks_of(model), recompute)
         inputs = workload.sample_inputs(samples, sequence_length)
         labels = workload.sample_labels(inputs)
-        counter.watch(model)
-        with counter:
+        observer.watch(model)
+        with observer:
             with torch.autocast("cpu", half, enabled=half is not None):
                 loss = workload.loss(logits(model, inputs), labels)
             loss.backward()
+        return observer
+
+    return fake_or_real(workload, sequence_length, train)
 
 
 class Held(OperatorObserver):
@@ -284,7 +290,6 @@ def _count(
     if pair := workload.of_one_and_two_blocks:
         one, two = (_count(make_workload(name), *setting, precision) for name in pair)
         return _extended(one, two, workload.blocks - 1)
-    counter = OperatorCounter()
-    train_without_memory(workload, *setting, counter, precision)
+    counter = observe_training(workload, *setting, OperatorCounter, precision)
     held = activation_bytes(workload, *setting, precision)
     return Operators(counter.number, counter.moved_bytes, counter.convolutions, held)

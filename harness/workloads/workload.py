@@ -346,10 +346,11 @@ class Workload:
         """Returns a workload with the same parameters and FLOPs that supports fake tensors."""
         return self
 
-    def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        """Returns bytes of parameters, and of other stored tensors, of a `countable` model."""
+    def stored_bytes(self, model: nn.Module) -> tuple[int, int, int]:
+        """Returns bytes of parameters, buffers and quantised weights' scales of a `countable`
+        model."""
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-        return parameters, sum(b.numel() * b.element_size() for b in model.buffers())
+        return parameters, sum(b.numel() * b.element_size() for b in model.buffers()), 0
 
     def check_split(self, layout: Layout) -> None:
         """Raises Refused if the model cannot be split into these pipeline and tensor sizes."""

@@ -213,16 +213,16 @@ class Variant(Workload):
             return None
         return emulated(cell)
 
-    def stored_bytes(self, model: nn.Module) -> tuple[int, int]:
-        parameters, buffers = super().stored_bytes(model)
+    def stored_bytes(self, model: nn.Module) -> tuple[int, int, int]:
+        parameters, buffers, in_scales = super().stored_bytes(model)
         if self.storage not in QUANTISED:
-            return parameters, buffers
+            return parameters, buffers, in_scales
         unquantised = cast("PreTrainedModel", self.base.build(0, saved_weights=False))
         for _, matrix in matrices(unquantised):
             weight_bytes, scale_bytes = quantised_bytes(matrix, self.storage)
             parameters += weight_bytes - 4 * matrix.weight.numel()
-            buffers += scale_bytes
-        return parameters, buffers
+            in_scales += scale_bytes
+        return parameters, buffers, in_scales
 
 
 def make_variant(base: Workload, suffixes: Iterable[str]) -> Variant:

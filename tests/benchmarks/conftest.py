@@ -1,5 +1,4 @@
-"""Ratios that benchmarks state, shown as one table at the end and kept with the benchmark's figures
-(--benchmark-json)."""
+"""Ratios that benchmarks report: a table at the end, and extra_info in --benchmark-json."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from harness.strategy.registry import strategies, validate
 from harness.workloads import make_workload, prepare_data
 
 Ratio = Callable[[str, Sequence[float], str], None]
-_SAID: list[tuple[str, str, str]] = []
+_RATIOS: list[tuple[str, str, str]] = []
 
 
 @pytest.fixture(scope="session")
 def launcher(plugin: object) -> Launcher:
-    """Holds what the strategies import, those of other packages (tests/plugin) too."""
+    """Launcher that preloads the packages of all strategies, including those of tests/plugin."""
     return Launcher(
         list(
             dict.fromkeys(
@@ -40,7 +39,7 @@ def steps_of(
     heard: Callable[[int, float], None] | None = None,
     timed: bool = False,
 ) -> list[float]:
-    """Step times of a launch in seconds, all or the timed ones, the slowest rank's at each step."""
+    """Returns the slowest rank's time of each step in seconds; `timed`: only of timed steps."""
     workload = make_workload(one.workload)
     outcome = launcher.run(
         one,
@@ -58,27 +57,26 @@ def steps_of(
 
 
 def step_seconds(launcher: Launcher, one: Cell) -> float:
-    """Median timed step of a launch."""
+    """Returns the median timed step of a launch, in seconds."""
     return percentile(steps_of(launcher, one, timed=True), 0.5)
 
 
 @pytest.fixture
 def ratio(benchmark: BenchmarkFixture) -> Ratio:
-    """States a ratio (or another figure) by one value per round: its median with the interval, and
-    what it is to be."""
+    """Reports a ratio or another figure from a value per round: median, interval and target."""
 
     def state(name: str, values: Sequence[float], wanted: str) -> None:
-        found = estimate(values)
-        said = f"{found.value:.3f}" + (
-            "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
+        result = estimate(values)
+        text = f"{result.value:.3f}" + (
+            "" if result.low is None else f"  [{result.low:.3f}, {result.high:.3f}]"
         )
-        _SAID.append((name, said, wanted))
+        _RATIOS.append((name, text, wanted))
         benchmark.extra_info.setdefault("ratios", []).append(
             {
                 "name": name,
-                "median": found.value,
-                "low": found.low,
-                "high": found.high,
+                "median": result.value,
+                "low": result.low,
+                "high": result.high,
                 "rounds": len(values),
                 "wanted": wanted,
             }
@@ -88,11 +86,11 @@ def ratio(benchmark: BenchmarkFixture) -> Ratio:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not _SAID:
+    if not _RATIOS:
         return
     terminalreporter.section(
-        "ratios, measured side by side: median over rounds, 95 % interval, what is wanted"
+        "ratios, measured side by side: median over rounds, 95 % interval, target"
     )
-    wide = max(len(name) for name, _, _ in _SAID)
-    for name, said, wanted in _SAID:
-        terminalreporter.write_line(f"{name:<{wide}}  {said:<24}  {wanted}")
+    width = max(len(name) for name, _, _ in _RATIOS)
+    for name, text, wanted in _RATIOS:
+        terminalreporter.write_line(f"{name:<{width}}  {text:<24}  {wanted}")

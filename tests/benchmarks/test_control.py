@@ -1,4 +1,4 @@
-"""What the control between the steps does to the step after it, and whether work can hide in it."""
+"""Effect of the control on the step after it, and whether work can hide in the control."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = int(os.environ.get("BENCH_ROUNDS", "6"))
 TIMED_SECONDS = 4.0
 BASELINE = "ddp"
 BASELINE_LAUNCHES = 8
-"""Of the baseline in each round: every ratio has its noise."""
+"""Baseline launches in each round; the baseline's noise is in every ratio."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "single": {"strategy": "single", "devices": 1},
     "ddp": {"strategy": "ddp"},
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def trained(
     launcher: Launcher, steps_per_pause: int = 2, /, **axes: Any
 ) -> Sequence[TrainedAnswer]:
-    """A launch of a cell such as `full` has on CPUs, with a control."""
+    """Launches a cell like those of `full` on CPUs, with a control."""
     defaults = {"devices": 2, "workload": "llama-mini", "global_batch": 8, "sequence_length": 64}
     cell = Cell(**{**defaults, "warmup_steps": 3, "parity_steps": 3, "timed_steps": 8, **axes})
     workload = make_workload(cell.workload)
@@ -60,18 +60,19 @@ def trained(
 
 
 def after_a_pause(ranks: Sequence[TrainedAnswer]) -> float:
-    """Geometric mean over a launch with a pause after every fourth step of two steps after a pause,
-    as throughput counts those of `full`, over the two before the pause and the two that follow
-    them, which come after no pause.
+    """Returns the time of the two steps after a pause over that of two other steps.
 
-    After a pause all ranks begin together, and the two have ended when the last rank has. Of the
-    others some time is waiting for ranks that began later, which is in the time of their step
-    before too; their mean over the ranks has it once.
+    The launch pauses after every fourth step. The others are the two steps before the pause and
+    the next two; the result is a geometric mean.
+
+    All ranks start together after a pause, so its two steps last until the slowest rank ends, as in
+    the throughput of `full`. In other steps, a rank may wait for ranks that started later. Their
+    previous step includes that time too, but the mean over ranks counts it once.
     """
     steps = ranks[0].steps
 
     def pairs(first: int) -> list[float]:
-        """Each rank's time of two steps in a row, the first by its number."""
+        """Returns each rank's time for two consecutive steps; `first` is a step number."""
         return [sum(step.step_seconds for step in rank.steps[first : first + 2]) for rank in ranks]
 
     logs = [
@@ -86,14 +87,14 @@ def after_a_pause(ranks: Sequence[TrainedAnswer]) -> float:
 
 
 def control_seconds(ranks: Sequence[TrainedAnswer]) -> float:
-    """Mean time of the control in the pauses after timed steps."""
+    """Returns the mean time of the control in the pauses after timed steps, in seconds."""
     timed = [step for rank in ranks for step in rank.steps if step.phase == "timed"]
-    known = [step.control_seconds for step in timed if step.control_seconds is not None]
-    return statistics.fmean(known)
+    controls = [step.control_seconds for step in timed if step.control_seconds is not None]
+    return statistics.fmean(controls)
 
 
 def adjusted_seconds(ranks: Sequence[TrainedAnswer]) -> float:
-    """Mean timed step over the mean time of the control."""
+    """Returns the mean timed step divided by the mean time of the control."""
     assert sum(step.phase == "timed" for step in ranks[0].steps) >= WINDOW_STEPS
     steps = timed_seconds([rank.steps for rank in ranks])
     return statistics.fmean(steps) / control_seconds(ranks)
@@ -104,11 +105,13 @@ def adjusted_seconds(ranks: Sequence[TrainedAnswer]) -> float:
 def test_ratios_between_strategies(
     benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher
 ) -> None:
-    """A pause after every fourth step. In each round every strategy is launched once, in an order
-    of its own, and the baseline several times; what the pause does to a strategy's two steps is
-    divided by what it does to the baseline's, which is what it does to the ratio of the two in
-    `full`, where there is a pause after every second step. The control's own time, by which figures
-    are adjusted, is compared in the same way."""
+    """Measures how the control changes ratios between strategies.
+
+    Each round launches every strategy once and the baseline several times, in random order. A
+    pause's effect on a strategy's two steps is divided by its effect on the baseline's. The result
+    applies to `full`, which pauses after every second step. The control's time, which adjusts
+    figures, is compared in the same way.
+    """
     effects: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     levels: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     order = random.Random(0)
@@ -130,7 +133,7 @@ def test_ratios_between_strategies(
     others = [name for name in STRATEGIES if name != BASELINE]
     for what, logs in (
         (f"ratio to {BASELINE} with the control over without it", effects),
-        (f"control's own time over that beside {BASELINE}", levels),
+        (f"control's time over that during {BASELINE}", levels),
     ):
         for name in others:
             pairs = zip(logs[name], logs[BASELINE], strict=True)
@@ -149,8 +152,10 @@ def test_ratios_between_strategies(
 @pytest.mark.benchmark(group="control: a tenth of the work in a thread after the step")
 @pytest.mark.timeout(120 + 180 * ROUNDS)
 def test_hidden_work_counts(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher) -> None:
-    """Adjusted step time of a strategy that leaves a tenth of its work to a thread, over that
-    without this work; a tenth of what a step takes just before, as the machine's speed changes."""
+    """Work that a strategy leaves to a thread still counts in the adjusted step time.
+
+    It is a tenth of the step measured just before, as the machine's speed changes.
+    """
     found: list[float] = []
 
     def both() -> None:

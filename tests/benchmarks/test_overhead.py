@@ -1,5 +1,4 @@
-"""What the suite adds to a step: its step time over that of a script written by hand, both trained
-at once, by turns."""
+"""Step time of the suite over that of a hand-written script; both trainings are interleaved."""
 
 from __future__ import annotations
 
@@ -41,21 +40,21 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "accelerate": {"strategy": "accelerate"},
 }
 STEPS_IN_A_TURN = 5
-KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""Lets glibc keep what is freed, in bytes; the latter is the most that it takes."""
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+"""Settings in bytes that make glibc keep freed memory; the second is the largest it accepts."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def the_same_allocator(launcher: Launcher) -> Iterator[None]:
-    """For the suite's ranks and the script's.
+    """Gives the suite's ranks and the script's the same allocator settings.
 
-    glibc adapts to what a process has freed before whether it gives memory back to the kernel: a
-    script that had freed one array of 16 MB before its first step took no page faults under FSDP2,
-    one that had not 300 a step, which took 6 % longer. The suite was 2 % slower than the one and
-    4 % faster than the other.
+    glibc decides from earlier frees whether to return memory to the kernel. Under FSDP2, a script
+    that had freed a 16 MB array before its first step took no page faults. One that had not took
+    300 a step, and its steps took 6 % longer. The suite was 2 % slower than the former and 4 %
+    faster than the latter.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in KEPT.items():
+        for name, size in ALLOCATOR.items():
             patch.setenv(name, size)
         launcher._restart_fork_server()
         yield
@@ -75,7 +74,7 @@ def cell_of(name: str) -> Cell:
 
 
 def script(name: str, devices: int, folder: Path) -> subprocess.Popen[str]:
-    """Starts the script, which gets ready and waits."""
+    """Starts the script, which sets up its training and waits."""
     folder.mkdir()
     (folder / "wait").touch()
     if name == "horovod":
@@ -109,11 +108,10 @@ def script(name: str, devices: int, folder: Path) -> subprocess.Popen[str]:
 
 
 class Turns:
-    """Stops and continues the ranks of two trainings from outside, so that one of them trains at a
-    time, by turns.
+    """Interleaves two trainings by suspending and resuming their ranks from outside.
 
-    A spell in which the machine is slow then meets both alike, also where it is shorter than a
-    launch. A step that a turn's end cuts in two lasts longer by a turn, and is left out.
+    A slow spell of the machine then affects both alike, even if it is shorter than a launch. A step
+    that is suspended lasts a turn longer and is left out.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, devices: int, turn_seconds: float) -> None:
@@ -126,7 +124,7 @@ class Turns:
         self.thread = threading.Thread(target=self.take)
 
     def begin(self, step: int, seconds: float) -> None:
-        """Called at the suite's first step, when the script has long been ready."""
+        """Starts the turns at the suite's first step, when the script has long been ready."""
         if not self.thread.ident:
             self.thread.start()
 
@@ -155,10 +153,10 @@ class Turns:
                 rank.resume()
 
 
-def by_turns(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[int, float]:
-    """Median of the whole steps in each turn, in seconds.
+def by_turn(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[int, float]:
+    """Returns the median of the complete steps in each turn, in seconds.
 
-    A step that lasts as long as the other's turn is where a turn ended.
+    A step at least as long as a turn of the other side marks the end of a turn.
     """
     turns: list[list[float]] = [[]]
     for number, seconds in enumerate(steps):
@@ -170,19 +168,17 @@ def by_turns(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[
 
 
 def compared(suite: Mapping[int, float], script: Mapping[int, float]) -> float:
-    """Suite over script: of each turn of the suite over the script's before and after it, the
-    median."""
-    own = [
-        (number + 0.5, seconds) for number, seconds in sorted(suite.items())
-    ]  # the script has the first turn
-    return math.exp(statistics.median(neighbour_logs(own, sorted(script.items()))))
+    """Returns the suite's time over the script's: the median ratio of the suite's turns to the
+    script's turns before and after them."""
+    # the script has the first turn
+    turns = [(number + 0.5, seconds) for number, seconds in sorted(suite.items())]
+    return math.exp(statistics.median(neighbour_logs(turns, sorted(script.items()))))
 
 
 def both(
     launcher: Launcher, name: str, folder: Path, turn_seconds: float
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Step times of the suite and of the script by turns, the slowest rank's at each step; they
-    train by turns, the script first."""
+    """Interleaves suite and script; returns their step times per turn, of the slowest rank."""
     one = cell_of(name)
     by_hand = script(name, one.devices, folder)
     while len(list(folder.glob("*.pid"))) < one.devices:
@@ -192,16 +188,16 @@ def both(
     turns = Turns(launcher, folder, one.devices, turn_seconds)
     suite = steps_of(launcher, one, turns.begin)
     turns.thread.join()
-    said, _ = by_hand.communicate()
+    output, _ = by_hand.communicate()
     files = sorted(folder.glob("*.json"))
-    assert len(files) == one.devices, said
+    assert len(files) == one.devices, output
     by_script = slowest([json.loads(file.read_text()) for file in files])
-    return by_turns(suite, one.warmup_steps, turn_seconds), by_turns(
+    return by_turn(suite, one.warmup_steps, turn_seconds), by_turn(
         by_script, one.warmup_steps, turn_seconds
     )
 
 
-@pytest.mark.benchmark(group="overhead: a launch of a cell and one of a plain script, by turns")
+@pytest.mark.benchmark(group="overhead: a launch of a cell and one of a plain script, interleaved")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 def test_overhead(

@@ -1,14 +1,14 @@
-"""How often a run of `full`'s design finds planted differences, by launches of its own.
+"""How often real launches of a run designed like `full` find planted differences.
 
-One run of DDP and of cells that are as fast, or slower by a known share: BENCH_PLANTED of each
-(12), with options of their own, so that each makes a comparison with the baseline. Here the answer
-hardly depends on a cell that is slower than most.
+One run has DDP and cells that are as fast, or slower by a known percentage: BENCH_PLANTED of each
+(12). Their options differ, so each is compared with the baseline. The answer hardly depends on a
+cell that is slower than most.
 
-Another one of pairs, DDP and a cell of each, in settings of their own: there the answer depends on
-the pair, which gets further launches until it is known. BENCH_PAIRS pairs (16) differ by 5 %, a
-third as many by 10 %, a third as many by nothing.
+Another run has pairs of DDP and one such cell, each in its own setting. The answer depends on the
+pair, which gets further launches until it is settled. BENCH_PAIRS pairs (16) differ by 5 %, a third
+as many by 10 %, and a third as many not at all.
 
-Number and length of launches and the rule for further rounds are those of matrix `full`.
+The number and length of launches and the rule for further rounds are those of matrix `full`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tests.benchmarks.conftest import Ratio
 
 OF_EACH = int(os.environ.get("BENCH_PLANTED", "12"))
 PLANTED = (0, 5, 10)
-"""Percent of a step's time that is added to it."""
+"""Percentages added to a step's time."""
 PAIRS = int(os.environ.get("BENCH_PAIRS", "16"))
 SHORTEST_SEQUENCE = 64
-"""Tokens; the pairs are told apart by the length of their sequences."""
+"""Sequence length of the first pair in tokens; each pair has its own."""
 MOST_SECONDS_A_PAIR = 60
-"""Of the run's time, on average."""
+"""Average time budget per pair."""
 SETTINGS = int(os.environ.get("BENCH_SETTINGS", "20"))
 EQUALS = 4
 MOST_SECONDS_A_SETTING = 45
@@ -57,7 +57,7 @@ def trials_of(
 ) -> pd.DataFrame:
     """Runs the cells; returns their trials.
 
-    `minutes`: the time budget, which is otherwise a share of the first rounds' time.
+    `minutes`: time budget; by default a share of the first rounds' time.
     """
     full = read_matrix("full")
     matrix = {
@@ -77,7 +77,7 @@ def trials_of(
 def estimates(
     folder: Path, cells: Sequence[Mapping[str, Any]], minutes: float | None = None
 ) -> list[tuple[TrialRecord, LogEstimate]]:
-    """Runs the cells; returns one trial of each cell, and the cell's throughput."""
+    """Runs the cells; returns a trial and the throughput of each cell."""
     trials = TrialRecord.from_frame(trials_of(folder, cells, minutes))
     found = estimates_of(trials).cells
     by_cell = {trial.cell_id: trial for trial in trials}
@@ -89,7 +89,7 @@ def slowed(percent: float) -> Mapping[str, Any]:
 
 
 def percent_of(trial: TrialRecord) -> float:
-    """Planted; 0 for DDP itself."""
+    """Returns the planted percentage; 0 for DDP."""
     return float(json.loads(trial.options).get("percent", 0.0))
 
 
@@ -98,8 +98,10 @@ def percent_of(trial: TrialRecord) -> float:
 def test_planted_differences(
     benchmark: BenchmarkFixture, ratio: Ratio, plugin: object, tmp_path: Path
 ) -> None:
-    """Of comparisons with the baseline, and of all pairs of cells: the former share its error, so
-    that in one run nearly all of them can be off to the same side."""
+    """Counts comparisons with the baseline apart from those of all pairs of cells.
+
+    The former share the baseline's error, so in one run most can be off to the same side.
+    """
     percents = [planted + number / 1000 for planted in PLANTED for number in range(OF_EACH)]
     cells = [{"strategy": "ddp"}, *map(slowed, percents)]
     measured = benchmark.pedantic(lambda: estimates(tmp_path, cells), rounds=1)
@@ -112,7 +114,7 @@ def test_planted_differences(
     ):
         for planted in PLANTED:
             those = [(a, b) for (one, a), (other, b) in compared if (one, other) == (0, planted)]
-            seen = [told_apart(a, b) for a, b in those]
+            seen = [differ(a, b) for a, b in those]
             what = f"{planted} % planted, called different, {len(seen)} comparisons {whose}, share"
             ratio(what, [statistics.fmean(seen)], "at most 0.005" if planted == 0 else "")
         held = [holds(over(a, b, CONFIDENCE), one, other) for (one, a), (other, b) in compared]
@@ -125,7 +127,7 @@ def test_planted_differences(
 def test_pairs_on_which_the_answer_depends(
     benchmark: BenchmarkFixture, ratio: Ratio, plugin: object, tmp_path: Path
 ) -> None:
-    """Each pair is a comparison of its own, of cells that share nothing with other pairs."""
+    """Each pair is an independent comparison: pairs have no cells in common."""
     fewer = math.ceil(PAIRS / 3)
     planted = [*(5,) * PAIRS, *(10,) * fewer, *(0,) * fewer]
     cells = [
@@ -143,7 +145,7 @@ def test_pairs_on_which_the_answer_depends(
     for percent, wanted in ((5, "at least 0.90"), (10, "at least 0.98"), (0, "at most 0.005")):
         those = [(a, b) for of, a, b in pairs if of == percent]
         what = f"{percent} % planted, called different, {len(those)} pairs, share"
-        ratio(what, [statistics.fmean(told_apart(a, b) for a, b in those)], wanted)
+        ratio(what, [statistics.fmean(differ(a, b) for a, b in those)], wanted)
         launches = [a.trials + b.trials for a, b in those]
         ratio(f"{percent} % planted, launches of a pair, mean", [statistics.fmean(launches)], "")
     held = [holds(over(a, b, CONFIDENCE), 0, percent) for percent, a, b in pairs]
@@ -155,8 +157,10 @@ def test_pairs_on_which_the_answer_depends(
 def test_advice_among_equals(
     benchmark: BenchmarkFixture, ratio: Ratio, plugin: object, tmp_path: Path
 ) -> None:
-    """BENCH_SETTINGS settings (20), each with DDP and four cells that are as fast under another
-    name: nothing is known to beat DDP, so DDP must remain the advice."""
+    """DDP remains the advice, as no cell is known to beat it.
+
+    Each of BENCH_SETTINGS settings (20) has DDP and four equally fast cells under another name.
+    """
     cells = [
         cell | {"sequence_length": SHORTEST_SEQUENCE + number}
         for number in range(SETTINGS)
@@ -170,12 +174,12 @@ def test_advice_among_equals(
     ratio(what, [statistics.fmean(advised)], "at least 0.95")
 
 
-def told_apart(first: LogEstimate, second: LogEstimate) -> bool:
+def differ(first: LogEstimate, second: LogEstimate) -> bool:
     return over(first, second).verdict != "no difference seen"
 
 
 def holds(interval: Comparison, first: int, second: int) -> bool:
-    """Whether the interval of one throughput over another has what the percents planted make it."""
+    """Whether the interval of a throughput ratio contains the planted ratio."""
     assert interval.low is not None
     assert interval.high is not None
     return interval.low <= (100 + second) / (100 + first) <= interval.high

@@ -1,10 +1,10 @@
 """How often a comparison is right on this machine: a cell against itself, and against one that is
-slower by a known share.
+slower by a known percentage.
 
-Rounds of the cells, shuffled; as many in a row as a run has trials make a comparison, which shares
-none of them with another. BENCH_COMPARISONS sets how many (20; with a precision half as many, which
-take twice as long). Of a cell with itself half of them are beside a busy neighbour that computes on
-one core for some rounds of each.
+Each round launches the cells in random order. A comparison takes as many consecutive rounds as a
+run has trials, and shares none with another comparison. BENCH_COMPARISONS sets their number (20; a
+precision halves it, but doubles their length). Half of a cell's comparisons with itself run next to
+a busy neighbour, which computes on one core for some of the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.unit.recording import figures
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
 SLOWER = {"one": 0.0, "same": 0.0, "slower by 3 %": 3.0, "slower by 1.5 %": 1.5}
 Round = dict[str, tuple[float, SliceRates]]
-"""Samples per second of each cell, in all and in each turn."""
+"""Samples per second of each cell, overall and in each turn."""
 Take = Callable[[Sequence[str]], Round]
 
 
@@ -62,15 +62,14 @@ def cell_of(name: str, devices: int, timed_steps: int) -> Cell:
 
 
 def alone(launcher: Launcher) -> Take:
-    """One launch after the other, as runs do without being told otherwise: DDP, two ranks, 10
-    steps."""
+    """One launch after the other, as runs do by default: DDP on two ranks, 10 steps."""
     return lambda names: {
         name: (8 / step_seconds(launcher, cell_of(name, 2, 10)), ()) for name in names
     }
 
 
-def by_turns(interleaved: InterleavedLauncher) -> Take:
-    """All at once, by turns: one rank, 60 steps."""
+def interleaved_trials(interleaved: InterleavedLauncher) -> Take:
+    """All launches at once, interleaved: one rank, 60 steps."""
     workload = make_workload("llama-nano")
     facts = model_facts(workload, 64)
 
@@ -100,7 +99,7 @@ def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
 def rounds(
     take: Take, names: Sequence[str], count: int, busy: bool, rng: random.Random
 ) -> list[Round]:
-    """`busy`: beside a neighbour that computes on one core for part of the rounds."""
+    """Runs rounds. `busy`: a neighbour computes on one core during some of them."""
     found = []
     from_round, to_round = sorted(rng.sample(range(count + 1), 2)) if busy else (0, 0)
     neighbour: subprocess.Popen[bytes] | None = None
@@ -133,8 +132,8 @@ def compared(taken: Sequence[Round], name: str, confidence: float = PAIR_CONFIDE
 def default_trials(
     take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str
 ) -> None:
-    """False alarms of a cell against itself, and how often 3 % are seen, with the default number of
-    trials."""
+    """Counts false alarms of a cell against itself, and how often a 3 % difference is found, with
+    the default number of trials."""
     rng, alarms, seen, ones = random.Random(1), [], [], []
     take(["one", "same"])
 
@@ -172,10 +171,12 @@ def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Lau
 
 @pytest.mark.timeout(120 + 120 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_default_trials_by_turns(
+def test_default_trials_interleaved(
     benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
 ) -> None:
-    default_trials(by_turns(interleaved), benchmark, ratio, "by turns", "at least 0.95")
+    default_trials(
+        interleaved_trials(interleaved), benchmark, ratio, "interleaved", "at least 0.95"
+    )
 
 
 @pytest.mark.timeout(600 + 60 * COMPARISONS)
@@ -183,9 +184,9 @@ def test_default_trials_by_turns(
 def test_half_a_percent(
     benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
 ) -> None:
-    """How often 1.5 % are seen with --interleave --precision 0.5%, and the trials that took."""
+    """Counts how often --interleave --precision 0.5% finds 1.5 %, and the trials it takes."""
     rng, seen, trials = random.Random(2), [], []
-    take = by_turns(interleaved)
+    take = interleaved_trials(interleaved)
     take(["one"])
 
     def compare() -> None:
@@ -198,7 +199,7 @@ def test_half_a_percent(
 
     benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 2))
     ratio(
-        f"A/B of 1.5 % at --precision 0.5%, by turns, seen in {len(seen)} comparisons, share",
+        f"A/B of 1.5 % at --precision 0.5%, interleaved, seen in {len(seen)} comparisons, share",
         [sum(seen) / len(seen)],
         "at least 0.95",
     )

@@ -1,5 +1,4 @@
-"""Chromium without a screen, and the report of the full run that is kept under
-results/reference."""
+"""Fixtures for headless Chromium and for the full run in results/reference."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from harness.record.store import Results, load
 
 CHROMIUM = shutil.which("chromium")
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-# Chromium's own calls home; the page makes none.
+# Stops Chromium's own requests, so that only the page's are seen.
 QUIET = [
     "--no-sandbox",
     "--disable-dev-shm-usage",
@@ -33,13 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "browser" in item.path.parts:
                 item.add_marker(
-                    pytest.mark.skip(reason="no Chromium here; install Debian's package chromium")
+                    pytest.mark.skip(reason="no Chromium: install Debian's package chromium")
                 )
 
 
 @pytest.fixture(scope="session")
 def reference() -> Results:
-    """A real run of matrix full."""
+    """A real run of matrix `full`."""
     return load(REFERENCE)
 
 
@@ -52,7 +51,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page and what it said and asked for while it was open."""
+    """An open page, and its messages and requests so far."""
 
     def __init__(self, context: BrowserContext, file: Path) -> None:
         self.requests: list[str] = []
@@ -70,7 +69,7 @@ class Watched:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
-    """Opens a file in a window of its own: (file, width, height, more settings of the browser)."""
+    """Opens a file in a new browser context: (file, width, height, more context settings)."""
     contexts = []
 
     def opened(file: Path, width: int = 1280, height: int = 900, **more: Any) -> Watched:
@@ -83,7 +82,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
 
 
 def serious_faults(page: Page) -> list[tuple[str, str, str]]:
-    """What axe-core finds of serious and critical faults: rule, impact, the first element."""
+    """Returns axe-core's serious and critical violations: rule, impact, first element."""
     found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
     return [
         (one["id"], one["impact"], one["nodes"][0]["html"][:200])

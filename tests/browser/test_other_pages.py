@@ -1,4 +1,4 @@
-"""Pages of several runs in a browser: runs against each other, the index of all, a comparison."""
+"""Pages about several runs, in a browser: all runs, the index, a comparison, and plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a week in which a cell becomes slower."""
+    """Pages about a week in which a cell becomes slower."""
     folder = tmp_path_factory.mktemp("pages")
     store = Store(folder / "results")
     for day in range(DAYS):
@@ -50,7 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["runs", "index", "compare", "curves", "plan"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
-def test_reads_well_and_asks_for_nothing(
+def test_pages_are_readable_and_request_nothing(
     open_page: Callable[..., Watched], pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
     opened = open_page(pages[name], width, color_scheme=scheme)
@@ -63,7 +63,7 @@ def test_reads_well_and_asks_for_nothing(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kept runs of two machines, and one that was made here."""
+    """The reference runs of two machines and a made-up run."""
     made = tmp_path_factory.mktemp("made") / "results"
     add(Store(made), 0, trials(DDP, 100.0), host="elsewhere")
     stores = [*stores_below(REFERENCE), *stores_below(made)]
@@ -114,8 +114,8 @@ def test_a_site_is_filtered_and_sorted_within_runs(
         keys = body.locator("tr:not(.group)").evaluate_all(
             f"rows => rows.map(row => key(row, {column}))"
         )
-        known = [float(key) for key in keys if key not in ("", "—")]
-        assert known == sorted(known)
+        numbers = [float(key) for key in keys if key not in ("", "—")]
+        assert numbers == sorted(numbers)
     link = seen.first.locator("a")
     link.click()
     assert "#cell-" in page.url

@@ -1,4 +1,4 @@
-"""The report of a real full run as its reader has it: in a browser."""
+"""The report of a real full run, in a browser."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MOST_WORDS = 6000
 MOST_SCREENS = 12
 
 
-def test_it_is_read_in_two_minutes(opened: Open) -> None:
-    """Before anything is unfolded."""
+def test_the_report_is_read_in_two_minutes(opened: Open) -> None:
+    """Counts what is visible before anything is unfolded."""
     page = opened(height=800).page
     words = page.evaluate("() => document.body.innerText.split(/\\s+/).length")
     assert 500 < words <= MOST_WORDS
@@ -73,7 +73,7 @@ def test_a_link_to_something_folded_opens_it(opened: Open, file: Path) -> None:
 
 
 def test_search_in_the_page_finds_folded_text(open_page: Open, file: Path) -> None:
-    """A text fragment is looked for as the browser's own search looks."""
+    """The browser looks for a text fragment the way its own search does."""
     page = open_page(file).page
     page.goto("about:blank")
     page.goto(f"{file.as_uri()}#:~:text=Averages%20over%20N%20ranks")
@@ -81,7 +81,7 @@ def test_search_in_the_page_finds_folded_text(open_page: Open, file: Path) -> No
 
 
 @pytest.mark.parametrize("script", [True, False])
-def test_paper_shows_what_is_folded(open_page: Open, file: Path, script: bool) -> None:
+def test_print_shows_folded_sections(open_page: Open, file: Path, script: bool) -> None:
     page = open_page(file, java_script_enabled=script).page
     closed = page.locator("section:has(#glossary) dl")
     assert not closed.is_visible()
@@ -97,13 +97,13 @@ def test_paper_shows_what_is_folded(open_page: Open, file: Path, script: bool) -
         assert not closed.is_visible()
 
 
-def shown(page: Page) -> list[str]:
+def visible_rows(page: Page) -> list[str]:
     return page.eval_on_selector_all(
         "#all tbody tr:not([hidden])", "rows => rows.map(row => row.id)"
     )
 
 
-def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
+def test_the_page_logs_and_requests_nothing(opened: Open, file: Path) -> None:
     one = opened()
     one.page.wait_for_timeout(200)
     assert one.said == []
@@ -112,12 +112,12 @@ def test_it_says_nothing_and_asks_for_nothing(opened: Open, file: Path) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 def test_first_screen_answers(opened: Open, width: int, height: int) -> None:
-    """What to use, its gain with its interval, why, and the main caveat, without scrolling."""
+    """Recommendation, gain with interval, reason and main caveat are visible without scrolling."""
     page = opened(width=width, height=height).page
     sentences = page.locator(".answer li")
     roles = [text.split()[0] for text in sentences.all_inner_texts()]
     first = sentences.first
-    # What is faster at a price follows what to use; names of all that are as fast come after both.
+    # "Faster at a price" follows "Use"; the names of equally fast cells come after both.
     for sentence in [first, sentences.nth(1)] if "Faster" in roles else [first]:
         box = sentence.bounding_box()
         assert box is not None
@@ -139,13 +139,13 @@ def test_sorting(table: Page, reference: Results) -> None:
         keys = page.eval_on_selector_all(
             "#all tbody tr", f"rows => rows.map(row => key(row, {column}))"
         )
-        known = [float(key) for key in keys if key not in ("", "—")]
-        assert known == expected(known)
-        assert all(key in ("", "—") for key in keys[len(known) :]), (
-            "what is unknown stays at the end"
+        numbers = [float(key) for key in keys if key not in ("", "—")]
+        assert numbers == expected(numbers)
+        assert all(key in ("", "—") for key in keys[len(numbers) :]), (
+            "unknown values stay at the end"
         )
         head.get_by_role("button").click()
-    assert len(known) == cells(reference.trials)["samples_per_second"].notna().sum()
+    assert len(numbers) == cells(reference.trials)["samples_per_second"].notna().sum()
 
 
 def test_sorting_by_keyboard(table: Page) -> None:
@@ -158,25 +158,25 @@ def test_sorting_by_keyboard(table: Page) -> None:
 
 def test_search_and_filters(table: Page, reference: Results) -> None:
     page, frame = table, cells(reference.trials)
-    assert len(shown(page)) == len(frame)
+    assert len(visible_rows(page)) == len(frame)
     page.get_by_label("Search").fill("deepspeed zero")
     page.get_by_label("Search").fill("fsdp2")
     found = {f"cell-{cell}" for cell in frame[frame["label"].str.contains("fsdp2")]["cell_id"]}
-    assert found <= set(shown(page))
+    assert found <= set(visible_rows(page))
     page.locator("select[data-filter=devices]").select_option("2")
     devices = frame.set_index("cell_id")["devices"].to_dict()
-    assert {devices[row.removeprefix("cell-")] for row in shown(page)} == {2}
-    assert page.locator("#shown").inner_text() == f"{len(shown(page))} of {len(frame)} cells"
+    assert {devices[row.removeprefix("cell-")] for row in visible_rows(page)} == {2}
+    assert page.locator("#shown").inner_text() == f"{len(visible_rows(page))} of {len(frame)} cells"
 
 
-def test_a_link_to_a_cell_finds_it_also_where_it_is_filtered_away(table: Page, file: Path) -> None:
+def test_a_link_finds_a_cell_that_is_filtered_out(table: Page, file: Path) -> None:
     page = table
     link = page.locator(
         "#ranking ~ * a[href^='#cell-'], section[aria-labelledby=verdict] a[href^='#cell-']"
     ).first
     target = link.get_attribute("href")
     page.get_by_label("Search").fill("nothing has this name")
-    assert shown(page) == []
+    assert visible_rows(page) == []
     link.click()
     row = page.locator(f"{target}")
     assert row.is_visible()
@@ -230,7 +230,7 @@ def test_no_sideways_scroll(opened: Open, width: int) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 375)])
 def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> None:
-    """In a table of its first and last cells, and their details: axe takes a minute for all."""
+    """Keeps only the first and last cells and their details: axe takes a minute for all."""
     page = opened(width=width, color_scheme=scheme).page
     page.evaluate(
         "() => { [...document.querySelectorAll('#all tbody tr')].slice(12, -12)"
@@ -252,8 +252,7 @@ def test_print(opened: Open) -> None:
 
 
 def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results) -> None:
-    """As the browser has them, of the whole table: in full precision, and as text within its
-    rounding."""
+    """The whole table in the browser has the recorded values in full precision."""
     page, table = opened().page, cells(reference.trials).set_index("cell_id")
     said = page.eval_on_selector_all(
         "#all tbody tr",
@@ -279,4 +278,4 @@ def test_a_filter_answers_within_200_ms(table: Page) -> None:
             "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
         took.append(time.perf_counter() - began)
-    assert sorted(took)[1] < 0.2 * 5, "five times what is wanted, on a busy machine"
+    assert sorted(took)[1] < 0.2 * 5, "five times the target, on a busy machine"

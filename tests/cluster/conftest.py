@@ -1,5 +1,4 @@
-"""A real SLURM with virtual nodes on this machine: loopback only, neither systemd nor munge nor
-root needed."""
+"""A real SLURM with virtual nodes on this machine's loopback; needs no systemd, munge or root."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ]
     if lacking:
         why = (
-            f"no SLURM here ({', '.join(lacking)} missing): install Debian's package slurm-wlm, or"
+            f"SLURM is missing ({', '.join(lacking)}): install Debian's package slurm-wlm, or"
             " run make test-cluster as root"
         )
         for item in items:
@@ -76,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Slurm:
-    """Controller and node daemons; what the tests ask of them."""
+    """The controller and node daemons, and the operations that tests need."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
@@ -150,8 +149,10 @@ class Slurm:
                 process.kill()
 
     def processes(self) -> list[psutil.Process]:
-        """What jobs run, however they were reparented: they carry the marker in their environment;
-        the daemons aside."""
+        """Processes that jobs run, without the daemons.
+
+        The marker in their environment finds them even if they were reparented.
+        """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -165,18 +166,17 @@ class Slurm:
         return found
 
     def of_kind(self, *words: str) -> list[psutil.Process]:
-        """Those whose command line has all these words."""
+        """Processes of jobs whose command line has all these words."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                said = " ".join(process.cmdline())
-                if all(word in said for word in words):
+                line = " ".join(process.cmdline())
+                if all(word in line for word in words):
                     found.append(process)
         return found
 
     def kill_node(self, name: str) -> None:
-        """A virtual node that loses its power: its daemon, its job steps and all that they run, at
-        one blow."""
+        """Simulates a power failure: kills a node's daemon, job steps and all their processes."""
         daemon = psutil.Process(self.pid(f"slurmd.{name}"))
         doomed = [daemon]
         for process in psutil.process_iter():
@@ -202,7 +202,7 @@ class Slurm:
             del os.environ["SLURM_CONF"]
 
     def wait_job(self, job: str, seconds: float = 240) -> list[JobState]:
-        """Its states once it has ended."""
+        """Waits until a job and its processes have ended; returns its states."""
         over = (
             "COMPLETED",
             "FAILED",
@@ -227,7 +227,7 @@ class Slurm:
 
 
 class Bench:
-    """The suite's command line under that SLURM."""
+    """The suite's command line on this SLURM."""
 
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm, self.folder, self.results = slurm, folder, folder / "results"
@@ -251,7 +251,7 @@ class Bench:
         return done
 
     def submit(self, *words: str) -> dict[str, Any]:
-        """The job and run that were submitted."""
+        """Submits a job; returns the command's JSON, which names its job and run."""
         site = self.folder / "site.yaml"
         site.write_text(json.dumps(self.site))
         told: dict[str, Any] = json.loads(
@@ -267,7 +267,7 @@ class Bench:
         return Store(self.results).load([run_id])
 
     def open_trials(self, run_id: str) -> int:
-        """Trials that have no final record yet; all of them where the run has not begun."""
+        """Number of trials without a final record; 1 if the run has not begun."""
         store = Store(self.results)
         return (
             len(Runner(store, kept_plan(store, run_id)).open_trials())
@@ -282,7 +282,7 @@ class Bench:
 
 
 def until(true: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "") -> None:
-    """Waits for something; fails with what `why` says where it does not come."""
+    """Waits until `true()` holds; after `seconds`, fails with the text of `why`."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -291,7 +291,7 @@ def until(true: Callable[[], bool], seconds: float, why: Callable[[], str] = lam
 
 
 def end(pid: int, how: signal.Signals = signal.SIGTERM) -> None:
-    """Ends a daemon and waits until it is gone."""
+    """Signals a daemon to end and waits until it is gone."""
     process = psutil.Process(pid)
     process.send_signal(how)
     with contextlib.suppress(psutil.Error):
@@ -319,7 +319,7 @@ def running(folder: Path, count: int) -> Iterator[Slurm]:
 def slurm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Slurm]:
-    """As many nodes as the module's NODES says."""
+    """A SLURM with the module's number of nodes, NODES."""
     yield from running(tmp_path_factory.mktemp("slurm"), request.module.NODES)
 
 

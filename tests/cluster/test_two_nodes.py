@@ -1,5 +1,5 @@
-"""Jobs on a SLURM of two nodes: what is submitted runs, is verified, goes on after whatever
-happens, and leaves nothing."""
+"""Jobs on a SLURM of two nodes: they run, are verified, resume after interruptions, and leave no
+processes behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ cells:
   - {{strategy: pipeline, devices: 2, nodes: 2, micro_batches: 2}}
   - {{strategy: ddp, devices: 3, nodes: 3, batch: 9}}
 """
-# Trials of about 7 s, most of it asleep, on one node or on two: long enough to be hit.
+# Trials of about 7 s, mostly asleep, on one node or two: long enough to be interrupted.
 LONG = """
 trials: 3
 timed_seconds: 0
@@ -49,7 +49,7 @@ cells:
 
 
 def once_each(trials: pd.DataFrame, cells: int, count: int) -> None:
-    """Every trial of every cell has one final record; interrupted attempts come before it, numbered
+    """Asserts that every trial of every cell has one final record, and that attempts are numbered
     without a gap."""
     final = trials[trials["status"] != "interrupted"]
     assert sorted(final.groupby("cell_id").size()) == [count] * cells, trials[
@@ -90,12 +90,12 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
         "test",
     )
     assert trials[trials["devices"] == 3]["status"].item() == "unavailable"
-    # The first launch waits for the agents' imports; the others find them warm.
+    # The first launch waits for the agents' imports; later ones find them done.
     assert ran.sort_values("position")["startup_seconds"].iloc[1:].min() < 1.5
-    said = bench.call("slurm", "status", told["job"]).stdout
-    assert f"run {told['run_id']}" in said
-    assert "5 of 5 trials (5 ok" in said
-    assert f"job {told['job']}: COMPLETED on n[1-2]" in said
+    status = bench.call("slurm", "status", told["job"]).stdout
+    assert f"run {told['run_id']}" in status
+    assert "5 of 5 trials (5 ok" in status
+    assert f"job {told['job']}: COMPLETED on n[1-2]" in status
 
 
 def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
@@ -117,8 +117,11 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
 def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     slurm: Slurm, bench: Bench
 ) -> None:
-    """A cancelled job says so, and another goes on with its run. SLURM warns that one of its time
-    limit up to 30 s early; it requeues itself and resumes, and loses one trial at most."""
+    """A cancelled job says so, and another job resumes its run.
+
+    SLURM warns the second job of its time limit up to 30 s early. The job requeues itself, resumes
+    and loses at most one trial.
+    """
     told = bench.submit("--matrix", bench.matrix(LONG), "--nodes", "2")
     run_id, job = told["run_id"], told["job"]
 
@@ -145,7 +148,7 @@ def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
         "--matrix", bench.matrix(LONG), "--nodes", "2", "--time", "30", "--run", run_id
     )["job"]
     in_a_trial_after(recorded + 1)
-    # Its end is now 1 to 2 minutes away, so that SLURM warns when it looks next, every 30 s.
+    # The limit is now 1 to 2 minutes away, so SLURM warns at its next check, every 30 s.
     minutes = int((time.monotonic() - begun) // 60) + 2
     slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     until(
@@ -153,21 +156,21 @@ def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
         90,
         lambda: slurm.story(job),
     )
-    # SLURM would keep it in the queue for two minutes. A node takes a job that begins in the second
-    # in which it was killed for the killed one.
+    # SLURM would queue the job for two minutes. If it restarted within the second in which it was
+    # killed, a node would take it for the killed one.
     time.sleep(3)
     slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=30")
     states = slurm.wait_job(job)
     assert [(one.state, one.restarts) for one in states] == [("COMPLETED", 1)], slurm.story(job)
     trials = bench.load(run_id).trials
     once_each(trials, 2, 3)
-    assert interrupted() == 2, "one by each"
+    assert interrupted() == 2, "one per job"
     assert set(trials["status"]) == {"ok", "interrupted"}
 
 
 @pytest.fixture
 def webhook() -> Iterator[tuple[list[str], str]]:
-    """What is posted, as it comes, and the address to post to."""
+    """List that receives posted texts, and the address to post them to."""
     posted: list[str] = []
 
     class Hears(BaseHTTPRequestHandler):
@@ -252,6 +255,6 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     assert {f"{run.stem}.html" for run in runs.glob("*.parquet")} <= pages
     _, second, third = sorted(run.stem for run in runs.glob("*.parquet"))
     assert (bench.results / "slurm" / "nightly" / "last-good").read_text().strip() == second, (
-        "the bad night is no measure for the next"
+        "a bad night must not become the baseline"
     )
     assert f"{third}-against-the-last-good-night.html" in pages

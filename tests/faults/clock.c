@@ -1,4 +1,4 @@
-/* A clock that is an hour ahead and an hour behind in turns of a second; loaded before libc. */
+/* Alternates every second between an hour ahead and an hour behind; loaded before libc. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/time.h>

@@ -1,5 +1,5 @@
-"""Faults of the host that a run is on: its disks, clock, ports and memory. Most need root; where
-the system does not let this user do it, a fault is left out, and the reason is in the table."""
+"""Faults of a run's host: disks, clock, ports and memory. Most need root; faults that the system
+does not permit are left out, with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faults.run_process import Run
 CLOCK = Path(__file__).with_name("clock.c")
 FROZEN_SECONDS = 3.0
 OOM_LIMIT = 3 * 2**29
-"""Bytes for a run, its fork server and two ranks, of which one takes up to 8 GiB."""
+"""Bytes for a run, its fork server and two ranks, one of which takes up to 8 GiB."""
 
 
 def _do(*words: str | Path) -> None:
@@ -30,7 +30,7 @@ def _do(*words: str | Path) -> None:
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str | Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """Mounts a separate file system."""
     folder.mkdir()
     _do("mount", *options, folder)
     try:
@@ -46,7 +46,7 @@ def in_memory(place: Place) -> contextlib.AbstractContextManager[Path]:
 
 
 def full_disk(place: Place) -> None:
-    """The disk with the results is full until somebody makes room."""
+    """The disk with the results is full until something is deleted."""
     with in_memory(place) as disk:
         run = Run(place, disk / "results")
         run.until_in_the_middle()
@@ -60,7 +60,7 @@ def full_disk(place: Place) -> None:
 
 
 def read_only(place: Place) -> None:
-    """The file system with the results can only be read for a time, as after errors of a disk."""
+    """The results' file system is read-only for a while, as after disk errors."""
     with in_memory(place) as disk:
         run = Run(place, disk / "results")
         run.until_in_the_middle()
@@ -76,8 +76,7 @@ def read_only(place: Place) -> None:
 
 
 def folder_removed(place: Place) -> None:
-    """Somebody removes the results folder: the run says so, and makes no other that nobody could
-    read."""
+    """The results folder is removed: the run says so, and does not create an unreadable one."""
     folder = place.temporary.parent / "removed"
     run = Run(place, folder)
     run.until_in_the_middle()
@@ -91,7 +90,7 @@ def folder_removed(place: Place) -> None:
 
 
 def file_system_hangs(place: Place) -> None:
-    """Nothing can be written to the results for some seconds: the run waits, and loses nothing."""
+    """Writes to the results block for some seconds: the run waits, and loses nothing."""
     image = place.temporary.parent / "image"
     with open(image, "wb") as sink:
         sink.truncate(32 * 2**20)
@@ -109,8 +108,8 @@ def file_system_hangs(place: Place) -> None:
 
 
 def clock_jumps(place: Place) -> None:
-    """The system's clock is an hour ahead and an hour behind in turns of a second, for all
-    processes of a run."""
+    """The clock of a run's processes alternates every second between an hour ahead and an hour
+    behind."""
     library = place.temporary.parent / "clock.so"
     if not library.exists():
         _do("cc", "-shared", "-fPIC", "-O1", "-o", library, CLOCK, "-ldl")
@@ -123,7 +122,7 @@ def clock_jumps(place: Place) -> None:
 
 
 def no_port(place: Place) -> None:
-    """Every port that the system may give out is in use."""
+    """Every ephemeral port is in use."""
     run = Run(place, before=[sys.executable, "-m", "tests.faults.no_ports"])
     for status, reason in run.ended():
         assert status == "failed", (status, reason)
@@ -131,7 +130,7 @@ def no_port(place: Place) -> None:
 
 
 def kernel_kills(place: Place) -> None:
-    """A rank takes more memory than the control group of its run has: the kernel kills it."""
+    """A rank exceeds the memory of its run's control group, and the kernel kills it."""
     group = _new_group(place.chance.randrange(10**9))
     try:
         cell = "{strategy: faulty, options: {fault: eats_memory}}"
@@ -139,7 +138,7 @@ def kernel_kills(place: Place) -> None:
             place,
             cell=cell,
             enter=functools.partial(_enter, group),
-            # To fill the group takes longer than the campaign waits for a rank that hangs.
+            # Filling the group takes longer than the campaign waits for a hanging rank.
             environment={"PARALLELISM_BENCH_HANG_SECONDS": "15"},
         )
         (ended,) = run.ended()
@@ -150,7 +149,7 @@ def kernel_kills(place: Place) -> None:
 
 
 def _new_group(number: int) -> Path:
-    """A memory control group of version 1 below this process's own, with a limit."""
+    """Creates a limited memory control group (version 1) below this process's own."""
     own = group_folder()
     assert own
     group = own / f"campaign-{number}"
@@ -165,7 +164,7 @@ def _enter(group: Path) -> None:
 
 @functools.cache
 def _may_mount() -> bool:
-    """As root, outside of containers that forbid it."""
+    """Whether this user is root, and no container forbids mounting."""
     with contextlib.suppress(OSError):
         tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"])
         return os.getuid() == 0 and tried.returncode == 0
@@ -178,14 +177,14 @@ def _needs(*programs: str) -> str:
 
 
 def _mounts(*programs: str) -> str:
-    return _needs(*programs) or ("" if _may_mount() else "this user may mount no file system")
+    return _needs(*programs) or ("" if _may_mount() else "this user may not mount file systems")
 
 
 def _group() -> str:
     own = group_folder()
     if own is None or not (own / "memory.limit_in_bytes").exists():
         return "there is no memory control group of version 1"
-    return "" if os.access(own, os.W_OK) else "this user may make no control group"
+    return "" if os.access(own, os.W_OK) else "this user may not create control groups"
 
 
 HOST_KINDS: dict[str, Inject] = {
@@ -207,6 +206,6 @@ _LACKING: dict[str, Callable[[], str]] = {
 
 
 def left_out(kinds: Sequence[str]) -> dict[str, str]:
-    """Which of these kinds cannot be injected here, and why."""
+    """Returns the reasons for kinds that cannot be injected here."""
     reasons = {kind: _LACKING[kind]() for kind in kinds if kind in _LACKING}
     return {kind: reason for kind, reason in reasons.items() if reason}

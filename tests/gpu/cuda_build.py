@@ -1,5 +1,5 @@
-"""What `make setup-cuda-check` looks at in an environment with torch's CUDA build, with a GPU or
-without one."""
+"""Checks of `make setup-cuda-check` in an environment with torch's CUDA build, with or without a
+GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def main() -> int:
     assert torch.version.cuda, (
         f"torch {torch.__version__} has no CUDA: the package index serves another build, or a local"
-        " source hides its own"
+        " source shadows it"
     )
     print(
         "torch",
@@ -23,14 +23,13 @@ def main() -> int:
         ".".join(map(str, torch.cuda.nccl.version())),
     )
     print("Horovod: NCCL", horovod())
-    print("DeepSpeed beside CUDA:", ", ".join(deepspeed()))
+    print("DeepSpeed with CUDA:", ", ".join(deepspeed()))
     assert not torch.cuda.is_initialized(), "an import initialised CUDA"
     return 0
 
 
 def horovod() -> int:
-    """The code of the NCCL version that Horovod was built with; everything that its extension needs
-    is resolved at once."""
+    """Returns the code of Horovod's NCCL version; its extension loads with all symbols resolved."""
     before = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_NOW)
     import horovod.torch as hvd
@@ -46,8 +45,8 @@ def horovod() -> int:
 
 
 def deepspeed() -> list[str]:
-    """Its parts on the host, which are built for a CPU, as a rank on a GPU loads them; raises where
-    it would compile one."""
+    """Loads DeepSpeed's host parts, built for a CPU, as a rank on a GPU does; raises AssertionError
+    if one would be compiled."""
     from harness.strategies import _deepspeed
 
     _deepspeed.settle("cuda", 1)
@@ -56,7 +55,7 @@ def deepspeed() -> list[str]:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def compiles(self: OpBuilder, *_: object) -> None:
-        raise AssertionError(f"{self.name} would be compiled anew")
+        raise AssertionError(f"{self.name} would be compiled again")
 
     OpBuilder.jit_load = compiles
     assert get_accelerator()._name == "cuda"

@@ -1,8 +1,7 @@
-"""`python -m tests.gpu.fake_cuda [PYTEST'S WORDS]`: the tests on fake CUDA tensors, on a machine
-without a GPU.
+"""`python -m tests.gpu.fake_cuda [PYTEST ARGUMENTS]` runs tests on fake CUDA tensors without a GPU.
 
-It needs torch's CUDA build, a C compiler and CUDA's headers, which torch's own packages bring (or
-nvidia-cuda-crt, or a toolkit in $CUDA_HOME). tests/gpu/cuda_runtime.c stands in for the runtime.
+It needs torch's CUDA build, a C compiler and CUDA's headers. Those come with torch's packages,
+nvidia-cuda-crt or a toolkit in $CUDA_HOME. tests/gpu/cuda_runtime.c stands in for the runtime.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ TESTS = ["test_fake_steps.py", "test_initial_weights.py"]
 
 
 def include_folders() -> list[Path]:
-    """Where CUDA's headers are; ends the program with a sentence where they are nowhere."""
+    """Returns the folders of CUDA's headers; exits with a message if a header is missing."""
     home = os.environ.get("CUDA_HOME")
     packages = [Path(entry or ".") for entry in sys.path]
     folders = [
@@ -28,17 +27,12 @@ def include_folders() -> list[Path]:
     ]
     for header in ("cuda_runtime_api.h", "crt/host_defines.h"):
         if not any((folder / header).is_file() for folder in folders):
-            sys.exit(
-                f"CUDA's {header} is not here: pip install nvidia-cuda-runtime nvidia-cuda-crt"
-            )
+            sys.exit(f"CUDA's {header} is missing: pip install nvidia-cuda-runtime nvidia-cuda-crt")
     return [folder for folder in folders if folder.is_dir()]
 
 
 def build(folder: Path) -> Path:
-    """Compiles the stand-in.
-
-    Its name is also that of the driver's library, which torch opens later.
-    """
+    """Compiles the stand-in, named like the driver's library, which torch opens later."""
     library = folder / "libcuda.so.1"
     headers = [f"-I{folder}" for folder in include_folders()]
     flags = ["-O1", "-shared", "-fPIC", *headers, f"-Wl,-soname,{library.name}"]

@@ -1,4 +1,4 @@
-"""What doctor finds on hosts with GPUs, and on any host."""
+"""Troubles that doctor reports on hosts with GPUs, and on any host."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pynvml
 import pytest
 import torch
 
+from bench import checks
 from bench.checks import (
     GIB,
     gpu_troubles,
@@ -18,13 +19,15 @@ from bench.checks import (
     locked_memory_trouble,
     shared_memory_trouble,
 )
+from harness.host.gpu_state import GpuState
+from harness.strategy.base import Strategy
 from tests.gpu import fake_nvml
 from tests.gpu.fake_nvml import FakeNvml
 
 
 @pytest.fixture
 def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch as a GPU host has it."""
+    """Makes torch look as on a GPU host."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_80 sm_90", raising=False)
@@ -65,7 +68,7 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
             "thermal slowdown",
             "TEMPERATURE,PERFORMANCE",
         ),
-        ({"celsius": 91}, "91 degrees", "TEMPERATURE,PERFORMANCE"),
+        ({"celsius": 91}, "at 91 °C", "TEMPERATURE,PERFORMANCE"),
         ({"uncorrected_errors": 2}, "2 memory errors", "-q -d ECC"),
         (
             {"processes": [(4242, 3 * GIB), (4243, None)]},
@@ -74,15 +77,28 @@ def test_a_node_in_order_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> Non
         ),
     ],
 )
-def test_each_trouble_of_a_gpu_is_told_with_its_command(
+def test_each_gpu_trouble_comes_with_its_command(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], what: str, fix: str
 ) -> None:
     host = fake_nvml.h100_node()
     host.gpus[3] = replace(host.gpus[3], **change)
-    ((subject, said, command),) = found(monkeypatch, host)
+    ((subject, text, command),) = found(monkeypatch, host)
     assert subject == "GPU 3"
-    assert what in said
+    assert what in text
     assert fix in command
+
+
+def test_throttling_is_reported_without_a_temperature() -> None:
+    (trouble,) = checks._state(GpuState(3, "GPU-3", reasons=("power brake",)))
+    assert trouble.what == "power brake"
+
+
+def test_a_strategy_with_a_required_option_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Demanding(Strategy):
+        size: int
+
+    monkeypatch.setattr("harness.strategy.registry.strategies", lambda: {"demanding": Demanding})
+    assert list(checks._stand_ins()) == []
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
@@ -93,7 +109,7 @@ def test_this_process_is_no_neighbour_of_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
-def test_slices_cores_and_missing_links_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_cores_and_missing_links_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         "slice of a GPU (MIG)" in what
         for _, what, _ in found(monkeypatch, fake_nvml.a100_in_slices())
@@ -113,8 +129,8 @@ def test_slices_cores_and_missing_links_are_told(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("torch_for_gpus")
-def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 18: the driver is older than torch's CUDA."""
+def test_a_driver_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 18: the driver supports an older CUDA than torch's."""
     host = fake_nvml.h100_node()
     host.driver, host.cuda = "570.86.15", 12080
     assert any(
@@ -123,13 +139,13 @@ def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_nothing_is_asked_of_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_gpus_has_no_troubles(monkeypatch: pytest.MonkeyPatch) -> None:
     host = fake_nvml.h100_node()
     host.no_driver = True
     assert found(monkeypatch, host) == []
 
 
-def test_a_hosts_clocks_are_told(tmp_path: Path) -> None:
+def test_a_hosts_clocks_are_reported(tmp_path: Path) -> None:
     system = tmp_path / "sys/devices/system/cpu"
     for name, text in (
         ("cpu0/cpufreq/scaling_governor", "powersave"),
@@ -150,10 +166,10 @@ def test_a_hosts_clocks_are_told(tmp_path: Path) -> None:
     assert "turbo is on" not in {one.what for one in host_troubles(tmp_path)}
 
 
-def test_memory_that_containers_limit_is_told(
+def test_memory_limits_of_containers_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Docker gives /dev/shm 64 MiB."""
+    """Docker limits /dev/shm to 64 MiB."""
     import shutil
     from types import SimpleNamespace
 

@@ -1,8 +1,7 @@
-"""Set-up and a step of torch's own strategies on tensors without data: what they make is where it
-should be.
+"""Set-up and a step of torch's strategies on tensors without data: everything is on its device.
 
-On fake CPU tensors, or with `python -m tests.gpu.fake_cuda` on fake CUDA ones, where a tensor that
-was left in host memory shows. Tensors without data cannot tell whether a training is right:
+The tests use fake CPU tensors, or with `python -m tests.gpu.fake_cuda` fake CUDA ones, which reveal
+a tensor left in host memory. Tensors without data cannot show whether training is correct;
 tests/ranks does.
 """
 
@@ -31,7 +30,7 @@ ELSEWHERE = "cpu" if DEVICE == "cuda" else "meta"
 TWO_PARTS = {"micro_batches": 2}
 TWO_RANKS: dict[str, Any] = {"worlds": (1, 2), "blocks_per_rank": 2, "cell": TWO_PARTS}
 
-NCCL = "the copies of the model go by NCCL, which reads the devices' memory"
+NCCL = "the model is copied with NCCL, which reads the devices' memory"
 ADDRESSES = "DDP's C++ compares addresses of pinned memory, which fake tensors do not have"
 SAME_DEVICE = "a fake tensor keeps its device when its data is exchanged (`flat_param.data = ...`)"
 
@@ -44,13 +43,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     worlds: tuple[int, ...] = (1, 8)
     workload: str = "llama-512x2"
-    """8 heads of 64, so that they divide by 8 ranks."""
+    """Model with 8 heads of 64, so that 8 ranks can share them."""
     blocks_per_rank: int = 0
-    """Where layers are dealt out: the model has as many for each rank."""
+    """Blocks of the model per rank, for strategies that split layers."""
     cell: dict[str, Any] = field(default_factory=dict)
     offloads: bool = False
     not_on_cuda: dict[int, str] = field(default_factory=dict)
-    """Ranks -> why fake CUDA tensors cannot show it."""
+    """World size -> why fake CUDA tensors cannot run it."""
 
     def at(self, devices: int) -> Cell:
         dealt = f"llama-512x{self.blocks_per_rank * devices}"
@@ -114,7 +113,7 @@ CASES = [
     Case("parameter_server"),
     Case("parameter_server", {"mode": "asynchronous"}, cell={"optimizer": "sgd"}),
 ]
-if DEVICE == "cuda":  # refused on CPUs, which have no device to leave and no NCCL
+if DEVICE == "cuda":  # refused on CPUs, which have no device to offload from and no NCCL
     CASES += [
         Case("ddp", {"comm_hook": "bf16"}),
         Case(
@@ -127,7 +126,7 @@ if DEVICE == "cuda":  # refused on CPUs, which have no device to leave and no NC
 
 
 def cells() -> Iterator[Any]:
-    """Marks the smallest of a case's world sizes as thorough."""
+    """Yields each case's cells; all but the largest world size are marked thorough."""
     for case in CASES:
         for devices in case.worlds:
             why = case.not_on_cuda.get(devices) if DEVICE == "cuda" else None
@@ -137,7 +136,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(cell, case.offloads, marks=marks, id=cell.name)
 
 
-# Libraries use what torch will no longer have; this is not about them.
+# Libraries use deprecated parts of torch, which these tests are not about.
 quiet = pytest.mark.filterwarnings("ignore")
 
 
@@ -161,14 +160,14 @@ def test_everything_is_on_the_device(cell: Cell, offloads: bool, tmp_path: Path)
 
 
 def ranks_that_differ(cell: Cell) -> list[int]:
-    """The first of each pipeline stage, as their layers differ, and a server."""
+    """Returns the first rank of each pipeline stage, as their layers differ, and any server."""
     layout = make_strategy(cell).layout(cell.devices)
     stages = range(0, layout.pipeline * layout.tensor, layout.tensor)
     return [*stages, *range(layout.processes - layout.servers, layout.processes)]
 
 
 def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor | None]:
-    """The losses of its steps; fails where something is not on the rank's device (or the host)."""
+    """Returns the losses of steps; fails if a tensor is not on the rank's device (or the host)."""
     assert job.train_state is not None
     where = torch.device("cpu") if offloads else job.device
     updates: list[set[torch.device | None]] = []
@@ -201,14 +200,14 @@ def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor
 
 
 class Misplaced(Strategy):
-    """One process that leaves something in another place than its device."""
+    """A strategy of one process that leaves a tensor on a device other than its own."""
 
     capabilities = Capabilities(
         process_group=False,
     )
 
     what: Literal["nothing", "weight", "spare parameter", "moment", "loss"]
-    """What is left elsewhere."""
+    """The tensor on the other device."""
 
     def setup(self, job: Job) -> TrainStep:
         model: Any = job.model()
@@ -233,7 +232,7 @@ class Misplaced(Strategy):
 
 
 DEVICES = "same device|two different devices"
-"""Before torch 2.12 fake tensors say the latter."""
+"""Errors of fake tensors; the second is from before torch 2.12."""
 FAILURES = {
     "nothing": None,
     "weight": DEVICES,

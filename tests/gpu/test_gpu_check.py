@@ -1,4 +1,4 @@
-"""The GPU check's driver, run on the CPU with probes that hold, die and hang."""
+"""The GPU check's driver, run on the CPU with probes that succeed, die or hang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 import pytest
 import typer
 
-from bench.cli.doctor import CheckOptions, check_gpu
+from bench.cli.doctor import CheckOptions, check_gpu, doctor
 from bench.gpu_check import driver as driver_module
 from bench.gpu_check.driver import CheckDriver, Timing, interleaved
 from bench.gpu_check.limited_process import Limits, ProcessEnd
@@ -27,6 +27,7 @@ from bench.gpu_check.out_folder import Folders, packed
 from bench.gpu_check.outcomes import Report, StepOutcome
 from bench.gpu_check.steps import CheckPlan, Step
 from harness.spec.errors import UsageError
+from tests.commands import told
 from tests.conftest import runs
 from tests.gpu.check_steps import FOLDER, begun
 
@@ -34,14 +35,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def step(name: str, probe: str = "holds", limit: float = 60) -> dict[str, object]:
-    """A step whose probe is one of check_steps."""
+    """Returns a step with one of the probes in check_steps."""
     probe = f"tests.gpu.check_steps:{probe}"
     return {"name": name, "claim": "it runs", "limit_seconds": limit, "probe": probe}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the probes note that they began; the cache is a fresh one."""
+    """Folder in which probes record their starts; the cache is a new one."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -54,7 +55,7 @@ def plan_file(folder: Path, **sections: object) -> Path:
 
 
 def check(folder: Path, plan: Path, resume: bool = False, **more: object) -> tuple[int, Report]:
-    """The exit code of a call on the CPU, and the report that it leaves."""
+    """Runs the check on the CPU; returns its exit code and report."""
     out, code = folder / "not" / "there", 0
     options = CheckOptions(out, resume, 280, "cpu", plan=plan, **more)  # type: ignore[arg-type]
     try:
@@ -65,7 +66,7 @@ def check(folder: Path, plan: Path, resume: bool = False, **more: object) -> tup
 
 
 def drive(folder: Path, plan: dict[str, object], timing: Timing) -> Report:
-    """What a driver reports of a plan, with limits that are short enough for a test."""
+    """Runs a driver with limits that are short enough for a test; returns its report."""
     folders = Folders.prepare(folder / "out")
     driver = CheckDriver(
         CheckPlan.model_validate(plan), folders.start("cpu"), folders, timing, print
@@ -75,7 +76,7 @@ def drive(folder: Path, plan: dict[str, object], timing: Timing) -> Report:
 
 
 def words_of(plan: Path, out: Path) -> list[str]:
-    """The command line of a call of five minutes on the CPU."""
+    """Returns the command line of a five-minute check on the CPU."""
     words = [sys.executable, "-m", "bench", "doctor", "--gpu-check", "--minutes", "5"]
     return [*words, "--device", "cpu", "--steps", str(plan), "--out", str(out)]
 
@@ -107,6 +108,14 @@ def test_a_missing_folder_is_made_before_anything_runs(folder: Path) -> None:
     assert begun("holds", folder) == begun("holds", folder)[:1]
 
 
+def test_json_is_the_report_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckDriver, "run", lambda self: self.say("something"))
+    plan, out = plan_file(folder, probes=[step("one")]), folder / "out"
+    words = ("--gpu-check", "--device", "cpu", "--steps", str(plan), "--out", str(out))
+    assert json.loads(told(doctor, *words, "--json"))["device"] == "cpu"
+    assert "something" in told(doctor, *words[:-1], str(folder / "other"))
+
+
 def test_settled_steps_are_not_repeated_unless_they_are_named(folder: Path) -> None:
     plan = plan_file(folder, probes=[step("one")], lanes=[[step("two")], [step("three")]])
     check(folder, plan)
@@ -133,7 +142,7 @@ def test_a_step_that_dies_is_recorded_with_its_last_lines(folder: Path) -> None:
     assert bad is not None
     assert bad.log[-1] == "the last thing it said"
     check(folder, plan, resume=True)
-    assert len(begun("dies", folder)) == 1, "that it died is its answer"
+    assert len(begun("dies", folder)) == 1, "a step that died is settled"
 
 
 def test_a_probe_that_hung_goes_last_in_the_next_call(
@@ -180,7 +189,7 @@ def test_a_step_for_which_no_time_is_left_waits_for_the_next_call(folder: Path) 
 def test_a_call_that_is_killed_leaves_a_report_that_the_next_call_goes_on_with(
     folder: Path,
 ) -> None:
-    """Nothing of it runs on, and what it had shown is not run again."""
+    """The killed call's processes end, and its settled steps are not run again."""
     plan = plan_file(folder, probes=[step("one")], lanes=[[step("stuck", "hangs")], [step("two")]])
     out = folder / "out"
     command = words_of(plan, out)
@@ -203,7 +212,7 @@ def test_a_call_that_is_killed_leaves_a_report_that_the_next_call_goes_on_with(
     report = Report.read(out / "report.json")
     assert verdicts(report) == dict.fromkeys(("one", "stuck", "two"), ("confirmed", 0))
     assert (len(begun("holds", folder)), len(begun("hangs", folder))) == (2, 2)
-    for pid in begun("children", folder):  # of the killed step: its parent could not end it
+    for pid in begun("children", folder):  # the killed step could not end them
         os.kill(pid, signal.SIGKILL)
 
 
@@ -218,7 +227,7 @@ def test_ctrl_c_ends_the_steps_and_keeps_what_there_is(folder: Path) -> None:
     assert verdicts(report) == {"one": ("confirmed", 0), "stuck": ("not checked", None)}
 
 
-def test_a_check_ends_where_nothing_trains_and_tries_again(folder: Path) -> None:
+def test_a_check_ends_if_nothing_trains_and_tries_again(folder: Path) -> None:
     plan = plan_file(
         folder, probes=[step("one")], gate=step("gate", "trains_nothing"), alone=[step("two")]
     )
@@ -236,7 +245,7 @@ def test_a_check_ends_where_nothing_trains_and_tries_again(folder: Path) -> None
 def test_another_machine_goes_on_with_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, on the same machine, with what it worked on where the folder was emptied meanwhile."""
+    """On the same machine, the check also continues if its folder was emptied meanwhile."""
     plan = plan_file(folder, probes=[step("one")])
     check(folder, plan)
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(folder / "other cache"))
@@ -266,7 +275,7 @@ def test_two_checks_never_share_a_working_folder(folder: Path) -> None:
 
 
 def test_records_of_real_cells_come_back(folder: Path) -> None:
-    """A run that trains on the CPU, a command that is wrong, and one that is out of time."""
+    """Covers a run that trains on the CPU, a wrong command, and one that runs out of time."""
     small = "--only single --trials 1 --timed-seconds 0 --set workload=llama-micro"
     words = {
         "cell": f"run --matrix smoke {small} --set batch=2 --set sequence_length=16",
@@ -293,7 +302,7 @@ def test_records_of_real_cells_come_back(folder: Path) -> None:
         assert [name for name in archive.getnames() if name.startswith("results/runs/cell-")]
 
 
-def test_an_archive_leaves_the_largest_files_out_where_it_would_be_too_large(
+def test_an_archive_that_would_be_too_large_lacks_the_largest_files(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -313,7 +322,7 @@ def test_lanes_take_turns_where_one_follows_the_other() -> None:
 def test_lanes_share_the_cores_and_several_gpus_make_one_lane(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With several GPUs a step uses all of them."""
+    """With several GPUs, a step uses all of them."""
     taken: list[tuple[str, tuple[int, ...]]] = []
 
     def run_limited(words: list[str], log: Path, limits: Limits, *_: object) -> ProcessEnd:

@@ -1,4 +1,4 @@
-"""The GPU check's plan: what each step would run on a machine with one H100, and for how long."""
+"""The GPU check's plan on a machine with one H100: what each step runs, and for how long."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from harness.workloads.counts import model_facts
 H100 = Host("cuda", 1, int(79.6 * 2**30), name="NVIDIA H100 80GB HBM3", elsewhere=True)
 MINUTES = 8
 COMMAND_SECONDS = 8.0
-"""An estimate: interpreter, imports and the fork server of one command."""
+"""Estimated time for one command's interpreter, imports and fork server."""
 PROBE_SECONDS = 60.0
-"""An estimate: all probes side by side; the slowest imports every library."""
+"""Estimated time for all probes in parallel; the slowest imports every library."""
 SEARCH_SECONDS = 80.0
-"""An estimate: bench maxsize with one strategy, ten launches."""
+"""Estimated time for bench maxsize with one strategy and ten launches."""
 PROFILE_SECONDS = 30.0
 STEP = Step(name="a", claim="it runs", limit_seconds=60, words="run")
 
 
 def words_of(step: Step) -> dict[str, Any]:
-    """The options of the step's command, as the command line reads them."""
-    known: Any = typer.main.get_command(app)
+    """Returns the options of the step's command, as the command line reads them."""
+    group: Any = typer.main.get_command(app)
     name, *words = step.arguments
-    context = known.commands[name].make_context(name, [*words, "--json"], resilient_parsing=False)
+    context = group.commands[name].make_context(name, [*words, "--json"], resilient_parsing=False)
     return dict(context.params)
 
 
 def planned(step: Step) -> Expanded:
-    """The cells of a run on one H100."""
+    """Returns the cells of a run on one H100."""
     words = words_of(step)
     return expand(
         read_matrix(words["matrix"]),
@@ -75,7 +75,7 @@ def test_each_run_has_cells_that_can_end_as_claimed(step: Step) -> None:
             assert facts.parameter_bytes > cell.memory_limit_bytes
 
 
-def test_each_step_is_a_command_or_a_probe_that_there_is() -> None:
+def test_each_step_is_an_existing_command_or_probe() -> None:
     probes = {name for names in MODULES.values() for name in names}
     for _, step in read_plan().steps():
         if step.probe:
@@ -87,7 +87,7 @@ def test_each_step_is_a_command_or_a_probe_that_there_is() -> None:
 
 
 def seconds_of(steps: Sequence[Step], kept: set[str]) -> float:
-    """Predicted for these commands in turn; references in `kept` are there, and others are kept."""
+    """Predicts the time of consecutive commands; `kept` has stored references and gets new ones."""
     total = 0.0
     for step in steps:
         total += COMMAND_SECONDS
@@ -109,9 +109,8 @@ def seconds_of(steps: Sequence[Step], kept: set[str]) -> float:
     return total
 
 
-def test_all_but_what_comes_later_is_predicted_to_take_eight_minutes_on_one_h100() -> None:
-    """Whatever is predicted before it is more valuable: the gate comes before the lanes, and what
-    is timed has its time kept."""
+def test_all_but_the_later_steps_take_eight_minutes_on_one_h100() -> None:
+    """The gate comes before the lanes, and timed steps have their time reserved."""
     plan = read_plan()
     kept: set[str] = set()
     assert plan.gate
@@ -139,7 +138,7 @@ def test_all_but_what_comes_later_is_predicted_to_take_eight_minutes_on_one_h100
         "{",
     ],
 )
-def test_a_plan_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(UsageError, match=r"plan\.yaml"):
         read_plan(tmp_path / "plan.yaml")

@@ -1,4 +1,4 @@
-"""What disturbs a GPU, read around a trial and in its timed steps, and what is made of that."""
+"""Disturbances of a GPU, read around a trial and in its timed steps, and how they are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from harness.analysis.trials import disturbances, disturbed
+from harness.analysis.trials import disturbances
 from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
 from harness.measure.peak_memory import MemoryMeter
 from harness.measure.resource_use import Energy, RankGpus
@@ -31,14 +31,14 @@ SECOND = 10**9
 
 
 def record(before: GpuState = COOL, after: GpuState = COOL, use: GpuUse | None = None) -> GpuRecord:
-    """Written and read as a row has it."""
+    """Writes a GPU's columns as a row does, and reads them back."""
     columns = as_json([before]), as_json([after]), as_json([use or GpuUse(("GPU-x",), 10.0)])
     return GpuRecord.read(*columns)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], list[torch.device]]:
-    """A torch.cuda that shows the GPUs of a host by their UUIDs: the devices."""
+    """Function that makes torch.cuda show a host's GPUs by UUID, and returns their devices."""
 
     def show(host: FakeNvml) -> list[torch.device]:
         install(monkeypatch, host)
@@ -73,8 +73,8 @@ def test_reasons_are_decoded_as_nvml_numbers_them() -> None:
     assert decoded(1 << 20) == ("reason 20",)
 
 
-def test_a_look_tells_all_that_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 14: clocks, reasons, heat, power, errors, processes of the GPUs that a cell uses."""
+def test_a_look_has_a_gpus_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 14: a look reads clocks, reasons, heat, power, errors and processes."""
     host = install(monkeypatch, h100_node(), "5,6")
     host.gpus[6].processes = [(4711, 2 * GIB)]
     looked = GpuLook().states(2)
@@ -131,12 +131,12 @@ def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
     changed: dict[str, object],
     words: str | None,
 ) -> None:
-    """Finding 14: a throttled trial is marked like a disturbed CPU one."""
+    """Finding 14: a throttled trial is marked like a disturbed CPU trial."""
     state = replace(COOL, **changed)  # type: ignore[arg-type]
     told = record(before=state)
     expected = [f"GPU 3 just before: {words}"] if words else []
     assert [one.words for one in told.findings()] == expected
-    assert disturbed(None, None, None, told) == (words is not None)
+    assert bool(disturbances(None, None, None, told)) == (words is not None)
 
 
 def test_another_process_before_or_after_marks_the_trial() -> None:
@@ -153,8 +153,8 @@ def test_another_process_before_or_after_marks_the_trial() -> None:
     assert disturbances(9.0, 1.0, 1.0, told) == ("busy", "shared")
 
 
-def test_a_power_limit_below_the_default_is_marked_where_it_held_the_gpu_back() -> None:
-    """Finding 14: a capped GPU is slower; at its default limit a busy one is capped as a rule."""
+def test_a_power_limit_below_the_default_is_marked_if_it_held_the_gpu_back() -> None:
+    """Finding 14: a lowered limit slows a GPU; at the default one, a busy GPU is usually capped."""
     lowered = replace(COOL, power_limit_watts=450.0, reasons=("power cap",))
     words = "GPU 3: held back by a power limit of 450 W; the default is 700 W"
     use = GpuUse(("GPU-x",), 10.0, {"power": 9.0}, (lowered,))
@@ -173,20 +173,20 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
     seconds: float,
     is_marked: bool,
 ) -> None:
-    """Finding 14: two stretches of five seconds; the counters run since the driver was loaded."""
+    """Finding 14: only two stretches of five seconds count; counters start with the driver."""
     host = h100_node()
     thermal, power = pynvml.NVML_PERF_POLICY_THERMAL, pynvml.NVML_PERF_POLICY_POWER
     clock = iter([0.0, 5.0, 100.0, 105.0])
     for device in host.gpus:
         device.throttled_nanoseconds = {thermal: 77 * SECOND, power: 5 * SECOND}
-    own = RankGpus(cuda(host)[:1])
+    gpus = RankGpus(cuda(host)[:1])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for _ in range(2):
-        own.start()
+        gpus.start()
         host.gpus[0].throttled_nanoseconds[thermal] += int(seconds / 2 * SECOND)
-        own.stop()
+        gpus.stop()
         host.gpus[0].throttled_nanoseconds[thermal] += 9 * SECOND  # between the stretches
-    use = own.use()
+    use = gpus.use()
     assert use is not None
     assert (use.counted_seconds, use.throttled_seconds) == (
         10.0,
@@ -200,7 +200,7 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
 def test_energy_is_that_of_all_devices_of_a_rank(
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Finding 12: DataParallel drives eight GPUs from one process; energy was that of the first."""
+    """Finding 12: DataParallel drives eight GPUs in one process; only the first one counted."""
     host = h100_node()
     energy = Energy.of(RankGpus(cuda(host)), first_of_node=True)
     energy.start()
@@ -211,17 +211,17 @@ def test_energy_is_that_of_all_devices_of_a_rank(
 
 
 def test_energy_of_a_slice_is_unknown(cuda: Callable[[FakeNvml], list[torch.device]]) -> None:
-    """Finding 12: the counter is that of the GPU, which others' slices drive too."""
+    """Finding 12: the counter covers the whole GPU, including other slices."""
     host = a100_in_slices()
     devices = cuda(host)
     assert RankGpus(devices[:1]).joules() is None
     assert RankGpus(devices[1:]).joules() == {host.gpus[1].uuid: (0.0, 0.0)}
 
 
-def test_memory_beside_the_allocators_is_told_apart(
+def test_memory_outside_the_allocator_is_separate(
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Finding 13: NVML's bytes of this process, and of them context and NCCL's buffers."""
+    """Finding 13: NVML's bytes of this process include the context and NCCL's buffers."""
     host = h100_node()
     devices = cuda(host)
     for number, device in enumerate(host.gpus):
@@ -238,7 +238,7 @@ def test_memory_of_a_process_that_nvml_does_not_name_is_unknown(
     cuda: Callable[[FakeNvml], list[torch.device]],
     processes: list[tuple[int, int | None]],
 ) -> None:
-    """Finding 13: in a container NVML may tell process ids of the host; WSL hides the bytes."""
+    """Finding 13: NVML may give the host's process ids in a container; WSL hides the bytes."""
     host = h100_node()
     host.gpus[0].processes = processes
     use = RankGpus(cuda(host)[:1]).use()
@@ -248,17 +248,17 @@ def test_memory_of_a_process_that_nvml_does_not_name_is_unknown(
 
 def test_a_rank_on_the_cpu_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     host = install(monkeypatch, h100_node())
-    own = RankGpus([torch.device("cpu")])
-    own.start()
-    own.stop()
-    assert (own.use(), host.started) == (None, 0)
+    gpus = RankGpus([torch.device("cpu")])
+    gpus.start()
+    gpus.stop()
+    assert (gpus.use(), host.started) == (None, 0)
 
 
 def test_peaks_and_limit_are_those_of_all_devices(
     monkeypatch: pytest.MonkeyPatch,
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Findings 12 and 13: they were those of GPU 0; the host's peak was unknown."""
+    """Findings 12 and 13: both covered GPU 0 alone, and the host's peak was unknown."""
     devices = cuda(h100_node())
     called: list[tuple[str, object]] = []
 

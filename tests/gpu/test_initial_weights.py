@@ -1,5 +1,5 @@
-"""Finding 3: the CPU's generator gives other weights than a GPU's, so every rank of a GPU cell
-draws on a GPU."""
+"""Finding 3: CPU and GPU generators give different weights, so every rank of a GPU cell draws on a
+GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JOINS_FIRST = {
     "ulysses",
     "ulysses_zero",
 }
-"""Their libraries join the other ranks before there is a model."""
+"""Strategies whose libraries join the other ranks before a model exists."""
 
 
 class Drawn(Exception):
@@ -45,7 +45,7 @@ class Drawn(Exception):
 
 
 def own_strategies() -> list[tuple[str, dict[str, Any]]]:
-    """Those of the suite whose libraries are here, and which build their model first."""
+    """Returns the suite's installed strategies that build their model before joining ranks."""
     found = []
     for name, kind in strategies().items():
         here = all(importlib.util.find_spec(package) for package in kind.requires)
@@ -68,7 +68,7 @@ def draws_on(
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> torch.device | None:
-    """Where a rank that the worker has set up draws its weights, on a machine without GPUs."""
+    """Returns where a rank set up by the worker draws its weights, on a machine without GPUs."""
 
     def build(
         workload: Workload,
@@ -89,8 +89,8 @@ def draws_on(
     monkeypatch.setattr(worker, "_require_cuda", lambda: None, raising=False)
     monkeypatch.setattr(worker, "MemoryMeter", lambda *_: SimpleNamespace())
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    meeting = lambda where: iter([(dist.HashStore(), rank, world)])  # noqa: E731
-    monkeypatch.setattr(rendezvous, "rendezvous", meeting)
+    meet = lambda where: iter([(dist.HashStore(), rank, world)])  # noqa: E731
+    monkeypatch.setattr(rendezvous, "rendezvous", meet)
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(Workload, "build", build)
     data = prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
@@ -102,10 +102,10 @@ def draws_on(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    raise AssertionError("it built no model")
+    raise AssertionError("the rank built no model")
 
 
-@pytest.mark.filterwarnings("ignore")  # of libraries; this is not about them
+@pytest.mark.filterwarnings("ignore")  # warnings of libraries
 @pytest.mark.parametrize(("name", "options"), own_strategies(), ids=str)
 def test_every_rank_draws_its_weights_on_a_gpu(
     name: str,
@@ -113,8 +113,7 @@ def test_every_rank_draws_its_weights_on_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 3: a parameter server and a rank that offloads drew theirs with the CPU's
-    generator."""
+    """Finding 3: parameter servers and offloading ranks drew weights with the CPU's generator."""
     cell, layout = cell_of(name, options)
     for rank in range(layout.processes):
         with monkeypatch.context() as patched:
@@ -123,8 +122,8 @@ def test_every_rank_draws_its_weights_on_a_gpu(
         assert device.type == "cuda", f"rank {rank} of {layout.processes} draws on {device}"
 
 
-def test_no_strategy_goes_past_the_job() -> None:
-    """Finding 3: a model that is not the job's would choose its own generator."""
+def test_no_strategy_bypasses_the_job() -> None:
+    """Finding 3: a model built without the job would choose its own generator."""
     files = [*(Path(worker.__file__).parents[1] / "strategies").glob("*.py")]
     assert files
     for file in files:
@@ -132,7 +131,7 @@ def test_no_strategy_goes_past_the_job() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """The devices that random numbers are drawn on."""
+    """Records the devices on which random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("keeps_on", ["cuda", "cpu"])
 def test_random_numbers_come_from_the_gpu(keeps_on: str) -> None:
-    """Finding 3, on fake CUDA tensors: whatever device the model is then kept on."""
+    """Finding 3, on fake CUDA tensors: wherever the model is kept, its weights come from a GPU."""
     if os.environ.get("BENCH_FAKE_DEVICE") != "cuda":
         pytest.skip("needs torch's CUDA build: python -m tests.gpu.fake_cuda")
     from tests.gpu.fake_world import CopyableFakeMode, swap_if_changed

@@ -1,5 +1,5 @@
-"""What each matrix plans for hosts of 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB: nothing
-refused, everything fits."""
+"""Plans of each matrix for hosts with 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB. No cell is
+refused, and all fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CARDS = {
     "H100 80GB HBM3": 79.6,
     "H200": 140.4,
 }
-"""GiB that NVML reports."""
+"""Memory that NVML reports, in GiB."""
 HOSTS = [
     (number, card)
     for number, card in itertools.product((1, 2, 4, 8), CARDS)
@@ -64,7 +64,7 @@ def planned(matrix: str, number: int, card: str) -> Expanded:
 
 
 def references(cells: Iterator[Cell]) -> dict[str, Cell]:
-    """By the key that they are kept under."""
+    """Returns reference cells by the key they are stored under."""
     both = itertools.chain.from_iterable((cell, in_fp32(cell)) for cell in cells)
     return {reference_key(cell): cell for cell in both if cell}
 
@@ -72,8 +72,8 @@ def references(cells: Iterator[Cell]) -> dict[str, Cell]:
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card: str) -> None:
-    """Finding 9: micro-batches, heads, blocks and batches divide at every count; what lacks GPUs
-    says how many."""
+    """Finding 9: micro-batches, heads, blocks and batches divide at every count. Without enough
+    GPUs, the reason names the host's number."""
     found = planned(matrix, number, card)
     assert found.cells
     refused = {left.cell.name: left.reason for left in found.left_out if left.status == "refused"}
@@ -85,9 +85,9 @@ def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card
 
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
-def test_what_is_timed_in_bf16_keeps_a_gpu_busy(matrix: str, number: int, card: str) -> None:
-    """Finding 8: 256 tokens of fp32 a GPU compute for so long, or so little, that communication is
-    told wrongly."""
+def test_cells_timed_in_bf16_keep_a_gpu_busy(matrix: str, number: int, card: str) -> None:
+    """Finding 8: 256 fp32 tokens per GPU take so much or so little computing that the share of
+    communication is wrong."""
     found = planned(matrix, number, card)
     timed = [cell for cell in found.cells if cell.id not in found.once]
     halves = [
@@ -97,9 +97,9 @@ def test_what_is_timed_in_bf16_keeps_a_gpu_busy(matrix: str, number: int, card: 
     ]
     few = {c.name for c in halves if c.global_batch * c.sequence_length < 4096 * c.devices}
     assert few == set()
-    own = {cell.id for cell in timed if cell.precision != "bf16"}
-    assert matrix == "precision" or len(halves) > len(own), (
-        "fp32 and fp16 are what a few cells ask for by name"
+    others = {cell.id for cell in timed if cell.precision != "bf16"}
+    assert matrix == "precision" or len(halves) > len(others), (
+        "only a few cells ask for fp32 or fp16 by name"
     )
     assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw"), (
         "finding 6"
@@ -112,8 +112,7 @@ def method(cell: Cell) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("matrix", ["full", "quick", "smoke", "scaling"])
 def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> None:
-    """Finding 8: what bf16's tolerance would hide is seen by the same strategy in fp32, launched
-    once."""
+    """Finding 8: one fp32 launch of a strategy shows errors that bf16's tolerance would hide."""
     found = planned(matrix, 8, "H100 80GB HBM3")
     twins = [cell for cell in found.cells if cell.id in found.once]
     assert {cell.precision for cell in twins} == {"fp32"}
@@ -138,7 +137,7 @@ def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> 
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str) -> None:
-    """Findings 4 and 11: within 60 % of one GPU's memory each, and within the disk limit in all."""
+    """Findings 4 and 11: each takes at most 60 % of a GPU; together they fit the disk limit."""
     every = references(iter(planned(matrix, number, card).cells))
     assert sum(map(kept_bytes, every.values())) <= DEFAULT_LIMIT_GIB * GIB
     largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
@@ -151,7 +150,7 @@ def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: str) -> None:
-    """States, what a step adds to them and activations (as large as in fp32) within 90 % of the
+    """States, a step's transient memory and activations (fp32 sizes) take at most 90 % of the
     memory."""
     over = {}
     for number in (1, 8):
@@ -175,7 +174,7 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
 @pytest.mark.parametrize("matrix", ["full", "compile", "tune"])
 @pytest.mark.parametrize("number", [1, 8])
 def test_compiled_cells_stand_next_to_plain_ones(matrix: str, number: int) -> None:
-    """In the setting of the same strategy that compiles nothing, and timed."""
+    """Compiled cells are timed, in the setting of the same strategy uncompiled."""
     found = planned(matrix, number, "H100 80GB HBM3")
     timed = [cell for cell in found.cells if cell.id not in found.once]
     plain = {cell.model_copy(update={"system": ""}).id for cell in timed}
@@ -200,7 +199,7 @@ def test_smaller_gpus_have_sizes_of_their_own() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
-    """Finding 10: with the twins in fp32. References and their second runs, in each precision, are
+    """Finding 10: the hour includes fp32 twins. References and second runs, in each precision, are
     kept for the next run. The inputs are in harness/run/expected.py."""
     found, name = planned("full", 8, card), f"NVIDIA {card}"
     plan = Plan.new(
@@ -213,7 +212,7 @@ def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
 
 @pytest.mark.parametrize(("card", "number"), [("H100 80GB HBM3", 1), ("L4", 8)])
 def test_float8_is_compared_with_the_same_in_bf16_on_gpus(card: str, number: int) -> None:
-    """Kernels return products in float8 as bf16: compared with fp32, float8 is blamed for the
+    """Kernels return float8 products in bf16, so a comparison with fp32 would blame float8 for the
     casts."""
     cells = planned("tune", number, card).cells
     eight = [cell for cell in cells if cell.workload.endswith("+float8")]
@@ -224,7 +223,7 @@ def test_float8_is_compared_with_the_same_in_bf16_on_gpus(card: str, number: int
 
 
 def test_time_limits_follow_from_what_a_trial_takes() -> None:
-    """Finding 10: 8 times the prediction, and never below two minutes; no part of a cell's id."""
+    """Finding 10: limits are 8 times the prediction, at least 2 minutes, and not in a cell's id."""
     for cell in planned("full", 8, "L4").cells:
         assert cell.time_limit_seconds >= 5 * trial_seconds(cell, 1, "NVIDIA L4"), cell.name
 
@@ -239,7 +238,7 @@ def test_twins_are_launched_once_and_that_survives_the_store() -> None:
     assert Plan.from_row(row) == plan
     without = json.loads(plan.to_json())
     del without["once"]
-    assert Plan.from_row(row | {"plan": json.dumps(without)}).once == frozenset(), "plans of before"
+    assert Plan.from_row(row | {"plan": json.dumps(without)}).once == frozenset(), "older plans"
 
 
 def test_a_plan_for_another_host_does_not_depend_on_the_cores_of_this_one(

@@ -1,5 +1,4 @@
-"""Reference runs on GPUs: they fit the device and the disk, know their kind of GPU and their own
-noise."""
+"""Reference runs on GPUs: they fit device and disk, depend on the kind of GPU and have noise."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ SMALL = ON_GPU.model_copy(update={"global_batch": 32})  # a batch whose noise is
 
 
 class Launches:
-    """Notes what it is asked to launch, and leaves the files that a reference run would."""
+    """Records the cells it should launch, and leaves the files of a reference run."""
 
     def __init__(self, losses: list[float], update: float = 1e-6) -> None:
         self.cells: list[Cell] = []
@@ -92,10 +91,10 @@ def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str,
 def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
     cache: Path, tmp_path: Path
 ) -> None:
-    """Finding 4: the batch of eight devices at a time took 235 GiB of llama-1b."""
+    """Finding 4: with llama-1b, the batch of eight devices in one piece took 235 GiB."""
     launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU], launches)
-    (first,) = launches.cells  # nor is so large a batch run a second time for its noise
+    (first,) = launches.cells  # so large a batch is not rerun for its noise
     assert (first.strategy, first.devices, first.precision, first.global_batch) == (
         "single",
         1,
@@ -106,17 +105,28 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
 
 
 @pytest.mark.parametrize(("strategy", "parts"), [("ddp", 8), ("sync_batch_norm", 1)])
-def test_a_reference_normalises_what_the_ranks_do(
+def test_a_reference_normalises_over_the_ranks_batches(
     cache: Path, tmp_path: Path, strategy: str, parts: int
 ) -> None:
-    """Finding 4: over other parts of the batch its statistics are others, and so is the
-    training."""
+    """Finding 4: statistics over other parts of the batch change the training."""
     launches = Launches([2.0, 1.0])
     axes = {"workload": "resnet-micro", "data": "images", "strategy": strategy}
     references(tmp_path, [ON_GPU.model_copy(update=axes)], launches)
     assert [cell.micro_batches for cell in launches.cells] == [parts], (
-        "and none is run a second time, split differently"
+        "no reference is run a second time with another split"
     )
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", [8]), ("sync_batch_norm", [1, 1])])
+def test_batch_norm_over_all_ranks_has_noise_in_fp32_on_a_cpu(
+    cache: Path, tmp_path: Path, strategy: str, parts: list[int]
+) -> None:
+    """Its ranks add up parts of the batch, and dividing by the deviation amplifies rounding."""
+    launches = Launches([2.0, 1.0])
+    axes = {"workload": "resnet-micro", "data": "images", "strategy": strategy, "device": "cpu"}
+    (reference,) = references(tmp_path, [SMALL.model_copy(update=axes)], launches).values()
+    assert [cell.micro_batches for cell in launches.cells] == parts
+    assert (reference.noise is not None) == (len(parts) == 2)
 
 
 def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: Path) -> None:
@@ -126,18 +136,18 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
 
 
 def test_on_a_cpu_its_losses_go_on_after_the_segment(cache: Path, tmp_path: Path) -> None:
-    """So that a trial that takes some steps more needs no other run."""
+    """A trial that takes a few more steps then needs no other run."""
     launches = Launches([2.0, 1.0, 0.5])
     on_cpu = ON_GPU.model_copy(update={"device": "cpu", "parity_steps": 10})
     (reference,) = references(tmp_path, [on_cpu], launches).values()
     (first,) = launches.cells
-    assert first.total_steps == 14, "a quarter more than the 11 of the segment and one timed step"
+    assert first.total_steps == 14, "a quarter more than the segment's 11 and one timed step"
     assert reference.facts["losses"] == [2.0, 1.0]
     assert reference.all_losses == [2.0, 1.0, 0.5]
     assert reference.drift is None, "not known yet"
 
 
-def test_how_rounding_drifts_is_looked_at_only_where_a_trial_needs_it(
+def test_the_drift_of_rounding_is_measured_only_if_a_trial_needs_it(
     cache: Path, tmp_path: Path
 ) -> None:
     on_cpu = Cell(strategy="ddp", workload="llama-nano", warmup_steps=1, parity_steps=2)
@@ -156,7 +166,7 @@ def test_how_rounding_drifts_is_looked_at_only_where_a_trial_needs_it(
         return verification.verdict.verdict
 
     assert verdict(0.5 * (1 + 1e-6)) == "exact"
-    assert len(launches.cells) == 1, "whatever the drift is, that is within it"
+    assert len(launches.cells) == 1, "a deviation within any drift"
     launches.losses = [2.0, 1.0, 0.5 * (1 + 1e-6)]
     assert verdict(0.5 * (1 + 1e-5)) == "exact", "30 times the drift is allowed"
     _, again = launches.cells
@@ -167,8 +177,7 @@ def test_how_rounding_drifts_is_looked_at_only_where_a_trial_needs_it(
 
 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: what rounding alone does to a training is known before a strategy is judged by
-    it."""
+    """Finding 6: the effect of rounding alone is measured before a strategy is judged."""
     launches = Launches([2.0, 1.0002], update=3e-3)
     (reference,) = references(tmp_path, [SMALL], launches).values()
     one, other = launches.cells
@@ -178,21 +187,20 @@ def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_pat
     assert reference.noise.update == pytest.approx(3e-3)
     references(tmp_path, [SMALL], launches)
     assert len(launches.cells) == 2, "kept with the reference"
-    said = parity_verdict(
+    reason = parity_verdict(
         [2.0, 1.0], [2.0, 1.0], [Deviations({"a": 0.0})], ["a"], EXACT, noise=reference.noise
     ).reason
-    assert "2.0e-04" in said
-    assert "3.0e-03" in said
+    assert "2.0e-04" in reason
+    assert "3.0e-03" in reason
 
 
-def test_a_noise_run_that_does_not_stay_finite_says_nothing(cache: Path, tmp_path: Path) -> None:
+def test_a_noise_run_that_does_not_stay_finite_gives_no_noise(cache: Path, tmp_path: Path) -> None:
     (reference,) = references(tmp_path, [SMALL], Launches([2.0, math.nan])).values()
     assert reference.noise is None
 
 
 def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: it would take one GPU eight times as long as one GPU's batch, whose noise is the
-    same."""
+    """Finding 6: one GPU takes eight times as long as for its own batch, with equal noise."""
     launches = Launches([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
@@ -205,8 +213,8 @@ def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path:
 def test_the_noise_of_one_gpus_batch_widens_the_limit_of_eight(
     cache: Path, tmp_path: Path, device: str, update: float, verdict: str
 ) -> None:
-    """A reference that moves by 4e-4 of its updates when its batch is split differently: five times
-    as much is allowed, on GPUs."""
+    """Another split of the batch moves the reference by 4e-4 of its updates; GPUs may deviate five
+    times as much."""
     axes = {"device": device, "warmup_steps": 1, "parity_steps": 2}
     eight = ON_GPU.model_copy(update=axes)
     one = eight.model_copy(update={"devices": 1, "global_batch": 32})
@@ -237,9 +245,9 @@ def key_on(monkeypatch: pytest.MonkeyPatch, name: str, cores: int | None, cell: 
     return key
 
 
-def test_a_reference_is_that_of_its_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 5: CUDA's random numbers depend on the number of multiprocessors, and so do the
-    weights."""
+def test_a_reference_depends_on_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 5: CUDA's random numbers, and so the weights, depend on the number of
+    multiprocessors."""
     h100 = key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
     assert h100 == key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
     others = [
@@ -250,15 +258,14 @@ def test_a_reference_is_that_of_its_kind_of_gpu(monkeypatch: pytest.MonkeyPatch)
     assert len({h100, *(key_on(monkeypatch, name, cores, ON_GPU) for name, cores in others)}) == 4
 
 
-def test_a_cpus_reference_is_the_same_beside_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpus_reference_is_the_same_next_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = ON_GPU.model_copy(update={"device": "cpu"})
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert len({key_on(monkeypatch, name, None, on_cpu) for name in names}) == 1
 
 
-def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> None:
-    """Finding 11: beside an adapter of 1 MiB, the files of llama-1b kept 4 GiB that nobody
-    trains."""
+def test_untrained_tensors_are_checked_but_not_stored(tmp_path: Path) -> None:
+    """Finding 11: next to an adapter of 1 MiB, llama-1b's files had 4 GiB of untrained weights."""
     import torch
 
     workload = make_workload("llama-nano+lora")
@@ -276,7 +283,7 @@ def test_what_is_not_trained_is_checked_without_being_kept(tmp_path: Path) -> No
     name, frozen = next((name, p) for name, p in model.named_parameters() if not p.requires_grad)
     frozen.data[0] += 1e-7
     found = deviations_from(reference, TrainState(model, ()), workload, 1)
-    assert found.updates[name] == math.inf, "a frozen tensor that has moved is seen"
+    assert found.updates[name] == math.inf, "a frozen tensor that has moved is found"
 
 
 def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
@@ -292,7 +299,7 @@ def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
 def test_the_least_recently_used_are_cleared_beyond_the_limit(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: references of `full` filled 50 GiB of a home folder, unasked."""
+    """Finding 11: references of `full` filled 50 GiB of a home folder without asking."""
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", str(2.5e6 / 2**30))
     oldest, older, recent = (
         kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60))
@@ -310,7 +317,7 @@ def test_the_least_recently_used_are_cleared_beyond_the_limit(
 def test_another_run_writes_and_clears_while_room_is_made(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that another run renamed after the folder was listed ended this one."""
+    """A run failed if another run renamed a file after the folder was listed."""
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "0")
     written, cleared = (kept(cache, name, 1000, 9e5) for name in ("written", "cleared"))
     (written / "final.another-host.1.tmp").touch()
@@ -330,10 +337,10 @@ def test_another_run_writes_and_clears_while_room_is_made(
     assert not written.exists()
 
 
-def test_too_little_disk_is_said_before_anything_runs(
+def test_too_little_disk_is_reported_before_anything_runs(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: one sentence, with what is needed and where."""
+    """Finding 11: one sentence says how much is needed and where."""
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
@@ -347,8 +354,8 @@ def test_too_little_disk_is_said_before_anything_runs(
 def test_too_little_disk_leaves_no_run_behind(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: the run's row was written before the disk was looked at, and an empty run was
-    shown from then on."""
+    """Finding 11: the run's row was written before the disk check, so an empty run was shown from
+    then on."""
     from bench.cli.run import run
 
     monkeypatch.setattr("harness.parity.reference_runs.kept_bytes", lambda _: 2**60)
@@ -357,7 +364,7 @@ def test_too_little_disk_leaves_no_run_behind(
     assert Store(tmp_path / "results").run_ids() == []
 
 
-def test_a_limit_that_is_no_number_is_a_mistake(
+def test_a_limit_that_is_not_a_number_is_an_error(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "lots")

@@ -1,4 +1,4 @@
-"""What only a GPU can settle for good, shown here as far as a machine without one can.
+"""Risks that only a GPU can settle, tested as far as possible on a machine without one.
 
 | risk | shown by |
 |---|---|
@@ -14,11 +14,11 @@
 | a cold start taken for a hang | test_hang.py |
 | DataParallel on one GPU is `single` | here |
 
-Not shown, because it needs the card: how large cuBLAS's workspace is. torch allocates it, so it
-counts against a budget like a tensor, and a budget below it ends in torch's out-of-memory error
-(test_failure_texts.py). Which architectures bitsandbytes' kernels are compiled for is in compressed
-sections that only CUDA's tools read. FSDP1's offload on several ranks: with a CPU as its compute
-device torch takes offloaded gradients for the device's own and adds to them.
+Three things are not tested. The size of cuBLAS's workspace needs a GPU. torch allocates it, so it
+counts against a budget like a tensor, and a smaller budget ends in torch's out-of-memory error
+(test_failure_texts.py). The architectures of bitsandbytes' kernels are in compressed sections that
+only CUDA's tools read. FSDP1's offload on several ranks fails with a CPU as compute device: torch
+takes offloaded gradients for the device's own and adds to them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def deviations(ranks: int, folder: Path, strategy: str, *options: dict[str, Any]) -> list[float]:
-    """For each of the options how far training on so many ranks is from plain training, by
+    """Returns the deviation from plain training for each of the options, from
     tests/gpu/stubbed_ranks.py."""
     words = [folder, strategy, *map(json.dumps, options)]
     commands = [
@@ -65,13 +65,13 @@ def deviations(ranks: int, folder: Path, strategy: str, *options: dict[str, Any]
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=240) for process in started]
+        outputs = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert [process.returncode for process in started] == [0] * ranks, [err for _, err in said]
-    found: list[float] = json.loads(said[0][0].splitlines()[-1])
+    assert [process.returncode for process in started] == [0] * ranks, [err for _, err in outputs]
+    found: list[float] = json.loads(outputs[0][0].splitlines()[-1])
     return found
 
 
@@ -88,7 +88,7 @@ def test_fairscales_fsdp_trains_the_same_on_idle_streams(tmp_path: Path) -> None
 
 
 def test_fsdp1_on_one_rank_trains_the_same_with_offload(tmp_path: Path) -> None:
-    """torch makes NO_SHARD of it, which has a path of its own for offloaded gradients."""
+    """On one rank torch uses NO_SHARD, which has its own path for offloaded gradients."""
     flat = {"cpu_offload": True, "use_orig_params": False}
     found = deviations(1, tmp_path, "fsdp1", {"cpu_offload": True}, flat)
     assert max(found) < EXACT.update / 10
@@ -115,7 +115,7 @@ print(before, *sorted(set(kept)), get_accelerator().communication_backend_name()
 
 @needs("deepspeed")
 def test_nothing_of_deepspeed_keeps_the_accelerator_of_its_import(tmp_path: Path) -> None:
-    """The fork server may have imported it without seeing a GPU."""
+    """The fork server may have imported DeepSpeed without seeing a GPU."""
     printed = run_with(SWITCHED, tmp_path, DS_ACCELERATOR="cpu")
     assert printed.splitlines()[-1] == "CPU_Accelerator CUDA_Accelerator nccl cuda"
 
@@ -123,8 +123,8 @@ def test_nothing_of_deepspeed_keeps_the_accelerator_of_its_import(tmp_path: Path
 @needs("bitsandbytes")
 @pytest.mark.parametrize("version", [(12, 6), (12, 8), (13, 0), (13, 2)])
 def test_bitsandbytes_has_kernels_for_torchs_cuda(version: tuple[int, int]) -> None:
-    """The versions of CUDA that torch 2.10 to 2.13 are built for; the kernels' library links to
-    the runtime of the same major version, which torch's packages bring."""
+    """torch 2.10 to 2.13 are built for these versions of CUDA. The kernels' library links to the
+    runtime of the same major version, which comes with torch's packages."""
     from bitsandbytes.cextension import get_cuda_bnb_library_path
     from bitsandbytes.cuda_specs import CUDASpecs
 

@@ -1,5 +1,4 @@
-"""Finding 19: a job that asks for no GPUs says so; the example asks for what torch was built
-for."""
+"""Finding 19: a job that asks for no GPUs says so; the example loads torch's version of CUDA."""
 
 import os
 import subprocess
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_of(site: Site, folder: Path, **variables: str) -> str:
-    """What the shell library says of GPUs in a job of this site, on a node whose driver has two."""
+    """Returns the shell library's message in a job of this site, on a node with two GPUs."""
     for name in ("gpus/0000:01:00.0", "gpus/0000:02:00.0"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     script = batch_script(site, ClusterJob("smoke", "run-1", folder / "results"))
@@ -38,20 +37,19 @@ def run_of(site: Site, folder: Path, **variables: str) -> str:
 
 
 def test_finding_19_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Path) -> None:
-    """Finding 19: `gpus_per_node: 0` where cgroups confine devices gave cells of the CPU, in
-    silence."""
+    """Finding 19: if cgroups confine devices, `gpus_per_node: 0` silently gave CPU cells."""
     assert "this node has 2 GPUs and the job asked for none" in run_of(Site(), tmp_path)
     assert run_of(Site(gpus_per_node=2), tmp_path) == ""
     assert run_of(Site(directives=["--gres=gpu:2"]), tmp_path) == ""
     assert run_of(Site(), tmp_path, SLURM_JOB_GPUS="0,1") == "", (
-        "the partition gives them without being asked"
+        "the partition gives GPUs without being asked"
     )
 
 
 def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Finding 19: the sentence is there before the job is."""
+    """Finding 19: the message comes before the job is submitted."""
     from bench.cli import app
 
     site = tmp_path / "site.yaml"
@@ -59,12 +57,12 @@ def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
         site.write_text(f"gpus_per_node: {gpus}\n")
         words = ["submit", str(site), "--matrix", "smoke", "--dry-run"]
         app(words, standalone_mode=False)
-        shown = capsys.readouterr()
-        assert ("GPUs" in shown.err) == says
-        assert shown.out.startswith("#!/bin/bash"), "the script alone is what can be kept in a file"
+        printed = capsys.readouterr()
+        assert ("GPUs" in printed.err) == says
+        assert printed.out.startswith("#!/bin/bash"), "stdout is the script alone, for a file"
 
 
 def test_finding_19_the_examples_modules_are_of_torchs_cuda() -> None:
-    """Finding 19: torch of the package index is CUDA 13, and the example loaded 12.6 and an NCCL
-    beside torch's own."""
+    """Finding 19: the package index has torch for CUDA 13, but the example loaded CUDA 12.6 and a
+    second NCCL."""
     assert read_site(ROOT / "slurm" / "sites" / "gpu-cluster.yaml").modules == ["cuda/13.0"]

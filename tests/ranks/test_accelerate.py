@@ -1,4 +1,4 @@
-"""Accelerate around DDP, DeepSpeed and FSDP2, and what each precaution of the strategy is for."""
+"""Accelerate with DDP, DeepSpeed and FSDP2, and why the strategy needs each precaution."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def engines(*names: str, **axes: Any) -> list[Any]:
 
 
 def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
-    """GPT-2's output and input embeddings are one tensor, which FSDP2 must keep one; Llamas are
-    cells of matrix full."""
+    """GPT-2 ties its embeddings, and FSDP2 must keep them tied. Matrix full covers Llama models."""
     trials = run_cells(
         *engines("ddp", "zero2", "zero3", "fsdp2", workload="gpt2-nano", micro_batches=2)
     ).trials
@@ -31,15 +30,14 @@ def test_every_engine_trains_the_same(run_cells: RunCells) -> None:
     assert trials["parity_max_loss_deviation"].max() < 1e-6
 
 
-def test_mixed_precision_is_its_own(run_cells: RunCells) -> None:
-    """bf16 by DeepSpeed's and FSDP2's own policies; by autocast under DDP it is a cell of matrix
-    full."""
+def test_engines_use_their_own_mixed_precision(run_cells: RunCells) -> None:
+    """Matrix full covers bf16 by autocast under DDP."""
     trials = run_cells(*engines("zero2", "fsdp2", precision="bf16")).trials
     assert list(trials["parity_verdict"]) == ["exact"] * 2, list(trials["reason"])
 
 
 def test_four_ranks_train_the_same_and_keep_what_the_formula_says(run_cells: RunCells) -> None:
-    """Cells of matrix full are held to it on two."""
+    """Cells of matrix full check the formula on two ranks."""
     few = {"timed_steps": 1, "parity_steps": 4}
     cells = engines("zero2", "zero3", "fsdp2", devices=4, **few)
     for _, row in run_cells(*cells).trials.iterrows():
@@ -51,8 +49,8 @@ def test_four_ranks_train_the_same_and_keep_what_the_formula_says(run_cells: Run
 
 @pytest.mark.parametrize("trap", ["no_variables", "no_cpu"])
 def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> None:
-    """Without torchrun's variables, or without `cpu=True`, each rank trains alone and nothing says
-    so; the strategy does."""
+    """Without torchrun's variables or `cpu=True`, each rank silently trains alone; the strategy
+    reports it."""
     traps = [
         cell("accelerate_traps", options={"trap": trap, "verified": verified})
         for verified in (True, False)
@@ -68,7 +66,7 @@ def test_ranks_that_do_not_see_each_other(run_cells: RunCells, trap: str) -> Non
 
 @pytest.mark.skipif(
     (psutil.cpu_count(logical=False) or 1) < 2 or "OMP_NUM_THREADS" in os.environ,
-    reason="it takes all cores: there is one",
+    reason="needs two cores, and OMP_NUM_THREADS unset",
 )
 def test_it_takes_all_cores(run_cells: RunCells) -> None:
     trial = run_cells(cell("accelerate_traps", devices=1, options={"trap": "threads"})).trials.iloc[
@@ -91,7 +89,7 @@ def test_on_cpus_it_takes_fsdp_for_ddp(run_cells: RunCells) -> None:
     assert told["status"] == "failed"
     assert "would train with DistributedType.MULTI_CPU" in told["reason"]
     assert silent["status"] == "ok"
-    assert list(silent["held_parameters"]) == [silent["parameters"]] * 2, "whole on each rank: DDP"
+    assert list(silent["held_parameters"]) == [silent["parameters"]] * 2, "not sharded: it was DDP"
 
 
 def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
@@ -118,8 +116,8 @@ def test_on_cpus_it_takes_fp16_for_fp32(run_cells: RunCells) -> None:
 def test_what_goes_wrong_without_a_precaution(
     run_cells: RunCells, trap: str, engine: str, status: str, reason: str
 ) -> None:
-    """DeepSpeed clips at 1.0 and counts one process on CPUs; an optimizer out of its wrapper steps
-    after every micro-batch."""
+    """DeepSpeed clips at 1.0 and counts only one process on CPUs. An optimizer without its wrapper
+    steps after every micro-batch."""
     options = {"trap": trap, "engine": engine, "verified": trap != "batch_sizes"}
     ended(
         run_cells(cell("accelerate_traps", options=options, micro_batches=2)).trials.iloc[0],

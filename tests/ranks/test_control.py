@@ -1,5 +1,4 @@
-"""The control between the steps: what it records, what it leaves alone, and what cannot hide in
-it."""
+"""The control between steps: what it records and what it must not hide or change."""
 
 from __future__ import annotations
 
@@ -31,21 +30,21 @@ def test_steps_are_taken_by_time_with_a_control_between_them(run_cells: RunCells
     count = len(by_rank[0])
     assert count > 5
     seconds = timed.groupby("step")["step_seconds"].max().sum()
-    assert seconds > 0.25 or count == 200  # steps may get faster after their time was agreed
+    assert seconds > 0.25 or count == 200  # steps may speed up after the count is agreed
     paused = timed["control_seconds"].dropna()
     every = SAMPLES_PER_CONTROL * trial.devices / trial.global_batch
     assert 1 < every < count
     assert len(timed) // every - 2 <= len(paused) <= len(timed) // every + 4
     assert (paused > 0).all()
     assert len(trial.window_step_seconds) == max(1, count // 8)
-    # The first window's control is that of its pauses and of the last one before it.
+    # The first window's control covers its own pauses and the last one before it.
     pauses = results.steps.pivot(index="step", columns="rank", values="control_seconds").dropna()
     first = by_rank[0][: 8 if count >= 16 else count]
     before = pauses[pauses.index < first[0]].tail(1)
-    own = pauses[pauses.index.isin(first)]
+    within = pauses[pauses.index.isin(first)]
     assert len(before) == 1
-    shares = (len(own) + 1) * trial.window_control_seconds[0]
-    assert shares == pytest.approx(own.mean(axis=1).sum() + before.mean(axis=1).sum())
+    shares = (len(within) + 1) * trial.window_control_seconds[0]
+    assert shares == pytest.approx(within.mean(axis=1).sum() + before.mean(axis=1).sum())
     slowest = zip(trial.window_slowest_control_seconds, trial.window_control_seconds, strict=True)
     assert all(most >= mean for most, mean in slowest)
     assert trial.later_steps_verified is not None
@@ -55,25 +54,25 @@ def test_steps_are_taken_by_time_with_a_control_between_them(run_cells: RunCells
 
 
 def test_memory_and_traffic_are_those_without_a_control(run_cells: RunCells) -> None:
-    # A model of some size: of a nano one's 3.5 MB, what the heap happens to keep is 5 %.
+    # Use a micro model: random heap leftovers are 5 % of a nano model's 3.5 MB.
     micro = cell("ddp", workload="llama-micro")
     (plain,) = TrialRecord.from_frame(run_cells(micro).trials)
-    (beside,) = TrialRecord.from_frame(run_cells(micro, timed_seconds=0.1).trials)
+    (controlled,) = TrialRecord.from_frame(run_cells(micro, timed_seconds=0.1).trials)
     assert plain.peak_memory_bytes
-    assert beside.peak_memory_bytes
-    assert beside.peak_memory_bytes <= 1.1 * plain.peak_memory_bytes
-    assert beside.sent_bytes_per_step == pytest.approx(plain.sent_bytes_per_step, rel=0.05)
-    assert beside.foreign_load_cores is not None
+    assert controlled.peak_memory_bytes
+    assert controlled.peak_memory_bytes <= 1.1 * plain.peak_memory_bytes
+    assert controlled.sent_bytes_per_step == pytest.approx(plain.sent_bytes_per_step, rel=0.05)
+    assert controlled.foreign_load_cores is not None
 
 
 @pytest.mark.alone
 def test_work_in_a_thread_after_the_step_is_the_next_steps(run_cells: RunCells) -> None:
-    """The rank is stopped while the control computes, so none of it is done meanwhile."""
+    """The rank is stopped while the control runs, so the thread does none of its work meanwhile."""
     plain = cell("hidden", workload="llama-micro")
     more = {"milliseconds": 30.0, "in_thread": True}
     hidden = cell("hidden", workload="llama-micro", options=more)
     steps = timed_steps(run_cells, plain, hidden)
-    for _ in range(3):  # the fastest counts: others may use this machine
+    for _ in range(3):  # the fastest counts, as others may use this machine
         seconds = steps.groupby("cell_id")["step_seconds"].median()
         control = steps.groupby("cell_id")["control_seconds"].min()
         if control[hidden.id] == pytest.approx(control[plain.id], rel=0.35):
@@ -85,20 +84,21 @@ def test_work_in_a_thread_after_the_step_is_the_next_steps(run_cells: RunCells) 
 
 @pytest.mark.alone
 def test_a_parameter_servers_threads_do_not_slow_the_control_down(run_cells: RunCells) -> None:
-    """They never rest, and it shares the cores of a rank, whose control took twice as long."""
+    """The server's threads never rest and share a rank's cores, where the control took twice as
+    long."""
     cells = [cell(name, workload="llama-micro") for name in ("ddp", "parameter_server")]
     steps = timed_steps(run_cells, *cells)
     for _ in range(3):
-        alone, beside = (
+        alone, shared = (
             steps[steps["cell_id"] == one.id].groupby("rank")["control_seconds"].min()
             for one in cells
         )
-        assert beside.isna().tolist() == [False, False, True], "the server has no control"
+        assert shared.isna().tolist() == [False, False, True], "the server has no control"
         near = pytest.approx(alone.tolist(), rel=0.5)
-        if beside.dropna().tolist() == near:
+        if shared.dropna().tolist() == near:
             break
         steps = pd.concat([steps, timed_steps(run_cells, *cells)])
-    assert beside.dropna().tolist() == near
+    assert shared.dropna().tolist() == near
 
 
 def timed_steps(run_cells: RunCells, *cells: Cell) -> pd.DataFrame:
@@ -121,11 +121,8 @@ def test_training_that_turns_wrong_after_the_segment_is_diverged(
     assert "after the parity segment" in trial.reason
 
 
-def test_what_its_losses_do_not_show_is_found_once_the_state_is_rewound(
-    run_cells: RunCells,
-) -> None:
-    """Without weight decay of one norm later losses are off by less than rounding may bring
-    about."""
+def test_a_rewind_finds_a_mistake_that_losses_do_not_show(run_cells: RunCells) -> None:
+    """If one norm is not decayed, later losses are off by less than rounding may cause."""
     axes = {"timed_steps": 12, "parity_steps": 10}
     wrong = cell("broken", options={"mistake": "undecayed_norm", "from_step": 11}, **axes)
     results = run_cells(wrong, cell("broken", **axes), timed_seconds=0.1)
@@ -151,7 +148,7 @@ def test_what_its_losses_do_not_show_is_found_once_the_state_is_rewound(
 
 
 @pytest.mark.parametrize("strategy", ["trainer", "ddp_elastic", "parameter_server"])
-def test_who_must_know_the_number_of_steps_takes_as_many_as_the_cell_says(
+def test_strategies_with_a_fixed_step_count_take_the_cells_steps(
     run_cells: RunCells, strategy: str
 ) -> None:
     results = run_cells(cell(strategy, parity_steps=5), timed_seconds=0.5)

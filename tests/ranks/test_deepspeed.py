@@ -1,4 +1,4 @@
-"""DeepSpeed: what it trains, keeps, offloads and reads back, and each trap on the way."""
+"""DeepSpeed: training, states, offloading to disk, and every known trap."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ from tests.ranks.test_strategies import states_follow_the_formula
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="make setup builds DeepSpeed")
 with_disk = pytest.mark.skipif(
     "async_io" not in compiled_parts() or lockable_bytes() < 2**26,
-    reason=(
-        "DeepSpeed without async_io (Debian's libaio-dev), or less than 64 MiB that may be locked"
-        " (ulimit -l)"
-    ),
+    reason="needs DeepSpeed with async_io (libaio-dev) and 64 MiB of lockable memory (ulimit -l)",
 )
 with_fp16 = pytest.mark.skipif(
-    not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on a CPU with AVX512-FP16 or AMX-FP16"
+    not fp16_on_cpu(), reason="DeepSpeed takes fp16 only on CPUs with AVX512-FP16 or AMX-FP16"
 )
 FEW = {"timed_steps": 1, "parity_steps": 4}
 NVME: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme"}
@@ -45,7 +42,7 @@ PARAMETERS = {"stage": 3, "offload_parameters": "nvme"}
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on a disk: what is offloaded to memory has not left it."""
+    """Returns a folder on a disk; states offloaded to a file system in memory stay in memory."""
     if is_in_memory(str(tmp_path)):
         pytest.skip(
             "pytest's folders are on a file system in memory; give one on a disk with --basetemp"
@@ -82,8 +79,7 @@ def test_it_trains_the_same_and_keeps_what_the_formula_says(
     states_follow_the_formula(trial)
 
 
-def test_what_it_stands_beside_and_stands_for() -> None:
-    """On a CPU there is no device to leave."""
+def test_ddp_equivalent_and_stand_in() -> None:
     plain, offloads = Deepspeed(stage=0), Deepspeed(stage=2, offload_optimizer="cpu")
     assert plain.ddp_equivalent_of(cell("deepspeed")) == "DeepSpeed stage 0"
     assert offloads.stand_in(cell("deepspeed", options={"offload_optimizer": "cpu"})) == (
@@ -91,7 +87,7 @@ def test_what_it_stands_beside_and_stands_for() -> None:
     )
 
 
-# bf16 in stage 2 is a cell of matrix full, and stage 1 keeps its masters as stage 2 does.
+# Matrix full covers bf16 in stage 2, and stage 1 keeps its masters as stage 2 does.
 HALVES = [("bf16", stage) for stage in (0, 3)] + [
     pytest.param("fp16", stage, marks=with_fp16) for stage in (1, 3)
 ]
@@ -125,10 +121,10 @@ def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage
 def test_each_trap_is_caught(
     run_cells: RunCells, without: str, axes: dict[str, Any], status: str, reason: str
 ) -> None:
-    """DeepSpeed clips unless told not to, takes a step when it is made, and without ZeRO never
-    scales the loss it unscales.
+    """DeepSpeed clips unless told not to, and takes a step when it is created.
 
-    And without fp16 it takes fp32 parameters on a disk for bf16.
+    Without ZeRO it unscales a loss that it never scaled. Without fp16 it reads fp32 parameters on
+    disk as bf16.
     """
     axes = {"options": {}, **axes}
     ended(
@@ -140,7 +136,7 @@ def test_each_trap_is_caught(
     )
 
 
-def test_without_a_fix_taken_out_the_same_strategy_is_exact(run_cells: RunCells) -> None:
+def test_with_all_fixes_the_strategy_is_exact(run_cells: RunCells) -> None:
     assert (
         run_cells(cell("deepspeed_traps", workload="llama-micro")).trials.iloc[0]["parity_verdict"]
         == "exact"
@@ -180,19 +176,18 @@ def test_what_it_would_silently_do_otherwise_is_refused(
 def test_a_part_that_is_not_compiled_is_never_compiled_in_a_trial(
     monkeypatch: pytest.MonkeyPatch, part: str, needs: str
 ) -> None:
-    known = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
-    monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": known})
+    ops = dict.fromkeys({"cpu_adam", "async_io"} - {part}, 1)
+    monkeypatch.setattr(harness.strategies._deepspeed, "prebuilt", lambda: {"installed_ops": ops})
     one = cell("deepspeed", workload="llama-512x2", options=NVME)
     with pytest.raises(Unavailable, match=f"{part} .*{needs}"):
         validate(one, make_workload(one.workload))
 
 
 @pytest.mark.parametrize(("allowed", "needs"), [(2**23, 8.0), (0, 0.0)])
-def test_disk_buffers_that_may_not_be_locked_are_said(
+def test_disk_buffers_that_cannot_be_locked_are_reported(
     monkeypatch: pytest.MonkeyPatch, disk: Path, allowed: int, needs: float
 ) -> None:
-    """DeepSpeed does not look whether its call of mlock succeeded, and a rank of an ordinary user
-    died by SIGSEGV."""
+    """DeepSpeed does not check whether mlock succeeded; ranks of ordinary users died of SIGSEGV."""
     one = cell("deepspeed", workload="llama-512x2", options={**NVME, "folder": str(disk)})
     monkeypatch.setattr(harness.strategies._deepspeed_zero, "lockable_bytes", lambda: 2**40)
     validate(one, make_workload(one.workload))
@@ -227,7 +222,7 @@ def _makes_no_shared_memory() -> None:
 
 
 def test_its_shared_memory_for_inference_is_neither_compiled_nor_made(launcher: Launcher) -> None:
-    """It would be at the first collective, 66 MiB a rank that outlive the processes."""
+    """DeepSpeed's shared memory, 66 MiB per rank, would outlive the processes."""
     process = multiprocessing.get_context("forkserver").Process(target=_makes_no_shared_memory)
     process.start()
     process.join(60)
@@ -235,9 +230,9 @@ def test_its_shared_memory_for_inference_is_neither_compiled_nor_made(launcher: 
 
 
 @with_disk
-def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Path) -> None:
-    """Optimizer states and parameters on disk, byte for byte those of the same training without a
-    disk; absent from memory."""
+def test_files_on_disk_hold_the_offloaded_states(run_cells: RunCells, disk: Path) -> None:
+    """Files equal the states of the same training without a disk, byte for byte; memory is free of
+    them."""
     swapped, held = disk / "swapped", disk / "held"
     axes: dict[str, Any] = {
         "workload": "llama-512x2",
@@ -261,13 +256,13 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Pa
     on_disk = {(f.parent.name, f.name): f for f in swapped.rglob("*.swp")}
     compared = 0
     for file in held.rglob("*.swp"):
-        expected, kept = file.read_bytes(), on_disk.get((file.parent.name, file.name))
-        if kept is None:
+        expected, swap = file.read_bytes(), on_disk.get((file.parent.name, file.name))
+        if swap is None:
             assert len(expected) < 2**20, (
-                f"{file.name} is missing, though DeepSpeed swaps all of 1 MiB and more"
+                f"{file.name} is missing, though DeepSpeed swaps tensors of at least 1 MiB"
             )
             continue
-        read = kept.read_bytes()
+        read = swap.read_bytes()
         assert read[: len(expected)] == expected, file.name
         assert len(read) - len(expected) < 1024
         compared += len(expected)
@@ -285,8 +280,8 @@ def test_what_lies_on_the_disk_is_what_memory_held(run_cells: RunCells, disk: Pa
 
 
 @with_disk
-def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: Path) -> None:
-    """Masters, moments and gradients travel once each way in a step, as the kernel counts them."""
+def test_each_step_reads_and_writes_the_files_once(run_cells: RunCells, disk: Path) -> None:
+    """The kernel counts masters, moments and gradients once each way per step."""
     axes: dict[str, Any] = {
         "workload": "llama-mini",
         "warmup_steps": 1,
@@ -298,13 +293,13 @@ def test_each_step_reads_and_writes_what_lies_there(run_cells: RunCells, disk: P
     ]
     assert trial["parity_verdict"] == "exact"
     states_follow_the_formula(trial)
-    kept = sum(
+    size = sum(
         f.stat().st_size for f in (disk / "parallelism-bench-offload").rglob("*") if f.is_file()
     )
-    assert trial["offload_kept_bytes"] == kept
-    # Where memory is short the kernel also reads pages of libraries from a disk again.
-    assert 0.99 * kept <= trial["offload_read_bytes_per_step"] <= 1.1 * kept
-    assert trial["offload_written_bytes_per_step"] == pytest.approx(kept, rel=0.01)
+    assert trial["offload_kept_bytes"] == size
+    # If memory is short, the kernel also rereads library pages from disk.
+    assert 0.99 * size <= trial["offload_read_bytes_per_step"] <= 1.1 * size
+    assert trial["offload_written_bytes_per_step"] == pytest.approx(size, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +324,8 @@ def test_tiles_train_the_same_layer(
 
 @pytest.mark.thorough
 def test_tiles_train_a_layer_that_is_too_large_for_the_budget(run_cells: RunCells) -> None:
-    """The layer's weights, its gradient and the buffers of both need four times its size beside the
-    partitions; a tile's do not."""
+    """The layer's weights, gradient and their buffers need four times its size on top of the
+    partitions. A tile's fit."""
     axes: dict[str, Any] = {
         "workload": "llama-1536x1",
         "global_batch": 2,

@@ -1,5 +1,4 @@
-"""Links between namespaces of this machine: what is asked for is measured, ranks train across it,
-and nothing is left behind."""
+"""Emulated links between network namespaces: their rates, training across them, and clean-up."""
 
 from __future__ import annotations
 
@@ -68,25 +67,25 @@ def over(link: Any, strategy: str = "ddp", **axes: Any) -> Cell:
 @pytest.mark.alone
 @pytest.mark.parametrize("asked", ["100mbit", "1gbit", "1gbit 1ms"])
 def test_a_link_does_what_is_asked(emulated: EmulatedNodes, asked: str) -> None:
-    """Not a benchmark, but others may use this machine: measured anew, three times at most."""
+    """Others may use this machine, so a link is measured up to three times."""
     link = Link.of(asked)
     for _ in range(3):
         emulated.forget()
-        found = emulated.use(asked)
+        measured = emulated.use(asked)
         near = [
-            found["link_bits_per_second"] == pytest.approx(link.bits_per_second, rel=0.1),
-            found["link_latency_seconds"] == pytest.approx(link.delay_seconds, abs=5e-4),
+            measured["link_bits_per_second"] == pytest.approx(link.bits_per_second, rel=0.1),
+            measured["link_latency_seconds"] == pytest.approx(link.delay_seconds, abs=5e-4),
         ]
         if all(near):
             break
-    assert all(near), found
-    assert found["link_emulation"].startswith("network namespaces, tbf")
-    assert (", " in found["link_emulation"].partition("tbf")[2]) == bool(link.delay_seconds)
+    assert all(near), measured
+    assert measured["link_emulation"].startswith("network namespaces, tbf")
+    assert (", " in measured["link_emulation"].partition("tbf")[2]) == bool(link.delay_seconds)
 
 
 @pytest.mark.alone
 def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
-    """And everything listens on the nodes' interface, or on loopback."""
+    """Training is exact, and processes listen only on the nodes' interface or on loopback."""
     with watched() as seen:
         found = run_cells(
             over("1gbit"),
@@ -107,10 +106,8 @@ def test_trains_the_same_over_a_link(run_cells: Callable[..., Results]) -> None:
             ("node0", "10.97.0.1"),
             ("node1", "10.97.0.2"),
         ]
-        assert [node["link_bits_per_second"] for node in facts] == [
-            None,
-            None,
-        ]  # nominal: no card has one
+        # The nominal rate, which these virtual interfaces lack.
+        assert [node["link_bits_per_second"] for node in facts] == [None, None]
         assert "emulated links" in trial["stand_in"]
     trials = found.trials.set_index("strategy")
     assert trials["links"].to_dict() == {"ddp": "1gbit", "horovod": "none", "fsdp2": "1gbit 1ms"}
@@ -142,9 +139,11 @@ MODEL = {
 def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
     run_cells: Callable[..., Results],
 ) -> None:
-    """DDP with one bucket, whose all-reduce begins when backward is over: nothing overlaps. Little
-    compute, whose noise would be the test's. The fastest of up to four launches counts, since
-    others may use this machine. On the slowest link strategies rank by their bytes.
+    """DDP reduces one bucket after the backward pass, so nothing overlaps.
+
+    The model computes little, because noise in compute would disturb the test. Others may use this
+    machine, so the fastest of up to four launches counts. On the slowest link, strategies rank by
+    their bytes.
     """
     cells = [
         *(
@@ -165,8 +164,11 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
 
 
 def takes_what_its_bytes_take(trials: pd.DataFrame) -> bool:
-    """Whether the fastest launch of each cell does: by the order of the strategies on the slowest
-    link, and within 15 % on two links."""
+    """Returns whether each cell's fastest launch takes as long as its bytes.
+
+    Strategies must rank by bytes on the slowest link, and DDP's step times must be within 15 % on
+    two links.
+    """
     for trial in trials.to_dict("records"):
         assert trial["status"] == "ok", trial["log_tail"]
     trials = trials.assign(sent=[max(sent) for sent in trials["sent_bytes_per_step"]])
@@ -197,10 +199,10 @@ def test_a_lost_node_is_started_anew(
 @pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"),
-    reason="tries what a user may by giving up root's rights",
+    reason="needs root and setpriv, to drop root's capabilities",
 )
-def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
-    words = (
+def test_an_unprivileged_user_gets_a_user_namespace() -> None:
+    code = (
         "from harness.links.emulated import EmulatedNodes as E; e = E(2); print(e.use('1gbit"
         " 1ms')); e.close()"
     )
@@ -209,7 +211,7 @@ def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
         for of in ("bounding-set", "inh-caps")
     ]
     done = subprocess.run(
-        ["setpriv", *less, sys.executable, "-c", words], capture_output=True, text=True, timeout=240
+        ["setpriv", *less, sys.executable, "-c", code], capture_output=True, text=True, timeout=240
     )
     if "does not let this user" in done.stderr:
         pytest.skip("this system has no user namespaces")
@@ -217,7 +219,7 @@ def test_who_has_no_right_to_namespaces_gets_them_in_a_user_namespace() -> None:
 
 
 def train(processes: list[psutil.Process]) -> bool:
-    """Whether ranks of both nodes do: they lead sessions of their own, as the switch does."""
+    """Returns whether ranks of both nodes train; like the switch, they lead their own sessions."""
     leaders = []
     for process in processes:
         with contextlib.suppress(OSError):
@@ -227,8 +229,10 @@ def train(processes: list[psutil.Process]) -> bool:
 
 
 def remaining_in(namespaces: set[str], before: float) -> list[str]:
-    """Processes in these namespaces that started before a time; a namespace of another test may
-    have the number of one that is gone."""
+    """Returns processes in these namespaces that started before a time.
+
+    A later namespace of another test may reuse a removed one's number.
+    """
     remaining = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -238,13 +242,13 @@ def remaining_in(namespaces: set[str], before: float) -> list[str]:
 
 
 def spaces(processes: list[psutil.Process]) -> set[str]:
-    found = set()
+    names = set()
     for process in processes:
         try:
-            found.add(os.readlink(f"/proc/{process.pid}/ns/net"))
+            names.add(os.readlink(f"/proc/{process.pid}/ns/net"))
         except OSError:
             continue
-    return found
+    return names
 
 
 @pytest.mark.xdist_group("namespaces")
@@ -258,7 +262,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     one = over("1gbit 1ms", "faulty", options={"fault": "hangs"}, time_limit_seconds=600)
     axes = one.model_dump(exclude_defaults=True) | {"batch": 8}
     matrix.write_text(json.dumps({"trials": 1, "cells": [axes]}))
-    words = [
+    arguments = [
         "bench",
         "run",
         "--matrix",
@@ -269,18 +273,18 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     ]
     with (tmp_path / "output").open("w") as output:
         run = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *arguments],
             stdout=output,
-            env={**os.environ, "PARALLELISM_BENCH_HANG_SECONDS": "0"},  # it is to hang on
+            env={**os.environ, "PARALLELISM_BENCH_HANG_SECONDS": "0"},  # no hang detection
         )
-    own = os.readlink("/proc/self/ns/net")
+    outer = os.readlink("/proc/self/ns/net")
     deadline = time.monotonic() + 180
     looked, below = time.time(), list[psutil.Process]()
     while time.monotonic() < deadline and run.poll() is None and not train(below):
         time.sleep(0.2)
         looked = time.time()
         below = psutil.Process(run.pid).children(recursive=True)
-    made = spaces(below) - {own}
+    made = spaces(below) - {outer}
     if len(made) != 3:
         pytest.fail(f"exit code {run.poll()}; {(tmp_path / 'output').read_text()}")
     assert remaining_in(made, looked)

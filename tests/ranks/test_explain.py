@@ -1,5 +1,4 @@
-"""Explanations of real ranks: components, injected delays, bytes against theory and algorithm, the
-peak's split, traces."""
+"""Profiles of real ranks: components, injected delays, bytes, peak memory and traces."""
 
 from __future__ import annotations
 
@@ -63,11 +62,13 @@ CELLS = {
 def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
     launcher: Launcher, name: str, devices: int
 ) -> None:
-    """Logical bytes within 2 % of the formula; bytes on the sockets within 5 % of the backend's
-    algorithm (DDP's messages have up to 13 MiB). Each collective once among four ranks.
+    """Each kind of collective is tested once on four ranks.
 
-    Components within 3 % of each rank's step, within 15 % where ranks share cores: there a rank
-    also waits for its core in no operation of its own (9 % were seen). The split within 5 % of the
+    Logical bytes are within 2 % of the formula. Bytes on the sockets are within 5 % of the
+    backend's algorithm; DDP's messages have up to 13 MiB.
+
+    Components are within 3 % of each rank's step. If ranks share cores, 15 % are allowed: a rank
+    also waits for its core outside any operation (9 % were seen). The split is within 5 % of the
     peak.
     """
     large = {("ddp", 2): "llama-mini"}
@@ -93,12 +94,12 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
 
 
 DELAY = 0.3
-"""Seconds; far more than steps of a few milliseconds take on a busy machine."""
+"""Delay in seconds, far longer than a step of a few milliseconds on a busy machine."""
 
 
 @pytest.mark.parametrize("where", ["communication", "optimizer"])
 def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str) -> None:
-    """One of computing, and of the data, is in the next test."""
+    """The next test covers delays in computing and in data loading."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY})
     for rank in range(2):
         found = {name: getattr(row, f"{name}_seconds")[rank] for name in COMPONENTS}
@@ -108,7 +109,7 @@ def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str) -> No
 
 @pytest.mark.parametrize("where", ["compute", "data"])
 def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
-    """The other one waits for it: there the delay is communication."""
+    """The other rank waits for the slow one, so its delay counts as communication."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY, "only_rank": 1})
     assert row.straggler == 1
     assert row.straggler_excess > 1
@@ -119,8 +120,8 @@ def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) ->
 
 @pytest.mark.alone
 def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
-    """GPipe with 2 micro-batches on 2 stages: a third of the time by theory; without micro-batches
-    more."""
+    """In theory GPipe with 2 micro-batches on 2 stages idles a third of the time; without
+    micro-batches it idles more."""
     row = explained(launcher, "vertical", workload="llama-micro", global_batch=16)
     share = mean(row.bubble_seconds) / row.profiled_step_seconds
     assert 0.25 < share < 0.75
@@ -130,7 +131,7 @@ def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
 @pytest.mark.alone
 def test_waits_that_the_profiler_cannot_see_are_named_by_the_strategy(launcher: Launcher) -> None:
     """A parameter server waits for its workers nearly all the time; RPC's bytes are unknown, not
-    nought."""
+    zero."""
     row = explained(launcher, "parameter_server", workload="llama-micro")
     assert row.communication_seconds[2] > 0.3 * row.profiled_step_seconds
     assert row.logical_bytes == ()
@@ -145,7 +146,7 @@ def test_a_library_that_trains_in_its_own_thread_is_seen_too(launcher: Launcher)
 
 
 def all_reduces(row: ProfileRecord) -> list[int]:
-    """How many of them each rank makes in a step."""
+    """Returns the number of all-reduces per step on each rank."""
     return [
         sum(count for operation, _, _, count in rank if operation == "all_reduce")
         for rank in json.loads(str(row.collectives))
@@ -153,15 +154,15 @@ def all_reduces(row: ProfileRecord) -> list[int]:
 
 
 def test_ddp_reduces_in_the_buckets_that_a_user_gets(launcher: Launcher) -> None:
-    """The model's gradients, 3.6 MB, are less than the size that is given; where none is, see
-    below."""
+    """The model's gradients, 3.6 MB, fit into one bucket of this size. A test below covers the
+    default."""
     row = explained(launcher, "ddp", options={"bucket_cap_mb": 25}, workload="llama-micro")
     assert all_reduces(row) == [1, 1]
 
 
 def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher) -> None:
-    """Where it fails on a rank, the others stop waiting for it, and the rest of the row is
-    there."""
+    """If the tracker fails on a rank, the others stop waiting for it, and the row is otherwise
+    complete."""
     row = explained(
         launcher, "pipeline", micro_batches=4, options={"schedule": "zbv"}, workload="llama-micro"
     )
@@ -172,9 +173,9 @@ def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher
 
 
 def test_states_at_the_peak_are_those_of_the_formula(launcher: Launcher) -> None:
-    """DDP's parameters and moments, whole; its buckets, which live in C++, by their size.
+    """DDP holds whole parameters and moments; its buckets live in C++ and are counted by size.
 
-    Torch's first bucket holds 1 MiB where no size is given, so there are two.
+    By default torch's first bucket holds 1 MiB, so there are two.
     """
     row = explained(launcher, "ddp", workload="llama-micro")
     assert all_reduces(row) == [2, 2]
@@ -184,7 +185,7 @@ def test_states_at_the_peak_are_those_of_the_formula(launcher: Launcher) -> None
     assert "reducer" in row.unseen_buffers
 
 
-def test_a_run_explains_its_cells_once_and_writes_no_trial(
+def test_a_run_profiles_its_cells_once_and_writes_no_trial(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     cells = (cell("ddp"), cell("faulty", options={"fault": "raises"}))
@@ -203,7 +204,7 @@ def test_a_run_explains_its_cells_once_and_writes_no_trial(
 
 
 def test_bench_profile_leaves_a_trace_per_rank(launcher: Launcher, tmp_path: Path) -> None:
-    told = [
+    arguments = [
         "profile",
         "ddp",
         "--matrix",
@@ -214,21 +215,21 @@ def test_bench_profile_leaves_a_trace_per_rank(launcher: Launcher, tmp_path: Pat
         str(tmp_path / "t"),
         "--json",
     ]
-    result = CliRunner().invoke(app, told)
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert [Path(file).name for file in said["traces"]] == [
+    printed = json.loads(result.stdout)
+    assert [Path(file).name for file in printed["traces"]] == [
         "rank0.json.gz",
         "rank1.json.gz",
         "all.json.gz",
     ]
-    for rank, file in enumerate(said["traces"][:2]):
+    for rank, file in enumerate(printed["traces"][:2]):
         events = json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
         assert f"rank {rank}" in [
             e["args"]["name"] for e in events if e.get("name") == "process_name"
         ]
         assert any(e.get("name") == "gloo:all_reduce" and e.get("dur", 0) > 0 for e in events)
-    assert len(said["compute_seconds"]) == 2
+    assert len(printed["compute_seconds"]) == 2
 
 
 def test_bench_profile_says_where_the_traces_are(launcher: Launcher, tmp_path: Path) -> None:

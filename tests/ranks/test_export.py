@@ -1,4 +1,4 @@
-"""What `bench export` writes is run at two ranks and gives the suite's own losses."""
+"""Files that `bench export` writes run on two ranks and give the suite's own losses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ exec "$@"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without the suite on the path; with the launchers of this Python's libraries."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Returns variables without the suite on the path, and with the launchers of this Python's
+    libraries."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return kept | {
+    return inherited | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MASTER_PORT": port,
         **more,
@@ -65,7 +66,7 @@ def run(command: list[str], folder: Path, **more: str) -> str:
 
 
 def in_batch(folder: Path) -> str:
-    """By sbatch where a SLURM answers; else the batch script's body with a stand-in for srun."""
+    """Submits by sbatch if SLURM answers, else runs the batch script with a stand-in for srun."""
     asked = (
         subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True)
         if shutil.which("sinfo")
@@ -105,13 +106,15 @@ RECORDER = f"""#!{sys.executable} -S
 import json, os, sys
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
-"""Says how it was called."""
+"""Program that prints its arguments and environment."""
 
 
 def by_warm_ranks(folder: Path, to: str, *arguments: str, killed_after: int | None = None) -> str:
-    """As `run.sh` has it, but the ranks are forked from a process that has imported their
-    libraries, which those of torchrun and the other launchers have to do first; other sets are run
-    by these launchers themselves. `killed_after`: steps after which rank 0 gets SIGKILL."""
+    """Runs the script of `run.sh` in ranks forked from a process that has imported their libraries.
+
+    Launchers start ranks that must import them first, so only STARTED_ANEW runs with launchers.
+    Rank 0 gets SIGKILL after `killed_after` steps. Returns the ranks' output.
+    """
     programs = folder.parent / "bin"
     programs.mkdir()
     (programs / to).write_text(RECORDER)
@@ -154,7 +157,7 @@ def by_warm_ranks(folder: Path, to: str, *arguments: str, killed_after: int | No
 def up_to_torchrun(
     words: list[str], variables: dict[str, str], folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """What `accelerate launch` makes of its words, file and environment when it calls torchrun."""
+    """Returns the arguments and environment with which `accelerate launch` would call torchrun."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     called: list[tuple[list[str], dict[str, str]]] = []
@@ -190,14 +193,14 @@ def rank_of_script(
     sys.argv = words
     if killed_after:
         kill_itself_after(killed_after)
-    show("torchao")  # as in an interpreter of its own
+    show("torchao")  # as in a fresh interpreter
     runpy.run_path(words[0], run_name="__main__")
     sys.stdout.flush()
-    os._exit(0)  # torch's threads may outlive the interpreter's end
+    os._exit(0)  # torch's threads may outlive the interpreter
 
 
 def kill_itself_after(steps: int) -> None:
-    """Ends this process by SIGKILL as soon as it has printed this many lines."""
+    """Sends SIGKILL to this process once it has printed this many steps."""
     to_screen, printed = builtins.print, itertools.count(1)
 
     def printing(*values: object, **more: Any) -> None:
@@ -214,7 +217,7 @@ STARTED_ANEW: Sets = [
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
     ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16"}),
 ]
-"""One for each launcher, whose ranks are interpreters that it starts: torchrun, accelerate launch
+"""One set for each launcher that starts its ranks as new interpreters: torchrun, accelerate launch
 and deepspeed."""
 SETS: Sets = [
     *STARTED_ANEW,
@@ -234,11 +237,11 @@ SETS: Sets = [
             "workload": "mixtral-nano",
             "options": {"expert": 2},
             "recompute": "full",
-            "optimizer": "adamw_foreach",  # what torch takes on GPUs
+            "optimizer": "adamw_foreach",  # torch's default on GPUs
         },
     ),
     ("ulysses", "torchrun", {"micro_batches": 2, "recompute": "full"}),
-    # SGD's update shows the scale of a gradient, which AdamW's hides.
+    # SGD's update shows a gradient's scale; AdamW's hides it.
     (
         "ulysses_zero",
         "torchrun",
@@ -246,14 +249,14 @@ SETS: Sets = [
     ),
     ("tensor", "torchrun", {"options": {"sequence_parallel": True}}),
     ("tensor", "torchrun", {"optimizer": "adamw_foreach"}),
-    # Tied embeddings: a copy at each end of the pipeline; under a V one copy on the first rank.
+    # Tied embeddings: a copy at each end of the pipeline; V schedules have one on rank 0.
     ("pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     (
         "pipeline",
         "torchrun",
         {"workload": "gpt2-micro", "micro_batches": 2, "options": {"schedule": "zbv"}},
     ),
-    # Between forwards no parameter is a DTensor, in them other objects take their place.
+    # No parameter is a DTensor between forward passes; during one, other objects replace them.
     (
         "three_d",
         "torchrun",
@@ -307,8 +310,8 @@ def test_an_exported_set_trains_the_same(
         printed = by_warm_ranks(folder, to)
     else:
         printed = run(["bash", str(folder / "run.sh")], folder)
-    found = losses(printed)
-    assert len(found) == one.total_steps
-    assert max(loss_deviations(found, list(trial["losses"]))) < 1e-6
+    exported = losses(printed)
+    assert len(exported) == one.total_steps
+    assert max(loss_deviations(exported, list(trial["losses"]))) < 1e-6
     if trial["parity_verdict"] == "exact":
-        assert max(loss_deviations(found, list(trial["reference_losses"]))) < 1e-5
+        assert max(loss_deviations(exported, list(trial["reference_losses"]))) < 1e-5

@@ -1,5 +1,8 @@
-"""The examples of docs/extending.md, in a copy of this checkout: their files and patches are
-applied, their commands run, and they touch as many files as the page says."""
+"""The examples of docs/extending.md work in a copy of this checkout.
+
+Their files and patches are applied, their commands run, and they touch as many files as the page
+states.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ OUTPUT = {
     "A section of the report": ["starting.html", "## Set-up"],
     "A command": ["List the runs of a results folder", "20261127T162933-b3d3  full"],
 }
-"""What the commands of each example print, beside much else."""
+"""Texts that the commands of each example print, among others."""
 TESTS = re.compile(r"python -m pytest (\S+) -k (\w+)")
-"""A command that runs tests: their file, and a word of their names."""
+"""Command that runs tests, with their file and a word of their names."""
 SAME_RUN = "python -m bench run --matrix smoke --only ddp --trials 1"
-"""The run of the measured column: that of the family, with the column applied, has it too."""
+"""Run of the measured column, covered by the family's run, to which the column is also applied."""
 
 
 def run(command: str, folder: Path) -> str:
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env=kept | {"PATH": path, "COLUMNS": "200"},
+        env=inherited | {"PATH": path, "COLUMNS": "200"},
         capture_output=True,
         text=True,
     )
@@ -44,7 +47,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def stated_files() -> dict[str, int]:
-    """How many files each example touches, by its heading in lower case."""
+    """Returns how many files each example touches, by its lower-case heading."""
     rows = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (\d+)", PAGE.read_text(), flags=re.M)
     return {heading: int(number) for heading, number in rows}
 
@@ -57,7 +60,7 @@ def test_every_example_is_in_the_table_and_is_tested() -> None:
 
 @pytest.mark.thorough
 def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -> None:
-    """All in one copy: they share a run, and their tests share a process."""
+    """All examples share one copy and a run, and their tests share a process."""
     copy = pages.checkout(tmp_path)
     examples = {heading: pages.blocks(pages.section(PAGE, heading)) for heading in OUTPUT}
     python = set()
@@ -86,7 +89,7 @@ def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -
     assert sum("mistral" in line for line in passed) == 2
     files = " ".join(sorted(python))
     run(f"python -m ruff check {files} && python -m ruff format --check {files}", copy)
-    # Its schema has a column more than this process knows.
+    # The copy's schema has one column that this process lacks.
     files_of_trials = (copy / "results" / "trials").rglob("*.parquet")
     trials = pd.concat(pd.read_parquet(file) for file in files_of_trials)
     assert list(trials["status"]) == ["ok"] * 3, trials["log_tail"].tolist()

@@ -1,5 +1,4 @@
-"""Horovod's ring, its bytes, its two controllers, and each trap on the way to training the same
-thing."""
+"""Horovod: its ring's bytes, its two controllers, and each trap on the way to exact training."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from tests.ranks.conftest import RunCells, cell
 pytest.importorskip("horovod", reason="make setup builds Horovod")
 PATIENT: dict[str, Any] = {"time_limit_seconds": 150.0}  # mpirun starts fresh interpreters
 with_mpi = pytest.mark.skipif(
-    not (built(b"MPIController") and shutil.which("mpirun")), reason="Horovod without MPI"
+    not (built(b"MPIController") and shutil.which("mpirun")), reason="needs Horovod with MPI"
 )
 
 
 def test_the_ring_sends_what_it_must(run_cells: RunCells) -> None:
-    """Each of N ranks sends 2(N-1)/N of the gradients' bytes a step, as DDP's ring does."""
+    """Each of N ranks sends 2(N-1)/N of the gradients' bytes per step, as in DDP's ring."""
     devices = 4
     micro = [cell(name, devices=devices, workload="llama-micro") for name in ("horovod", "ddp")]
     trials = run_cells(*micro).trials.set_index("strategy")
@@ -54,13 +53,13 @@ def test_fp16_compression_halves_the_bytes(run_cells: RunCells) -> None:
 
 
 def test_it_trains_the_same_by_sgd(run_cells: RunCells) -> None:
-    """Micro-batches, bf16 and fp16 are cells of matrix full."""
+    """Matrix full covers micro-batches, bf16 and fp16."""
     row = run_cells(cell("horovod", optimizer="sgd")).trials.iloc[0]
     assert (row["status"], row["parity_verdict"]) == ("ok", "exact"), row["reason"]
 
 
 def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells) -> None:
-    """Matrix full has one of no bytes."""
+    """Matrix full covers a buffer of 0 bytes."""
     row = run_cells(
         cell("horovod", options={"fusion_threshold_mib": 1.0, "cycle_time_ms": 0.5})
     ).trials.iloc[0]
@@ -87,9 +86,9 @@ TRAPS = [
 def test_each_trap_is_seen_and_avoided(
     run_cells: RunCells, options: dict[str, Any], axes: dict[str, Any]
 ) -> None:
-    """Without the strategy's own broadcast it diverges; with it, from the same start, it is exact.
+    """Horovod diverges without the strategy's broadcast; with it, the same start stays exact.
 
-    One step of SGD knows no momentum; without it the later ones are another training.
+    One step of SGD needs no momentum; without momentum, later steps differ from the reference.
     """
     trapped = cell("horovod_traps", options=options, **axes)
     fixed = cell("horovod_traps", options={**options, "trap": "none"}, **axes)
@@ -106,7 +105,7 @@ def test_each_trap_is_seen_and_avoided(
 
 @with_mpi
 def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None:
-    """Over TCP it is the same bytes as Gloo's, and loopback alone listens."""
+    """Over TCP, MPI sends the same bytes as Gloo and listens on loopback only."""
     over_tcp = cell(
         "horovod",
         workload="llama-micro",
@@ -125,7 +124,7 @@ def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None
 
 @with_mpi
 def test_adasum_is_its_formula(run_cells: RunCells) -> None:
-    """By ranks of mpirun that talk through shared memory, where no bytes are counted."""
+    """Ranks of mpirun communicate through shared memory, where no bytes are counted."""
     options = {"controller": "mpi", "op": "adasum"}
     trials = run_cells(
         cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
@@ -156,7 +155,7 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
 def test_a_failing_rank_ends_mpirun_with_the_cause(
     run_cells: RunCells, fault: str, status: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marker = f"{os.getpid()}-{fault}"  # tells its ranks from those of another test's mpirun
+    marker = f"{os.getpid()}-{fault}"  # distinguishes these ranks from another test's
     monkeypatch.setenv("BENCH_TEST_MARKER", marker)
     limit = {"time_limit_seconds": 12.0} if fault == "hangs" else PATIENT
     row = run_cells(
@@ -190,10 +189,10 @@ def test_what_the_build_holds_is_what_it_says_of_itself() -> None:
         "import horovod.torch as hvd; print([bool(x()) for x in (hvd.mpi_built, hvd.gloo_built,"
         " hvd.nccl_built)])"
     )
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
-    assert said == str(
+    assert printed == str(
         [built(name) for name in (b"MPIController", b"GlooController", b"NCCLAllreduce")]
     )
 
@@ -248,12 +247,12 @@ def test_impossible_cells_are_refused(strategy: Horovod, axes: dict[str, Any], r
 
 @with_mpi
 @pytest.mark.alone
-def test_looking_for_work_in_a_pause_is_no_work(run_cells: RunCells) -> None:
-    """MPI does so without rest while it waits for a slower rank."""
+def test_polling_in_a_pause_is_not_work(run_cells: RunCells) -> None:
+    """MPI polls without rest while it waits for a slower rank."""
     mpi = cell(
         "horovod", workload="llama-mini", options={"controller": "mpi"}, timed_steps=20, **PATIENT
     )
     steps = run_cells(mpi, timed_seconds=0.3).steps.query("phase == 'timed'")
-    known = steps["left_over_seconds"].dropna()
-    assert len(known) >= len(steps) // 4, "there is a pause after every second step"
-    assert known.mean() < 0.0005
+    measured = steps["left_over_seconds"].dropna()
+    assert len(measured) >= len(steps) // 4, "there is a pause after every second step"
+    assert measured.mean() < 0.0005

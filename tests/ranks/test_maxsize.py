@@ -17,8 +17,7 @@ from tests.ranks.conftest import RunCells, cell
 from tests.unit.test_cli import here
 
 MIB = 2**20
-# Blocks of 3 MiB: few of them fill it, beside the 60 MiB that a rank takes for stacks of threads,
-# Python's heap and gloo.
+# A few blocks of 3 MiB fill it, as threads' stacks, Python's heap and gloo take 60 MiB per rank.
 BUDGET = 160 * MIB
 
 
@@ -50,7 +49,7 @@ def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: s
     assert row.next_parameters - row.parameters == row.step
     assert row.failed_in in ("forward", "backward", "update")
     assert 0.4 < row.ratio < 1.0, (
-        "the formula has no stacks, heap and gathered blocks: 60 of these 160 MiB"
+        "the formula omits stacks, heap and gathered blocks: 60 of these 160 MiB"
     )
     assert sum(row.kept.values()) < row.peak_memory_bytes < BUDGET
     assert row.setup_peak_memory_bytes < row.peak_memory_bytes
@@ -70,15 +69,15 @@ def test_sharding_trains_a_larger_model(table) -> None:
     assert table["fsdp2"].predicted > table["ddp"].predicted
 
 
-def test_the_command_searches_tells_and_resumes(launcher: Launcher, tmp_path: Path) -> None:
-    words = ["--budget", "96MiB", "--hidden", "128", "--only", "single", "--json"]
-    done = here("maxsize", *words, folder=tmp_path)
+def test_the_command_searches_reports_and_resumes(launcher: Launcher, tmp_path: Path) -> None:
+    arguments = ["--budget", "96MiB", "--hidden", "128", "--only", "single", "--json"]
+    done = here("maxsize", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
-    [row] = said["strategies"]
+    printed = json.loads(done.stdout)
+    [row] = printed["strategies"]
     assert (row["label"], row["status"], row["parity"]) == ("single", "found", "exact")
     assert row["next_parameters"] - row["parameters"] == row["step"]
-    assert Path(tmp_path / said["report"]).exists()
+    assert Path(tmp_path / printed["report"]).exists()
     files = sorted((tmp_path / "results" / "trials").rglob("*.parquet"))
     again = here("maxsize", "--resume", "--no-report", folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -99,8 +98,8 @@ def test_a_model_too_large_to_build_runs_out_in_set_up(run_cells: RunCells) -> N
 def test_under_a_limit_memory_is_what_tensors_need_not_holes_in_the_heap(
     run_cells: RunCells,
 ) -> None:
-    """glibc keeps what is freed below a bound that it raises itself: without pages of their own,
-    shards need twice the memory."""
+    """glibc keeps freed memory below a threshold that it raises itself. Unless shards get their own
+    pages, they need twice the memory."""
     sizes = {"workload": "llama-256x16", "parity_steps": 2}
     limited, free = (
         searched("fsdp2").model_copy(update={**sizes, "memory_limit_bytes": limit})

@@ -1,5 +1,7 @@
-"""With libraries uninstalled, exactly their cells become unavailable, each with the reason that it
-has, and everything else is as it was and still trains."""
+"""If libraries are uninstalled, exactly their cells become unavailable, each with its reason.
+
+All other cells are unchanged and still train.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from harness.spec.cell import Cell
 from tests.commands import told
 from tests.conftest import ROOT
 
-# Distribution -> what of a cell's name tells that it needs it.
+# Distribution -> parts of the names of cells that need it.
 NEEDED_BY = {
     "fairscale": ("fairscale",),
     "peft": ("+lora", "+prompt", "+p_tuning", "+prefix", "+ia3"),
@@ -27,18 +29,20 @@ NEEDED_BY = {
 
 @pytest.fixture
 def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This virtual environment once more, its files shared by hard links: pip can uninstall there
-    and touch nothing here. A link to an environment would be copied as a link, and pip would then
-    uninstall from the environment itself."""
-    own = Path(sys.prefix).resolve()
+    """Returns a hard-linked copy of this virtual environment, where pip can uninstall safely.
+
+    Links to an environment are resolved first. Otherwise the link would be copied, and pip would
+    uninstall from the original.
+    """
+    here = Path(sys.prefix).resolve()
     target = tmp_path_factory.mktemp("environment") / "venv"
-    linked = subprocess.run(["cp", "-al", str(own), str(target)], capture_output=True, check=False)
-    if linked.returncode:  # the folder of the tests is on another file system
-        subprocess.run(["cp", "-a", str(own), str(target)], check=True)
+    linked = subprocess.run(["cp", "-al", str(here), str(target)], capture_output=True, check=False)
+    if linked.returncode:  # the tests' folder is on another file system
+        subprocess.run(["cp", "-a", str(here), str(target)], check=True)
     packages = sorted(target.glob("lib/python3*/site-packages"))
     assert packages
     for copy in (target, *packages):
-        assert not copy.resolve().is_relative_to(own)
+        assert not copy.resolve().is_relative_to(here)
     return target
 
 
@@ -46,11 +50,11 @@ WORDS = ["--matrix", "full", "--dry-run", "--json", "--results"]
 
 
 def cells(said: str) -> dict[str, tuple[str, str]]:
-    """Cell name -> (status, reason) of what a dry run said; `planned` where it would be
+    """Returns each cell's status and reason in a dry run, by name; `planned` if it would be
     launched."""
     plan: dict[str, Any] = json.loads(said)
-    found = {Cell(**one).name: ("planned", "") for one in plan["cells"]}
-    return found | {
+    planned = {Cell(**one).name: ("planned", "") for one in plan["cells"]}
+    return planned | {
         Cell(**one["cell"]).name: (one["status"], one["reason"]) for one in plan["left_out"]
     }
 

@@ -1,5 +1,7 @@
-"""kill -9 of a whole run at any moment, then --resume: nothing lost, nothing twice, nothing
-unreadable, nothing left. Random kills of all that belongs to a run: tests/cluster/test_chaos.py."""
+"""A run killed at any moment by kill -9 resumes with no trial lost, repeated or unreadable.
+
+It also leaves nothing behind. tests/cluster/test_chaos.py kills all processes of a run at random.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,7 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def ranks_of(marker: str) -> list[psutil.Process]:
-    """Processes of this run, however they were reparented: they carry the marker in their
-    environment."""
+    """Returns the processes with the marker in their environment, even if they were reparented."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -57,7 +58,7 @@ def ranks_of(marker: str) -> list[psutil.Process]:
 
 
 def recorded(folder: Path) -> int:
-    """Trials that the run has recorded so far."""
+    """Returns the number of trials that the run has recorded so far."""
     return len(list((folder / "results" / "trials").rglob("*.parquet")))
 
 
@@ -68,27 +69,27 @@ def recorded(folder: Path) -> int:
         ("ddp", ("--interleave",), (1,)),
         pytest.param("[ddp, outside]", (), (0, 1), marks=pytest.mark.thorough),
     ],
-    ids=["one after the other", "by turns", "twice"],
+    ids=["sequential", "interleaved", "twice"],
 )
 def test_kill_and_resume(
     tmp_path: Path, strategies: str, more: tuple[str, ...], kills: tuple[int, ...]
 ) -> None:
-    """Killed up to half a second after so many trials were recorded, or at its start. What is
-    finished is resumed by showing it.
+    """Each kill comes within 0.5 s of the N-th recorded trial, or within 5 s of the run's start.
 
-    By turns the first of two is recorded just before the second.
+    Resuming a finished run shows its results. An interleaved run records its first trial just
+    before its second.
     """
     matrix = tmp_path / "small.yaml"
     matrix.write_text(MATRIX.replace("STRATEGIES", strategies))
     marker = f"{os.getpid()}-{tmp_path.name}"
-    # A short name: the path of a socket in it may have 107 characters.
+    # A short name, because the path of a socket may have at most 107 characters.
     temporary = tempfile.TemporaryDirectory()
     environment = {**os.environ, "BENCH_TEST_MARKER": marker, "TMPDIR": temporary.name}
     words = ["--matrix", str(matrix), "--trials", "2", *more]
     chance = random.Random(len(kills))
     said = tmp_path / "said"
     for count in (*kills, None):
-        # setsid: a group of its own, so that only this run is killed
+        # setsid: its own process group, so that only this run is killed
         with open(said, "w") as out:
             process = subprocess.Popen(
                 command(tmp_path, *words), env=environment, start_new_session=True, stdout=out
@@ -111,11 +112,11 @@ def test_kill_and_resume(
             words = ["--matrix", str(matrix), "--resume"]
         assert code == (0 if count is None else -signal.SIGKILL)
     with temporary as folder:
-        assert left_in(folder) == [], "the last run removes what the killed ones left"
+        assert left_in(folder) == [], "the last run must remove the killed runs' files"
     assert "throughput" in said.read_text()
-    code, shown = ask(run, *command(tmp_path, *words)[4:])
+    code, printed = ask(run, *command(tmp_path, *words)[4:])
     assert code == 0
-    assert "throughput" in shown
+    assert "throughput" in printed
     results = Store(tmp_path / "results").load()
     assert len(results.runs) == 1
     trials = results.trials
@@ -124,12 +125,12 @@ def test_kill_and_resume(
     assert set(trials["status"]) == {"ok"}
     steps = results.steps.groupby(["cell_id", "trial", "rank"]).size()
     if more:
-        assert set(steps) == {6}, "two more than the matrix says, which settle"
+        assert set(steps) == {6}, "two settling steps on top of the matrix's"
     else:
-        assert min(steps) >= 4, "as many as take a fifth of a second"
+        assert min(steps) >= 4, "steps for a fifth of a second"
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
+def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "--resume"), capture_output=True, text=True)
     assert done.returncode == 2
     assert str(tmp_path / "results") in done.stderr

@@ -1,5 +1,7 @@
-"""A stranger on the network of a run's nodes, who does not know its key: neither starts a trial,
-nor reads a result, nor stops the run."""
+"""A stranger without a run's key, on its nodes' network, cannot interfere with the run.
+
+The stranger can neither start a trial, read a result nor stop the run.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ from tests.ranks.stranger import ATTEMPTS
 
 pytestmark = [
     pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()),
-    pytest.mark.skipif(os.getuid() != 0, reason="enters other namespaces, which only root may"),
+    pytest.mark.skipif(os.getuid() != 0, reason="only root may enter other namespaces"),
     pytest.mark.xdist_group("namespaces"),
 ]
 NONCE = 32
-"""Bytes that the coordinator tells anybody."""
+"""Bytes that the coordinator sends to anybody."""
 
 
 def within(process: int, *words: str) -> list[str]:
-    """A command in the network of a process."""
+    """Returns a command that runs in the network of a process."""
     return ["nsenter", f"--target={process}", "--net", *words]
 
 
@@ -58,7 +60,7 @@ def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None
         head, _, third = sorted(
             agent.pid for agent in psutil.Process(switch.process.pid).children()
         )
-        # It keeps the third node's network, once it is in it.
+        # Once started, this process keeps the third node's network alive.
         stayed = start(within(third, "sh", "-c", "echo in; exec sleep 300"))
         assert stayed.stdout
         assert stayed.stdout.readline() == "in\n"

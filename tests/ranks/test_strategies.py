@@ -1,5 +1,7 @@
-"""Every cell of matrix `full` on this machine, with smaller models: real ranks, verified against
-the reference. Those that another file trains and looks at more closely are left to it."""
+"""Cells of matrix `full` train in real ranks, with smaller models, and match the reference.
+
+Cells that another file tests more closely are left to it.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ MICRO = {
 
 
 def elsewhere(one: Cell) -> bool:
-    """Variants of a model in one process and by DDP are those of test_variants.py, mpirun's ranks
-    those of test_horovod.py, other interpreters that a launcher starts those of test_listening.py,
-    states on a disk and wider layers those of test_deepspeed.py, other engines of a library those
-    of test_accelerate.py and test_trainer.py, fp16 in fairscale's messages that of
-    test_fairscale.py.
-    And eight ranks, which are slow, train with one data axis here, and with the others in
-    test_recipe.py."""
+    """Returns whether another file tests this cell.
+
+    Variants of models in one process and by DDP are in test_variants.py. Ranks of mpirun are in
+    test_horovod.py, and launchers that start new interpreters in test_listening.py. States on disk
+    and wider layers are in test_deepspeed.py. Other engines of libraries are in test_accelerate.py
+    and test_trainer.py, and fp16 messages in test_fairscale.py.
+
+    Eight ranks are slow: they train with one data axis here and with the others in test_recipe.py.
+    """
     variant = "+" in one.workload and one.strategy in ("single", "ddp")
     anew = one.launcher == "spawn" or one.options.get("config_file")
     eight = one.devices == 8 and one.options.get("data_axis") != "zero1"
@@ -60,8 +64,7 @@ def elsewhere(one: Cell) -> bool:
 
 def cells_of_full() -> list[Cell]:
     expanded = expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells
-    # fp16's pure half with AdamW diverges over the 13 steps that the matrix gives it; the others
-    # need no more than 6.
+    # Pure fp16 with AdamW diverges within the matrix's 13 steps; other cells need at most 6.
     short = {
         "sequence_length": 32,
         "timed_steps": 3,
@@ -89,7 +92,7 @@ def cells_of_full() -> list[Cell]:
 
 
 def parameters() -> list[ParameterSet]:
-    """Each cell by its name; the first of each strategy is one of the quick ones."""
+    """Returns each cell with its name; the first of each strategy is marked quick."""
     seen: set[str] = set()
     parameters = []
     for one in cells_of_full():
@@ -107,7 +110,7 @@ ALSO_RECORDED = {
         "processes": 1,
     },
 }
-"""What the record says of a strategy's cells at two devices, by column."""
+"""Expected columns of a strategy's cells on two devices."""
 
 
 @pytest.mark.parametrize("one", parameters())
@@ -119,7 +122,7 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     verified = trial["parity_verdict"] != "unknown"
     assert trial["status"] == "ok", trial["log_tail"]
     assert (trial["reason"] == "") == verified, trial["reason"]
-    # What is declared may be too far off to be told from ranks that exchange nothing.
+    # A wide declared tolerance cannot rule out ranks that exchange nothing.
     unverifiable = {"unknown"} if declared(one).update > CAPPED_ABOVE else set[str]()
     assert trial["parity_verdict"] in {"exact", "within tolerance", *unverifiable}
     assert trial["expected"] == (trial["parity_verdict"] == "unknown")  # so a run's exit code is 0
@@ -127,7 +130,7 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
         assert trial["parity_verdict"] == "exact"
     if not verified:
         assert pd.isna(trial["rewinds"])  # nothing to compare its replays with
-    elif (why_not := make_strategy(one).rewind_skipped_reason) == "":
+    elif (why_not := make_strategy(one).rewind_skipped_reason(one)) == "":
         assert trial["rewinds"] >= 1, trial["rewind_skipped_reason"]
     else:
         assert (trial["rewinds"], trial["rewind_skipped_reason"]) == (0, why_not)
@@ -135,15 +138,17 @@ def test_trains_the_same_as_the_reference(run_cells: RunCells, one: Cell) -> Non
     if one.devices == 2:
         for column, expected in ALSO_RECORDED.get(one.strategy, {}).items():
             assert trial[column] == expected
-        if one.strategy == "vertical":  # stages that wait for each other at least half of the time
+        if one.strategy == "vertical":  # stages wait about half of the time or more
             assert 0.4 <= trial["bubble_fraction"] <= 0.95
         if one.strategy == "ddp":
             assert pd.isna(trial["bubble_fraction"])
 
 
 def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
-    """What the fullest rank keeps between steps, kind by kind, within 5 % of the formula (or
-    `within`) where the strategy has one."""
+    """Checks each kind of state that the fullest rank keeps between steps against the formula.
+
+    `within` is the relative tolerance. Kinds without a formula are skipped.
+    """
     kinds = ("parameter", "gradient", "optimizer", "library")
     ranks = list(zip(*(trial[f"{kind}_bytes"] for kind in kinds), strict=True))
     fullest = dict(zip(kinds, max(ranks, key=sum), strict=True))
@@ -171,8 +176,7 @@ def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
 def test_states_between_steps_follow_the_formula(
     run_cells: RunCells, strategy: str, options: dict[str, object]
 ) -> None:
-    """On four ranks, of those that shard; on two every cell of matrix full is held to it, see
-    above."""
+    """Sharding strategies are checked on four ranks; the test above checks matrix full on two."""
     steps = {"timed_steps": 1, "parity_steps": 4}
     trial = run_cells(cell(strategy, 4, options=options, **steps)).trials.iloc[0]
     assert trial["parity_verdict"] == "exact"
@@ -181,8 +185,8 @@ def test_states_between_steps_follow_the_formula(
 
 
 def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None:
-    """A saved model with its own weights, split into stages and over ranks, on a text file; new
-    weights get a new reference."""
+    """A saved model trains on a text file, by DDP and in a pipeline; new weights get a new
+    reference."""
     text = tmp_path / "book.txt"
     text.write_bytes(bytes(range(32, 127)) * 50)
     for seed in (5, 6):
@@ -202,7 +206,7 @@ def test_more_ranks_than_cores_are_labelled(run_cells: RunCells) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Three cells that differ in what they keep, which the next tests look at."""
+    """Returns trials of three cells that keep different states, for the next tests."""
     half = {"precision": "bf16", "options": {"opt_level": "O3"}}
     store = Store(tmp_path_factory.mktemp("recorded"))
     plan = Plan.new("test", [cell("ddp"), cell("fsdp2"), cell("amp", **half)], 1, [])
@@ -213,7 +217,7 @@ def recorded(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 
 def test_what_is_held_is_recorded(recorded: Results) -> None:
-    """Between steps fully sharded ranks hold half of the parameters each, DDP's all of them."""
+    """Between steps, fully sharded ranks hold half of the parameters each, and DDP's ranks all."""
     trials = recorded.trials.set_index("strategy")
     whole = int(trials.loc["ddp", "parameters"])
     assert list(trials.loc["ddp", "held_parameters"]) == [whole, whole]
@@ -248,7 +252,7 @@ def test_a_segment_shorter_than_the_run_is_checked_in_the_middle(run_cells: RunC
 
 
 def test_further_schedules_train_the_same(run_cells: RunCells) -> None:
-    """With tied embeddings: on one rank under a V, on both ends of the pipeline else."""
+    """Tied embeddings are on one rank in V schedules, else on both ends of the pipeline."""
     axes = {"workload": "gpt2-micro", "micro_batches": 4, "timed_steps": 1, "parity_steps": 4}
     schedules = ("looped_bfs", "dualpipev")
     cells = [cell("pipeline", **axes, options={"schedule": name}) for name in schedules]
@@ -256,8 +260,10 @@ def test_further_schedules_train_the_same(run_cells: RunCells) -> None:
 
 
 def test_each_way_to_compute_adamw_is_the_same_training(run_cells: RunCells) -> None:
-    """Tensor parallelism leaves norms as plain tensors, next to DTensors. torch refuses lists of
-    both, and updates by lists on GPUs unless told otherwise."""
+    """Tensor parallelism leaves norms as plain tensors next to DTensors.
+
+    torch refuses lists of both, and on GPUs updates by lists unless told otherwise.
+    """
     axes: dict[str, Any] = {"timed_steps": 1, "parity_steps": 4}
     ways = ("adamw_foreach", "adamw_fused")
     cells = [
@@ -272,8 +278,7 @@ def test_each_way_to_compute_adamw_is_the_same_training(run_cells: RunCells) -> 
 
 
 def test_further_optimizers_and_products_in_float8_train_the_same(run_cells: RunCells) -> None:
-    """Muon over shards, moments of eight bits, products of rows with their own scales: against the
-    same in one process."""
+    """Muon over shards, 8-bit moments and row-scaled float8 products match one process."""
     axes = {"timed_steps": 1, "parity_steps": 4}
     cells = [
         cell("ddp", **axes, workload="llama-micro", optimizer="adamw_8bit"),
@@ -292,7 +297,7 @@ def test_further_optimizers_and_products_in_float8_train_the_same(run_cells: Run
 
 
 def test_embeddings_that_do_not_stay_tied_across_stages_diverge(run_cells: RunCells) -> None:
-    """Without the exchange of their gradients the two copies train apart; matrix full has the
-    pipeline of a GPT-2 that exchanges them."""
+    """The two copies drift apart if their gradients are not exchanged. Matrix full covers a GPT-2
+    pipeline that exchanges them."""
     axes = {"workload": "gpt2-nano", "micro_batches": 2, "options": {"schedule": "gpipe"}}
     assert run_cells(cell("untied_pipeline", **axes)).trials.iloc[0]["status"] == "diverged"

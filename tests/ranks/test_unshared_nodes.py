@@ -1,5 +1,7 @@
-"""Two agents with their own file system, network and host name: they meet by address and key, and
-are sent references and data."""
+"""Two agents with their own file systems, networks and host names.
+
+They connect by address and key, and are sent references and data.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ hostname "$2"
 shift 2
 exec "$@"
 """
-"""To be called with the cache folder, a file for /etc/hosts, the host's name, and the agent."""
+"""Shell script for the cache folder, a file for /etc/hosts, the host name and the agent's
+command."""
 
 
 def ip(*words: str) -> None:
@@ -43,7 +46,7 @@ def ip(*words: str) -> None:
 
 
 class Switch:
-    """A bridge in this network namespace, and two others with an interface on it."""
+    """A bridge in this network namespace, and two other namespaces with an interface on it."""
 
     def __init__(self, number: int) -> None:
         self.bridge, self.subnet = f"pb{number}", f"10.98.{number}"
@@ -77,11 +80,11 @@ class Switch:
 
 
 def unavailable() -> str:
-    """Why the test cannot run here; empty if it can."""
+    """Returns why the test cannot run here, or an empty string if it can."""
     if os.getuid() != 0:
         return "only root may make mount and network namespaces"
     if subprocess.run([*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True).returncode:
-        return "the system lets nobody mount in a namespace"
+        return "the system allows no mounts in namespaces"
     try:
         Switch(os.getpid() % 250).close()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -98,7 +101,7 @@ def switch() -> Iterator[Switch]:
 
 
 def kept_files(agent: int) -> dict[str, bytes]:
-    """References and data in the cache that an agent sees."""
+    """Returns references and data in the cache that an agent sees."""
     cache = Path(f"/proc/{psutil.Process(agent).pid}/root{cache_folder()}")
     files = [file for part in ("references", "data") for file in (cache / part).rglob("*")]
     return {str(file.relative_to(cache)): file.read_bytes() for file in files if file.is_file()}
@@ -112,8 +115,8 @@ def test_nodes_that_share_nothing_train_the_same(
 
     def enter(number: int) -> list[str]:
         hosts = tmp_path / f"hosts{number}"
-        own = f"{switch.subnet}.{number + 1} n{number + 1}"
-        hosts.write_text(f"127.0.0.1 localhost\n{own}\n")
+        entry = f"{switch.subnet}.{number + 1} n{number + 1}"
+        hosts.write_text(f"127.0.0.1 localhost\n{entry}\n")
         shell = [*UNSHARE, ENTER, str(cache), str(hosts), f"n{number + 1}"]
         return ["ip", "netns", "exec", switch.names[number], *shell]
 
@@ -125,7 +128,7 @@ def test_nodes_that_share_nothing_train_the_same(
             for strategy, axes in CELLS.items()
         ]
         trials = run_on(cluster, tmp_path, *cells).trials
-        kept = {number: kept_files(agent.pid) for number, agent in cluster.agents.items()}
+        cached = {number: kept_files(agent.pid) for number, agent in cluster.agents.items()}
     finally:
         cluster.close()
     assert trials["reason"].tolist() == [""] * len(CELLS), trials["log_tail"].tolist()
@@ -134,8 +137,8 @@ def test_nodes_that_share_nothing_train_the_same(
         assert [node["interface"] for node in facts] == ["eth0", "eth0"]
         assert [node["host"] for node in facts] == ["n1", "n2"]
         assert [node["address"] for node in facts] == [f"{switch.subnet}.{n}" for n in (1, 2)]
-    assert kept[0] == kept[1]
-    assert {Path(name).name for name in kept[0]} >= {"reference.json", "final.safetensors"}
-    assert any(name.startswith("data/") for name in kept[0])
-    for name, content in kept[0].items():
+    assert cached[0] == cached[1]
+    assert {Path(name).name for name in cached[0]} >= {"reference.json", "final.safetensors"}
+    assert any(name.startswith("data/") for name in cached[0])
+    for name, content in cached[0].items():
         assert (cache / name).read_bytes() == content

@@ -1,4 +1,4 @@
-"""A page as a reader's browser sees it, and texts that may do no harm in one."""
+"""HTML pages, parsed roughly like a browser does, and hostile texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from reports import write_report
 
 
 class Page(HTMLParser):
-    """What a reader's browser would make of a page: tags with attributes, rows of cells, text."""
+    """A page's tags with attributes, table rows and visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: dict[str, dict[str, str]] = {}
         self.grids: list[tuple[str, str, str]] = []
-        """Cell id, field and value of each number of the small tables."""
+        """Cell id, field and value of each number in the small tables."""
         self.words: list[str] = []
         self._row = self._line = ""
         self._skipping = False
@@ -63,11 +63,11 @@ def page_of(results: Results, folder: Path) -> Page:
     return Page(write_report(results, folder / "page.html").read_text())
 
 
-def content_policy(text: str, *own: str) -> str:
-    """The page's Content-Security-Policy, which allows the page's one element of each of these tags
-    by its hash."""
+def content_policy(text: str, *tags: str) -> str:
+    """Returns the page's Content-Security-Policy; asserts that it allows the only element of each
+    tag by hash."""
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
-    for tag in own:
+    for tag in tags:
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy

@@ -1,4 +1,4 @@
-"""A cell's id: the same for the same measurement, another where a default makes it another."""
+"""Cell ids: equal for equal measurements, different if a default changes the measurement."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ DEFAULTS = Path(__file__).parents[1] / "golden" / "cell_defaults.json"
 
 
 class Before(Strategy):
-    """A strategy, as it was."""
+    """The strategy with its old default."""
 
     bucket_mib: int = 25
 
     def setup(self, job: Job) -> TrainStep:
-        raise AssertionError("it is only planned")
+        raise AssertionError("tests only plan it")
 
 
 class After(Before):
-    """The same with another default."""
+    """The strategy with a new default."""
 
     bucket_mib: int = 1
 
 
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> list[type[Strategy]]:
-    """The class that strategy `mine` is of, last; more may be added while a test goes on."""
+    """Classes of strategy `mine`, of which the last counts; tests may append others."""
     classes: list[type[Strategy]] = [Before]
     monkeypatch.setattr(harness.strategy.registry, "strategies", lambda: {"mine": classes[-1]})
     return classes
 
 
-def test_the_id_is_of_what_is_measured() -> None:
+def test_the_id_covers_only_what_is_measured() -> None:
     planned = with_defaults(DDP)
     labels = {"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}
     assert planned.model_copy(update=labels).id == planned.id
@@ -67,14 +67,14 @@ def test_the_ids_of_the_reference_run_are_those_of_its_cells() -> None:
 
 
 def test_another_default_of_an_option_is_another_measurement(release: list[type[Strategy]]) -> None:
-    """DDP's buckets were 25 MiB by default, then 1: another training under the same id."""
+    """Without defaults in the id, changing buckets from 25 to 1 MiB would keep the id."""
     one = Cell(strategy="mine", devices=2)
     was = with_defaults(one)
     release.append(After)
     now = with_defaults(one)
     assert was.id != now.id
     assert with_defaults(one.model_copy(update={"options": {"bucket_mib": 25}})).id == was.id, (
-        "said or left out, it is the same"
+        "stating a default does not change the id"
     )
     assert was.label == now.label == "mine"
 
@@ -87,8 +87,8 @@ def test_a_cell_keeps_the_defaults_that_it_was_planned_with(release: list[type[S
 
 
 def test_the_default_of_an_axis_never_changes(update: bool) -> None:
-    """Fields at their defaults are not in the id: with another default, another training would have
-    the id of those recorded before. A new axis adds a line here."""
+    """The id omits fields at their defaults, so a new default would reuse the ids of older
+    measurements that differ. A new axis adds a line to the golden file."""
     defaults = {
         name: field.default
         for name, field in Cell.model_fields.items()

@@ -1,5 +1,4 @@
-"""CPU hosts go on measuring the same cells, compared with the same references, whatever is done for
-GPUs."""
+"""CPU hosts keep measuring the same cells against the same references when GPU support changes."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ MATRICES = ("full", "quick", "smoke", "precision", "scaling", "links")
 
 
 def cells_of(matrix: str) -> list[list[str]]:
-    """Id of each cell, and of the run that it is compared with, in the matrix's order; of those
-    that are left out too."""
+    """Returns the id, reference id and name of each cell, including left-out ones, sorted."""
     expanded = expand(read_matrix(matrix), CPU, name=matrix)
     everything = (*expanded.cells, *(left.cell for left in expanded.left_out))
     return sorted([cell.id, cell.reference().id, cell.name] for cell in everything)
@@ -33,30 +31,30 @@ def cells_of(matrix: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_a_cpu_host_measures_the_same_cells_as_ever(matrix: str, update: bool) -> None:
-    """Histories are joined by ids.
-
-    A change here, by --update, begins the history of those cells anew.
-    """
+    """Histories are joined by cell id, so changing an id with --update restarts its history."""
     if update:
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        GOLDEN.write_text(json.dumps(known | {matrix: cells_of(matrix)}, indent=1) + "\n")
+        recorded = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        GOLDEN.write_text(json.dumps(recorded | {matrix: cells_of(matrix)}, indent=1) + "\n")
     assert cells_of(matrix) == json.loads(GOLDEN.read_text())[matrix]
 
 
 def test_the_time_of_a_kept_run_is_predicted_within_a_third() -> None:
-    """The inputs of harness/run/expected.py for CPUs are those of real trials on a Xeon; the kept
-    run's cores are of an EPYC.
-    """
-    kept = Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False)
-    trials = kept.trials[kept.trials["wall_seconds"].notna()]
-    plan = Plan.from_row(kept.runs.iloc[0].to_dict())
+    """CPU inputs of harness/run/expected.py come from a Xeon; the reference run used an EPYC."""
+    reference = Store(Path(__file__).parents[2] / "results" / "reference").load(steps=False)
+    trials = reference.trials[reference.trials["wall_seconds"].notna()]
+    plan = Plan.from_row(reference.runs.iloc[0].to_dict())
     cells = [Cell(**json.loads(cell)) for cell in trials["cell"]]
     predicted = sum(trial_seconds(one, 2, None, plan.timed_seconds_of(one) or 0.0) for one in cells)
     assert predicted == pytest.approx(trials["wall_seconds"].sum(), rel=1 / 3)
 
 
+def test_links_of_gpus_do_not_speed_up_cells_on_the_cpu() -> None:
+    cell = Cell(strategy="ddp", workload="llama-micro", devices=2)
+    assert trial_seconds(cell, 2, "NVIDIA H100 80GB HBM3") == trial_seconds(cell, 2)
+
+
 def test_a_slow_or_distant_link_takes_as_long_as_its_bytes_and_messages() -> None:
-    """DDP sends all 4-byte gradients of llama-micro once to and fro, on two ranks."""
+    """On two ranks, DDP sends all 4-byte gradients of llama-micro once in each direction."""
 
     def seconds(links: str) -> float:
         return trial_seconds(

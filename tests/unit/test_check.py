@@ -1,5 +1,7 @@
-"""Damaged files: found, left out by readers with a warning, moved away; none is read as if it were
-whole. Intact files whose values contradict each other are found too."""
+"""Damaged files are found, skipped with a warning and moved away, never read as if intact.
+
+Intact files with contradictory values are found too.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ VERIFIED = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Two runs; the newer one has three trials with a step each."""
+    """Two runs; the newer one has three trials of one step each."""
     made = Store(tmp_path / "results")
     for run_id in ("run-0", "run-1"):
         made.write_run(RunRecord(**one_cell_run(run_id)))
@@ -71,7 +73,7 @@ def test_the_reference_runs_are_good() -> None:
 
 
 def test_flipped_bits_are_found_wherever_they_are(store: Store) -> None:
-    """Of one file; where the flip is not found, the rows are what they were."""
+    """An undetected flip in the file leaves its rows unchanged."""
     file = trial_file(store, 0)
     whole, rows = file.read_bytes(), read_file("trials", file)
     chance, found = random.Random(7), 0
@@ -139,7 +141,7 @@ def test_another_schema_version_is_refused(store: Store, version: int) -> None:
     assert not problem.damaged
 
 
-def test_the_command_moves_what_is_damaged_and_nothing_else(store: Store) -> None:
+def test_the_command_moves_only_damaged_files(store: Store) -> None:
     file = trial_file(store, 1)
     content = file.read_bytes()[:-1]
     file.write_bytes(content)
@@ -156,7 +158,7 @@ def test_the_command_moves_what_is_damaged_and_nothing_else(store: Store) -> Non
     assert ask(check, str(store.folder))[0] == 0
 
 
-def test_what_is_moved_replaces_nothing(store: Store) -> None:
+def test_moved_files_replace_nothing(store: Store) -> None:
     places = set()
     for _ in range(3):
         trial_file(store, 1).write_bytes(b"")
@@ -167,14 +169,14 @@ def test_what_is_moved_replaces_nothing(store: Store) -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> pa.Table:
-    """Trials of the reference run: the first that was verified, and the first that diverged."""
+    """Two trials of the reference run: the first exact one and the first that diverged."""
     whole = read_file("trials", REFERENCE / "gathered" / RUN / "trials.parquet")
     verdicts = whole.column("parity_verdict").to_pylist()
     return whole.take([verdicts.index("exact"), verdicts.index("diverged")])
 
 
 def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
-    """A file in which a row has other values."""
+    """Writes a file in which one row has other values; returns its path."""
     changed = rows.to_pylist()
     changed[row] |= values
     schema = arrow_schema("trials")
@@ -219,6 +221,18 @@ def test_a_value_that_contradicts_others_is_a_problem(
     assert {problem.row for problem in found} <= {row, None}
 
 
+def test_slow_exchanges_every_few_steps_are_no_contradiction(
+    rows: pa.Table, tmp_path: Path
+) -> None:
+    """Three local steps of 10 ms and one that takes 150 ms."""
+    row = rows.slice(0, 1).to_pylist()[0]
+    rate = row["global_batch"] / 0.045
+    cycle = {"step_seconds_p50": 0.01, "step_seconds_p95": 0.15, "step_seconds_mean": 0.045}
+    cycle |= {"samples_per_second": rate, "tokens_per_second": rate * row["sequence_length"]}
+    found = consistency.check(planted(rows, tmp_path / "trials.parquet", 0, **cycle)).problems
+    assert "samples_per_second" not in {problem.column for problem in found}
+
+
 def test_a_file_of_no_table_is_a_problem(tmp_path: Path) -> None:
     file = tmp_path / "other.parquet"
     pq.write_table(pa.table({"a": [1]}), file)
@@ -234,8 +248,8 @@ def test_rows_that_were_removed_or_repeated_are_found(store: Store) -> None:
     assert consistency.check(store.folder).problems == ()
     copy = store.folder / "gathered" / "run-1" / "trials.parquet"
     whole = pq.read_table(copy)
-    for kept in ([0, 1], [0, 1, 2, 2]):
-        write_file(copy, whole.schema, [whole.take(kept)])
+    for indices in ([0, 1], [0, 1, 2, 2]):
+        write_file(copy, whole.schema, [whole.take(indices)])
         assert consistency.check(store.folder).problems
         assert ask(check, str(store.folder))[0] == 2
 

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest, which cells can have one, and what a report says of it."""
+"""Checkpoints: their manifest, the cells that can have one, and their section in a report."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_a_damaged_checkpoint_is_bad(folder: Path, damage: Callable[[Path], obje
         {"strategy": "ddp", "checkpoint": "sharded", "checkpoint_from": "pipeline x2"},
     ],
 )
-def test_what_cannot_be_restarted_is_refused(axes: dict[str, object]) -> None:
+def test_cells_that_cannot_restart_are_refused(axes: dict[str, object]) -> None:
     cell = Cell(**{"workload": "llama-nano", "devices": 2, **axes})
     with pytest.raises(Refused):
         validate(cell, make_workload(cell.workload), here=False)
 
 
-@pytest.mark.parametrize("words", ["ddp", "ddp x", "ddp 2", "nobody x2"])
-def test_who_saved_is_a_strategy_and_a_number(words: str) -> None:
+@pytest.mark.parametrize("words", ["ddp", "ddp x", "ddp 2", "ddp x0", "ddp x²", "nobody x2"])
+def test_checkpoint_from_is_a_strategy_and_a_number(words: str) -> None:
     cell = Cell(strategy="ddp", devices=2, checkpoint="full", checkpoint_from=words)
     with pytest.raises(UsageError):
         validate(cell, make_workload(cell.workload), here=False)

@@ -1,4 +1,4 @@
-"""The command line: what it says, its exit codes, and that a mistake costs nothing."""
+"""The command line: its output, its exit codes, and mistakes that write nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from bench.cli import COMMANDS, app, main
 from harness.record.run_record import ConclusionRecord
 from harness.record.store import load
+from harness.workloads.workload import AUTO
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "results" / "reference")
@@ -25,7 +26,7 @@ RUN = "20261127T162933-b3d3"
 
 
 def here(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A command in this process, which has imported what it needs."""
+    """Runs a command in this process, whose imports are already done."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         contextlib.chdir(folder),
@@ -41,7 +42,7 @@ def here(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+    """Runs a command in a new process."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.run(
         [sys.executable, "-m", "bench", *words],
@@ -64,6 +65,10 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["run", "--matrix", "smoke", "--set", "data=text:nowhere.txt"], ["'nowhere.txt'"]),
         (["run", "--matrix", "smoke", "--set", "options={colour: red}"], ["'colour'"]),
         (["run", "--matrix", "smoke", "--resume", "--trials", "3"], ["--resume", "--trials"]),
+        (
+            ["run", "--matrix", "smoke", "--resume", "--time-budget", "5min"],
+            ["--resume", "--time-budget"],
+        ),
         (["run", "--resume"], ["nothing to resume"]),
         (["run", "--matrix", "full", "--interleave"], ["--interleave", "2 to 8", "--only"]),
         (
@@ -86,6 +91,10 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
             ["'verdit'", "verdict"],
         ),
         (["report", "--format", "pdf", "--results", REFERENCE], ["--format", "pdf-ready"]),
+        (
+            ["report", "--index", "--baseline-cell", "ddp", "--results", REFERENCE],
+            ["--index"],
+        ),
         (["run", "--matrix", "smoke", "--trials", "0"], ["--trials"]),
         (["compare"], ["--baseline", "latest~1 latest"]),
         (["compare", "latest~1", "latest"], ["results"]),
@@ -108,6 +117,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["validate", "--results", "r", "--fit", "f"], ["--fit"]),
         (["show", "ddp"], ["results"]),
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
+        (["doctor", "--gpu-check", "--links", "--device", "cpu"], ["--gpu-check", "--links"]),
         (["publish", "comet", "folder"], ["comet", "tensorboard"]),
         (
             ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],
@@ -116,7 +126,9 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["compare", "--history", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["profile", "dpp"], ["'dpp'", "ddp"]),
         (["profile", "ddp:speed=3"], ["'speed'", "bucket_cap_mb"]),
+        (["profile", "nowhere.py:Mine"], ["'nowhere.py:Mine'"]),
         (["rehearse", "dpp"], ["'dpp'", "ddp"]),
+        (["rehearse", "nowhere.py:Mine"], ["nowhere.py", "cannot be imported"]),
         (["rehearse", "ddp:speed=3"], ["'speed'", "bucket_cap_mb"]),
         (["rehearse", "ddp", "--workload", "gpt9"], ["'gpt9'"]),
         (["rehearse", "ddp", "--devices", "0"], ["devices"]),
@@ -196,6 +208,12 @@ def test_list(what: str) -> None:
     assert here("list", what).returncode == 0
 
 
+def test_the_list_has_all_kinds_of_pretrained_models() -> None:
+    rows = json.loads(here("list", "workloads", "--json").stdout)
+    kinds = {row["name"]: row["kind"] for row in rows}
+    assert set(kinds["hf:PATH_OR_ID"].split(", ")) == set(AUTO)
+
+
 def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(here("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
@@ -232,7 +250,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
-    words = [
+    options = [
         "--matrix",
         "smoke",
         "--only",
@@ -248,7 +266,7 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
         "--timed-seconds",
         "0.1",
     ]
-    done = bench("run", *words, folder=tmp_path)
+    done = bench("run", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "throughput" in done.stdout
     assert "exact" in done.stdout

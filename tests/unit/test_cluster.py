@@ -1,7 +1,4 @@
-"""What a site file becomes: the batch script, its directives, and the sentences for mistakes.
-
-Runs no job.
-"""
+"""Site files: the batch script, its directives, and messages for mistakes. No job is run."""
 
 from __future__ import annotations
 
@@ -98,7 +95,7 @@ def test_every_value_of_a_site_is_in_its_script() -> None:
     )
 
 
-def test_what_a_site_does_not_say_is_left_to_slurm() -> None:
+def test_unset_site_keys_are_left_to_slurm() -> None:
     text = script(Site(exclusive=False))
     named = {line.split("=")[0] for line in directives(text)}
     assert named == {
@@ -113,7 +110,7 @@ def test_what_a_site_does_not_say_is_left_to_slurm() -> None:
     }
 
 
-def test_a_night_knows_whom_to_tell() -> None:
+def test_a_nightly_job_has_its_recipients() -> None:
     notify = Notify(mail="me@example.org", webhook="https://example.org/hook?a=b&c=d")
     text = script(
         Site(nightly=Nightly(baseline="release", again="tomorrow", notify=notify)),
@@ -166,7 +163,7 @@ def test_a_mistake_in_a_site_file_is_one_sentence(tmp_path: Path, text: str, sai
     assert "\n" not in str(raised.value)
 
 
-def test_a_site_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_site_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none.yaml.*slurm/sites"):
         read_site(tmp_path / "none.yaml")
 
@@ -216,8 +213,8 @@ def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) -> None:
-    """SLURM kills the processes that it has listed: with some of its plugins, one that the job's
-    shell starts just then is not among them."""
+    """SLURM kills the processes it has listed. With some plugins, one that the job's shell is just
+    starting escapes."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
     scontrol.chmod(0o755)
@@ -227,8 +224,8 @@ def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) ->
         "SLURM_JOB_ID": "1",
         "BENCH_RESULTS": str(tmp_path),
     }
-    words = ["bash", "-uc", "set -o pipefail; . slurm/lib.sh; requeue"]
-    shell = psutil.Popen(words, cwd=ROOT, env=environment)
+    command = ["bash", "-uc", "set -o pipefail; . slurm/lib.sh; requeue"]
+    shell = psutil.Popen(command, cwd=ROOT, env=environment)
 
     def running() -> list[psutil.Process]:
         return [one for one in shell.children() if one.status() != psutil.STATUS_ZOMBIE]
@@ -238,7 +235,7 @@ def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) ->
         while not (tmp_path / "asked").exists() or running():
             assert time.monotonic() < deadline, f"would outlive the job: {running()}"
             time.sleep(0.05)
-        assert shell.poll() is None, "it waits until SLURM kills it"
+        assert shell.poll() is None, "the shell must wait until SLURM kills it"
     finally:
         for process in [*running(), shell]:
             process.terminate()
@@ -246,7 +243,7 @@ def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) ->
 
 
 def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
-    words = [
+    command = [
         sys.executable,
         "-m",
         "bench",
@@ -260,7 +257,7 @@ def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
         "--dry-run",
     ]
     done = subprocess.run(
-        words,
+        command,
         cwd=ROOT,
         capture_output=True,
         text=True,

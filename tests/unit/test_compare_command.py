@@ -1,4 +1,4 @@
-"""Which runs a comparison is of, and the command that asks for one."""
+"""Choosing the two sides of a comparison, and the compare command."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SAID = ("Welch", "0.5 %", "one in 200", "2 were made here", "5 %")
 
 
 @pytest.mark.parametrize("shape", ["table", "md", "html"])
-def test_every_format_says_what_was_found_and_how(folder: Path, shape: str) -> None:
+def test_every_format_has_the_findings_and_the_method(folder: Path, shape: str) -> None:
     code, told = ask(folder, "latest~1", "latest", "--format", shape)
     assert code == 0
     for word in (*SAID, "slower", "0.900", "missing", OTHER.name.split()[0], "2 regressions"):
@@ -113,7 +113,7 @@ def test_json_has_the_numbers(folder: Path) -> None:
 def test_exit_codes_for_scripts(folder: Path) -> None:
     assert ask(folder, "latest~1", "latest", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (
-        "faster and added are news"
+        "faster and added are not regressions"
     )
     assert ask(folder, "--baseline", "20260101", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest~1", "latest")[0] == 0
@@ -130,17 +130,17 @@ def test_a_guard_that_compares_nothing_is_not_green(folder: Path) -> None:
 
 
 def test_a_named_baseline_is_a_folder_below_the_results(folder: Path) -> None:
-    kept = Store(folder / "reference" / "release")
-    kept.write_run(RunRecord(**run_row(run_id=OLD)))
+    baseline = Store(folder / "reference" / "release")
+    baseline.write_run(RunRecord(**run_row(run_id=OLD)))
     for row in trial_rows(CELL, [45.0, 45.1]):
-        kept.write_trial(TrialRecord(**(row | {"run_id": OLD})))
+        baseline.write_trial(TrialRecord(**(row | {"run_id": OLD})))
     found = json.loads(ask(folder, "--baseline", "release", "--json")[1])
     assert found["a"].endswith("reference/release")
     assert found["cells"][0]["ratio"] == pytest.approx(2.0, rel=1e-2)
 
 
 def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
-    """A label means the cell of this label, not all cells of the strategy of this name."""
+    """A label selects the cell with that label, not every cell of that strategy."""
     for row in trial_rows(
         Cell(strategy="ddp", devices=2, options={"static_graph": True}), [1.0, 1.1]
     ):

@@ -1,9 +1,10 @@
-"""What turning one thing on does: alone, and over all combinations with others."""
+"""Effects of turning on one feature, alone and over all combinations with others."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import read_matrix
 from harness.analysis.cell_result import CellResult, Memory, Placement, Speed
-from harness.analysis.effects import effects_of
-from harness.analysis.stats import LogEstimate
+from harness.analysis.effects import _mean_ratio, effects_of
+from harness.analysis.ranking import compare
+from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.spec.cell import Cell
 from reports.blocks import visible
 from reports.comparison_sections import COLUMNS, best_text, effects_blocks, rows_of
@@ -37,7 +39,7 @@ def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -
 
 
 def combinations() -> list[CellResult]:
-    """bf16 is twice as fast, recomputation takes a quarter more time in fp32 and a half in bf16."""
+    """bf16 is twice as fast; recomputation takes 25 % more time in fp32 and 50 % more in bf16."""
     slower = {"fp32": 1.25, "bf16": 1.5}
     return [
         result(
@@ -66,13 +68,13 @@ def test_each_effect_alone_and_on_average() -> None:
     together = again.together
     assert together.low is not None
     assert together.high is not None
-    assert together.high / together.low > alone.high / alone.low, "it differs by combination"
+    assert together.high / together.low > alone.high / alone.low, "effects differ by combination"
     assert by_name["float8"].alone is not None
     assert by_name["float8"].alone.ratio == pytest.approx(1.1)
 
 
 def test_the_interval_of_two_combinations_has_both_in_it() -> None:
-    """By their scatter alone, of one degree of freedom, it would span a factor of ten."""
+    """From scatter alone, with one degree of freedom, the interval would span a factor of ten."""
     (effects,) = effects_of(combinations())
     (again,) = (effect for effect in effects.effects if effect.value == "recompute=full")
     assert again.pairs == 2
@@ -80,6 +82,21 @@ def test_the_interval_of_two_combinations_has_both_in_it() -> None:
     assert again.together.high is not None
     assert 0.6 < again.together.low < 1 / 1.5
     assert 1 / 1.25 < again.together.high < 0.9
+
+
+def test_one_pair_has_the_same_interval_alone_and_on_average() -> None:
+    """The control's allowance counts in both."""
+    pair = [result(rate, 1000, precision=name) for name, rate in (("fp32", 100), ("bf16", 101))]
+    pair = [
+        replace(cell, speed=replace(cell.speed, log_throughput=replace(speed, allowance=0.006)))
+        for cell in pair
+        if (speed := cell.speed.log_throughput)
+    ]
+    mean = _mean_ratio([(pair[1], pair[0])])
+    alone = compare(pair[1], pair[0], CONFIDENCE)
+    assert mean is not None
+    assert alone is not None
+    assert (mean.low, mean.high) == pytest.approx((alone.low, alone.high))
 
 
 def test_the_best_combinations_are_named() -> None:
@@ -93,11 +110,11 @@ def test_the_best_combinations_are_named() -> None:
 
 @pytest.mark.parametrize("chosen", [slice(0, 1), slice(0, 2), slice(0, 3)])
 def test_without_combinations_there_is_no_section(chosen: slice) -> None:
-    """One change, or several that were never made together, are in the table of all cells."""
+    """Features that were never combined are left to the table of all cells."""
     assert effects_of(combinations()[chosen]) == []
 
 
-def test_a_run_without_them_has_no_text() -> None:
+def test_a_run_without_effects_has_no_text() -> None:
     assert visible(effects_blocks(combinations()[:1]), "page") == []
 
 

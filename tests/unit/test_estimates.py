@@ -1,4 +1,4 @@
-"""Throughputs estimated over a run: the control, moderated spreads, comparison with the best."""
+"""Throughput estimates over a run: the control, moderated spreads, comparison with the best."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from tests.unit.made_results import stored, trial_rows
 def test_critical_values_are_those_of_dunnetts_table(
     comparisons: int, two_sided: bool, value: float
 ) -> None:
-    """With equal spreads that are known."""
+    """Spreads are equal and known."""
     cell = LogEstimate(0.0, 0.01, 1e6, 3)
-    widths = half_widths(cell, [cell] * comparisons, 0.95, two_sided)
+    widths = half_widths(cell, [cell] * comparisons, two_sided)
     assert [width / math.hypot(0.01, 0.01) for width in widths] == pytest.approx(
         [value] * comparisons, abs=0.025
     )
 
 
 def test_a_coarse_cell_does_not_widen_the_intervals_of_others() -> None:
-    """It has one trial and two degrees of freedom; its own interval is wide."""
+    """The coarse cell has one trial and two degrees of freedom, so only its interval is wide."""
     sharp, coarse = LogEstimate(0.0, 0.01, 50, 50), LogEstimate(-0.2, 0.03, 2, 1)
     alone = half_widths(sharp, [sharp] * 20, two_sided=True)[0]
     *others, widest = half_widths(sharp, [*[sharp] * 20, coarse], two_sided=True)
@@ -55,7 +55,7 @@ def test_a_coarse_cell_does_not_widen_the_intervals_of_others() -> None:
 
 
 def test_balanced_intervals_hold_together() -> None:
-    """In at least 95 % of runs: the fewer degrees of freedom of two count for both."""
+    """Coverage is at least 95 %, since each pair uses the fewer degrees of freedom of the two."""
     chance, runs, held = np.random.default_rng(2), 400, 0
     degrees = [30, *[2] * 10, *[4] * 10, *[30] * 10]
     for _ in range(runs):
@@ -74,8 +74,8 @@ def test_balanced_intervals_hold_together() -> None:
 
 
 def equal_cells(chance: np.random.Generator, cells: int = 53) -> list[LogEstimate]:
-    """Estimates of equal cells from three trials each, whose variances differ and are moderated as
-    if their distribution were known."""
+    """Simulates equal cells of three trials each. Their variances differ and are moderated as if
+    their distribution were known."""
     degrees, trials = 8, 3
     variances = 0.03**2 * degrees / chance.chisquare(degrees, cells)
     own = variances * chance.chisquare(trials - 1, cells) / (trials - 1)
@@ -89,8 +89,8 @@ def equal_cells(chance: np.random.Generator, cells: int = 53) -> list[LogEstimat
     ]
 
 
-def test_of_many_equal_cells_the_set_holds_the_best() -> None:
-    """Any of them may be called the best: here the first. All 20,000 runs: scripts/power.py."""
+def test_the_set_contains_the_best_of_many_equal_cells() -> None:
+    """Any equal cell may be called the best, here the first. scripts/power.py makes 20,000 runs."""
     chance, held, runs = np.random.default_rng(1), 0, 600
     for _ in range(runs):
         first, *others = equal_cells(chance)
@@ -99,7 +99,7 @@ def test_of_many_equal_cells_the_set_holds_the_best() -> None:
 
 
 def test_a_lower_bound_uses_the_critical_value_of_the_candidate() -> None:
-    """The candidate's spread is wide, so its differences are correlated and need less."""
+    """The candidate's wide spread correlates its differences, which lowers the critical value."""
     candidate, second = LogEstimate(0.5, 0.05, 20, 3), LogEstimate(0.0, 0.01, 20, 9)
     rest = [LogEstimate(-1.0, 0.01, 20, 9)] * 8
     low = against_best([candidate, second, *rest])[1].low
@@ -109,7 +109,7 @@ def test_a_lower_bound_uses_the_critical_value_of_the_candidate() -> None:
 
 
 def test_gains_hold_together_for_a_cell_that_was_chosen() -> None:
-    """Among 20 cells as fast as the baseline, the best looking one is seldom called faster."""
+    """Among 20 cells as fast as the baseline, the best-looking one is seldom called faster."""
     chance, alarms, runs = random.Random(8), 0, 200
     for _ in range(runs):
         baseline, *others = (LogEstimate(chance.gauss(0, 0.01), 0.01, 1e4, 3) for _ in range(21))
@@ -118,7 +118,7 @@ def test_gains_hold_together_for_a_cell_that_was_chosen() -> None:
 
 
 def test_between_runs_the_common_control_takes_out_drift() -> None:
-    """A machine that is 10 % slower in the second run, and a cell that is not."""
+    """The machine is 10 % slower in the second run, but the cell itself is not."""
     first = LogEstimate(0.0, 0.005, 20, 10, control=math.log(0.1))
     second = LogEstimate(-0.1, 0.005, 20, 10, control=math.log(0.1) + 0.1)
     assert between_runs(second, first).ratio == pytest.approx(1.0)
@@ -136,7 +136,7 @@ def test_between_runs_the_common_control_takes_out_drift() -> None:
 
 
 def test_a_cell_that_is_not_adjusted_may_follow_the_machine() -> None:
-    """Such as one that waits for a disk: a slower machine explains up to its whole slowdown."""
+    """If a cell waits for a disk, a slower machine explains up to its whole slowdown."""
     first = LogEstimate(0.0, 0.01, 20, 10, control=math.log(0.1), adjusted=False)
     slow_machine = math.log(0.1) + 0.3
 
@@ -170,12 +170,12 @@ def test_best_is_in_the_set_and_all_distances_hold_together() -> None:
             for bound, own, other in zip(bounds, true, others, strict=True)
             if own < 0 or bound.may_be_best
         )
-    assert best_missed <= 12  # 5 %, and chance
+    assert best_missed <= 12  # 5 %, plus chance
     assert broken <= 15
 
 
 def test_prior_of_variances_is_found_again() -> None:
-    """Variances that scatter about 4e-4 as with 6 degrees of freedom, each seen with 2."""
+    """Variances scatter around 4e-4 with 6 degrees of freedom; each is estimated with 2."""
     chance, cells = random.Random(2), []
     for _ in range(3000):
         variance = 6 * 4e-4 / chance.gammavariate(3, 2)
@@ -189,8 +189,7 @@ def test_prior_of_variances_is_found_again() -> None:
 
 
 def test_prior_follows_what_a_launch_averages() -> None:
-    """Variances of cells that take more steps are smaller, and are found to be so from cells with
-    one degree of freedom each."""
+    """Cells with more steps have smaller variances; one degree of freedom per cell shows this."""
     chance, cells = random.Random(5), []
     for number in range(600):
         averaged = (5.0, 20.0, 80.0)[number % 3]
@@ -251,8 +250,8 @@ def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **mor
 
 @pytest.fixture
 def cells(tmp_path: Path) -> list[CellResult]:
-    """A machine at half its speed in the second round; b is 10 % slower than a, c inexact and 25 %
-    faster, d crowded."""
+    """The second round runs at half speed. Cell b is 10 % slower than a, c is inexact and 25 %
+    faster, and d is oversubscribed."""
     slow = [1.0, 2.0, 1.0]
     controls = [0.1 * x for x in slow]
     rows = []
@@ -270,7 +269,7 @@ def cells(tmp_path: Path) -> list[CellResult]:
 
 
 def first_and_second(cells: Sequence[CellResult], behind: float, error: float) -> list[CellResult]:
-    """Two cells like a, with a difference and standard errors of their log throughputs."""
+    """Returns two copies of cell a with this log throughput difference and standard error."""
     pattern = next(cell for cell in cells if cell.cell.strategy == "a")
     return [
         dataclasses.replace(
@@ -303,8 +302,8 @@ def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None
     assert ratio_of_both.verdict == "slower"
 
 
-def test_the_noise_of_crowded_cells_is_theirs_alone(tmp_path: Path) -> None:
-    """Neither the others' intervals nor their coefficients know of it."""
+def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
+    """Noise of crowded cells changes neither the intervals nor the coefficients of other cells."""
     chance = random.Random(3)
     quiet = []
     for number in range(20):
@@ -316,17 +315,17 @@ def test_the_noise_of_crowded_cells_is_theirs_alone(tmp_path: Path) -> None:
         seconds = [math.exp(chance.gauss(0, 0.3)) for _ in range(3)]
         cell = Cell(strategy=f"c{number}", devices=2)
         crowded += _rows(cell, seconds, [1.0, 0.8, 1.1], oversubscribed=True)
-    alone, beside = (
+    alone, together = (
         {
             cell.cell_id: cell.speed.log_throughput
             for cell in cell_results(stored(folder, rows).trials)
         }
         for folder, rows in ((tmp_path / "a", quiet), (tmp_path / "b", quiet + crowded))
     )
-    assert len(beside) == 30
-    for cell_id, known in alone.items():
-        assert known is not None
-        assert dataclasses.astuple(beside[cell_id]) == pytest.approx(dataclasses.astuple(known))
+    assert len(together) == 30
+    for cell_id, before in alone.items():
+        assert before is not None
+        assert dataclasses.astuple(together[cell_id]) == pytest.approx(dataclasses.astuple(before))
 
 
 def test_answer_in_sentences(cells: list[CellResult]) -> None:
@@ -352,10 +351,10 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
 
 
 @pytest.mark.parametrize(("error", "equal"), [(0.002, True), (0.02, False)])
-def test_cells_are_equal_where_their_interval_says_so(
+def test_equality_needs_narrow_intervals(
     cells: list[CellResult], error: float, equal: bool
 ) -> None:
-    """Their figures are 0.2 % apart: with wide intervals that may be by chance."""
+    """The cells differ by 0.2 %; with wide intervals, being this close may be chance."""
     advised = answer(first_and_second(cells, 0.002, error))
     assert advised is not None
     as_good = advised.advice[0].as_good
@@ -407,9 +406,8 @@ def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) ->
     assert baseline_of(results) is results[0]
 
 
-def test_of_two_baselines_the_one_with_more_launches_is_taken(tmp_path: Path) -> None:
-    """Weak scaling on one device is the same training; the faster of the two would be chosen by
-    luck."""
+def test_the_baseline_with_more_trials_is_chosen(tmp_path: Path) -> None:
+    """Weak scaling on one device is the same training, so picking the faster one would be luck."""
     rows = _rows(Cell(strategy="single", regime="weak"), [0.9, 0.9], [0.1, 0.1])
     rows += _rows(Cell(strategy="single"), [1.0, 1.0, 1.0], [0.1, 0.1, 0.1])
     fastest, other = cell_results(stored(tmp_path, rows).trials)

@@ -1,4 +1,4 @@
-"""bench export: which cell is meant, what is written, and what is said where nothing is."""
+"""bench export: the cell it selects, the files it writes, and messages if it writes none."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
+from tests.tiny_models import save_config
 from tests.unit.test_cli import bench
 from tests.unit.test_mixture import DIVIDES_RANKS
 
@@ -55,7 +56,7 @@ def small(strategy: str, **axes: Any) -> Cell:
 
 
 def pairs() -> list[tuple[Cell, str]]:
-    """Every cell of matrix `full`, on CPUs and GPUs, under every target that its strategy has."""
+    """Returns cells of matrix `full`, on CPUs and GPUs, by target; skips workload suffixes."""
     found: dict[tuple[str, str], tuple[Cell, str]] = {}
     for cell in expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells:
         if make_workload(cell.workload).suffixes:
@@ -149,6 +150,15 @@ def test_the_script_compiles_blocks_where_the_cell_does(kind: str, call: str) ->
     ast.parse(compiled)
 
 
+@pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
+def test_parameters_on_a_disk_keep_their_dtype(to: str) -> None:
+    options = {"stage": 3, "offload_parameters": "nvme"}
+    one = small("deepspeed", workload="llama-512x2", options=options)
+    script = export_files(one, to)[0]["train.py"]
+    ast.parse(script)
+    assert "get_accelerator().is_fp16_supported" in script
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_tensor_parallel_plan_is_written_as_it_is(sequence_parallel: bool) -> None:
     from torch.distributed import tensor
@@ -166,8 +176,8 @@ def test_a_tensor_parallel_plan_is_written_as_it_is(sequence_parallel: bool) -> 
     }
 
 
-def test_what_the_document_says_is_so() -> None:
-    """The table of docs/export.md."""
+def test_the_documents_table_is_right() -> None:
+    """Checks the table in docs/export.md."""
     text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     said = {
         row.split("|")[1].strip(" `"): row.split("|")[3].strip()
@@ -179,7 +189,7 @@ def test_what_the_document_says_is_so() -> None:
         assert set(said[to].split(", ")) == set(taken_by(to))
 
 
-def test_a_pair_without_export_says_what_there_is() -> None:
+def test_a_missing_export_lists_alternatives() -> None:
     with pytest.raises(UsageError) as no:
         export_files(small("fsdp1"), "deepspeed")
     said = (
@@ -199,7 +209,26 @@ def test_a_pair_without_export_says_what_there_is() -> None:
         export_files(small("ddp"), "kubernetes")
 
 
-def test_what_is_not_here_is_a_note() -> None:
+def test_a_cell_on_several_nodes_is_exported_to_slurm_only() -> None:
+    cell = small("ddp", devices=4, nodes=2, device="cuda", threads_per_device=3)
+    job = export_files(cell, "slurm")[0]["job.sbatch"]
+    for directive in ("nodes=2", "gpus-per-node=2", "cpus-per-task=6"):
+        assert f"#SBATCH --{directive}\n" in job
+    for to in sorted({*TARGETS} - {"slurm"}):
+        assert plan_of(make_strategy(cell), cell, to) is None
+        with pytest.raises(UsageError, match=rf"no export to {to}.*use slurm"):
+            export_files(cell, to)
+
+
+@pytest.mark.parametrize("model", ["roberta", "t5", "vit"])
+def test_a_model_that_no_script_trains_has_no_export(model: str, tmp_path: Path) -> None:
+    name = save_config(tmp_path, model)
+    data = "images" if model == "vit" else "stdlib"
+    with pytest.raises(UsageError, match="causal or classification"):
+        export_files(small("ddp", workload=name, data=data), "torchrun")
+
+
+def test_requirements_missing_here_are_noted() -> None:
     files, note = export_files(small("ddp", options={"comm_hook": "bf16"}), "torchrun")
     assert "NCCL" in note
     assert "bf16_compress_hook" in files["train.py"]
@@ -245,7 +274,7 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
-    words = [
+    arguments = [
         "export",
         "ddp",
         "--to",
@@ -257,10 +286,10 @@ def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "set"),
     ]
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert f"bash {tmp_path}/set/run.sh" in done.stdout
-    told = json.loads(CliRunner().invoke(app, [*words[:-2], "--json"]).stdout)
+    told = json.loads(CliRunner().invoke(app, [*arguments[:-2], "--json"]).stdout)
     assert told["files"] == {path.name: path.read_text() for path in (tmp_path / "set").iterdir()}
     assert (told["cell_name"], told["folder"], told["note"]) == (
         "ddp llama-nano x2 fp32 batch 8",

@@ -1,6 +1,6 @@
-"""The data of every figure of the full run under results/reference, against a golden file.
+"""Compares the data of every figure of results/reference with a golden file.
 
-`pytest --update` writes the file anew; look at its difference like at any other.
+`pytest --update` rewrites the file; review its diff like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GOLDEN = ROOT / "tests" / "golden" / "figures.json"
 
 
 def rounded(value: Any) -> Any:
-    """Seven digits: what differs between versions of a library does so after them."""
+    """Rounds to seven digits, since library versions differ only beyond them."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
@@ -41,7 +41,7 @@ def test_the_data_of_every_figure(update: bool) -> None:
     if update:
         lines = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in seen.items()]
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    kept = json.loads(GOLDEN.read_text())
-    assert sorted(seen) == sorted(kept)
-    for name, shown in json.loads(json.dumps(seen)).items():
-        assert shown == kept[name], name
+    golden = json.loads(GOLDEN.read_text())
+    assert sorted(seen) == sorted(golden)
+    for name, figure in json.loads(json.dumps(seen)).items():
+        assert figure == golden[name], name

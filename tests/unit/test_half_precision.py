@@ -1,4 +1,4 @@
-"""The answer in bf16 and fp16: what may be advised, further rounds, and which group heads a run."""
+"""Answers in bf16 and fp16: permissible advice, further rounds, and the group that heads a run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from harness.analysis.summary import cell_results
 from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.run.allocation import (
     launches_per_round,
     not_compared,
@@ -49,7 +50,7 @@ HOSTS = ("8 x h100-80gb", "1 x h100-80gb", "8 x l4")
 
 
 def in_precision(cells: list[CellResult], precision: str) -> list[CellResult]:
-    """The group in this precision, fastest first."""
+    """Returns the cells in this precision, fastest first."""
     return [cell for cell in cells if cell.cell.precision == precision]
 
 
@@ -78,7 +79,7 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     }
     (racing,) = undecided(group)
     assert {cell.cell.strategy for cell in racing} == {"ddp", "fsdp1", "fsdp2"}
-    further = worth_launching(run.plan, trials)
+    further = worth_launching(run.plan, TrialRecord.from_frame(trials))
     assert further.cell_ids == {cell.cell_id for cell in racing}
 
 
@@ -108,7 +109,7 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
 
 
 def test_the_nearest_twin_counts(tmp_path: Path) -> None:
-    """Its micro-batches are the cell's; a further cell with others diverged."""
+    """The twin with equal micro-batches counts, although one with others diverged."""
     half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
     rows = half_rows(half, [10.0, 10.1])
     rows += trial_rows(half.model_copy(update={"precision": "fp32"}), [10.0])
@@ -118,6 +119,16 @@ def test_the_nearest_twin_counts(tmp_path: Path) -> None:
     assert (cell.parity.fp32_twin, cell.parity.same_training) == ("exact", True)
 
 
+def test_the_worst_of_equally_near_twins_counts(tmp_path: Path) -> None:
+    half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
+    rows = half_rows(half, [10.0, 10.1])
+    for batch, verdict in ((4, "within tolerance"), (16, "diverged")):
+        twin = half.model_copy(update={"precision": "fp32", "global_batch": batch})
+        rows += trial_rows(twin, [10.0], parity_verdict=verdict)
+    (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
+    assert cell.parity.fp32_twin == "diverged"
+
+
 def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
     reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
     rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **reason)
@@ -125,7 +136,7 @@ def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
     assert not cell.parity.same_training
 
 
-def test_a_training_that_the_reference_emulates_is_not_one_processes(tmp_path: Path) -> None:
+def test_an_emulated_training_differs_from_one_process(tmp_path: Path) -> None:
     reason = {"parity_verdict": "exact", "parity_reason": EMULATED.reason}
     (cell,) = cell_results(
         stored(tmp_path, trial_rows(Cell(strategy="diloco"), [10.0, 10.1], **reason)).trials
@@ -140,7 +151,7 @@ def planned(host: str) -> Plan:
 
 
 def test_the_record_tells_what_a_strategy_adds_to_its_precision() -> None:
-    """One reason, where a strategy, its optimizer or a split BatchNorm adds none."""
+    """Rounding is the only reason if strategy, optimizer and a split BatchNorm add none."""
     seen = Counter[bool]()
     for cell in [*planned(HOSTS[0]).cells, *planned("").cells]:
         if cell.precision == "fp32":
@@ -167,14 +178,14 @@ def test_half_precision_of_the_kept_run_has_an_answer() -> None:
     loaded = Store(ROOT / "results" / "reference").load(steps=False)
     use = {}
     for group in by_setting(cell_results(loaded.trials)):
-        known = group[0]
-        if known.cell.precision != "fp32" and len(group) > 1:
+        first = group[0]
+        if first.cell.precision != "fp32" and len(group) > 1:
             found = answer(group)
             key = (
-                known.cell.workload,
-                known.cell.devices,
-                known.cell.precision,
-                known.cell.optimizer,
+                first.cell.workload,
+                first.cell.devices,
+                first.cell.precision,
+                first.cell.optimizer,
             )
             use[key] = found and found.baseline and found.baseline.cell.label
     assert use == {
@@ -220,7 +231,7 @@ def test_a_dry_run_names_the_headline_its_baseline_and_candidates() -> None:
 
 
 def test_a_planned_baseline_compiles_nothing() -> None:
-    """As the one that is chosen among what was measured."""
+    """A baseline chosen from measurements is not compiled either."""
     compiled = Cell(strategy="ddp", devices=1, compile="block")
     plain = Cell(strategy="ddp", devices=1)
     others = [
@@ -255,7 +266,7 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
     assert (advised["role"], advised["cell_id"]) == ("Use", leading_cell(leading.rows, "fsdp1"))
     (concluded,) = store.load().conclusions["advised_cell_id"]
     assert concluded == advised["cell_id"]
-    assert said["precision"]["cells"] == 4, "twins that are launched once are no measurement"
+    assert said["precision"]["cells"] == 4, "twins that are launched once are not measurements"
     (entry,) = entries(store, tmp_path / "reports")
     assert "fsdp1" in entry.verdict
     assert "tensor" not in entry.verdict
@@ -278,10 +289,12 @@ def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> Non
 def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:
     rows, plan = timed_and_checked(8)
     cells = cell_results(stored(tmp_path, rows).trials)
-    known = precision(timed(cells, plan.once))
-    assert known is not None
-    assert known.cells == 4
+    reached = precision(timed(cells, plan.once))
+    assert reached is not None
+    assert reached.cells == 4
     eager = dataclasses.replace(plan, time_budget_seconds=60.0)
-    further = worth_launching(eager, stored(tmp_path / "again", rows).trials)
+    further = worth_launching(
+        eager, TrialRecord.from_frame(stored(tmp_path / "again", rows).trials)
+    )
     assert further.cell_ids
     assert not further.cell_ids & plan.once

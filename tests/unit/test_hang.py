@@ -1,5 +1,4 @@
-"""Ranks that finish nothing: found by missing heartbeats, told from slow ones, and the one that the
-others wait for is named."""
+"""Hanging ranks: found by missing heartbeats, distinguished from slow ones, and the cause named."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def silence(folder: Path, ranks: int = 1, pid: int | None = None) -> Silence:
 
 
 def looks(watch: Silence, seconds: float) -> Hang | None:
-    """Looks twice a second for so long, or until there is a hang."""
+    """Looks twice a second for this many seconds, or until there is a hang."""
     for _ in range(int(2 * seconds)):
         if found := watch.look(0.5):
             return found
@@ -109,7 +108,7 @@ def test_the_time_can_be_chosen(
 
 
 def test_a_suspension_is_no_silence(tmp_path: Path, clock: Clock) -> None:
-    """The process that looks was stopped too, or slept with its machine."""
+    """The watching process is stopped too, or sleeps with its machine."""
     Heartbeat(tmp_path, 0).beat("step 1", 1)
     watch = silence(tmp_path)
     assert watch.look(0.5) is None
@@ -147,7 +146,7 @@ def test_work_before_the_first_step_is_a_sign_of_life(
 def test_a_rank_that_waits_for_one_that_works_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where one builds the model, and sends it to the others."""
+    """One rank may build the model and send it to the others."""
     Heartbeat(tmp_path, 0).beat("set-up")
     Heartbeat(tmp_path, 1).beat("set-up")
     watch = Silence(str(tmp_path), range(2), lambda: {0: 10, 1: 11})
@@ -166,8 +165,8 @@ def test_ranks_of_other_nodes_may_come_later(tmp_path: Path) -> None:
 
 
 def test_gpus_may_start_slowly_and_steps_on_them_may_not(tmp_path: Path) -> None:
-    """A driver that wakes eight GPUs keeps a rank in the kernel, without work of a core; the ranks
-    beside it wait for the slowest."""
+    """A driver that wakes eight GPUs keeps a rank in the kernel without using a core; the other
+    ranks wait for the slowest."""
     cold, warm = (Heartbeat(tmp_path, rank) for rank in range(2))
     cold.beat(RENDEZVOUS)
     warm.beat("step 1", 1)
@@ -237,7 +236,7 @@ def test_a_beat_is_read_as_it_was(tmp_path: Path) -> None:
     assert len(read_beat(tmp_path, 3).doing) == 64  # type: ignore[union-attr]
 
 
-def test_native_stacks_are_asked_of_py_spy(
+def test_native_stacks_come_from_py_spy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: Callable[[], int]
 ) -> None:
     program = tmp_path / "py-spy"
@@ -251,13 +250,13 @@ def test_native_stacks_are_asked_of_py_spy(
 
 @pytest.fixture
 def idle() -> Iterator[Callable[[], int]]:
-    """Starts a process that may be asked for its stacks by a signal; returns its id."""
+    """Starts a process that dumps its stacks on a signal; returns its process id."""
     started = []
 
     def start() -> int:
-        words = "import faulthandler as f, signal as s, time; f.register(s.SIGUSR1)"
+        setup = "import faulthandler as f, signal as s, time; f.register(s.SIGUSR1)"
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{words}; print(1, flush=True); time.sleep(60)"],
+            [sys.executable, "-c", f"{setup}; print(1, flush=True); time.sleep(60)"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )

@@ -1,4 +1,4 @@
-"""What the images' steps do, without building or pulling one."""
+"""Steps of the container images, checked without building or pulling one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_each_step_parses_and_the_last_is_the_set_up() -> None:
     assert os.access(ROOT / "scripts" / "image.sh", os.X_OK)
 
 
-def test_what_set_up_needs_before_it_can_install_packages_is_there() -> None:
-    """Set-up as root installs the compilers, so the image needs only Python beforehand."""
+def test_the_image_has_what_set_up_needs() -> None:
+    """Set-up as root installs the compilers, so the image needs only Python and git first."""
     first = steps("RUN")[0]
     assert {"python3", "git", "ca-certificates"} <= set(first.split())
     listed = (ROOT / ".dockerignore").read_text().split()
@@ -64,12 +64,12 @@ def test_set_up_is_told_the_processor_and_cuda(
     assert not Path(chosen.pop(f"{prefix}CACHE")).exists(), "the build's cache is removed"
     assert chosen == {**expected, f"{prefix}MARCH": "x86-64-v3"}
     assert ("PIP_EXTRA_INDEX_URL" in seen) == (cuda == "no")
-    known = (ROOT / "scripts" / "setup.sh").read_text()
-    assert all(name in known for name in chosen)
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    assert all(name in setup for name in chosen)
 
 
 def ran(folder: Path, *words: str) -> dict[str, str]:
-    """The environment in which image.sh calls the set-up, here a stand-in; empty if it does not."""
+    """Returns the environment in which image.sh calls a stub setup.sh; empty if it does not."""
     scripts = folder / "scripts"
     scripts.mkdir()
     text = (ROOT / "scripts" / "image.sh").read_text().replace("/var/lib/apt", str(folder))
@@ -77,8 +77,8 @@ def ran(folder: Path, *words: str) -> dict[str, str]:
     (scripts / "setup.sh").write_text("#!/bin/sh\nenv >env.txt\n")
     for file in scripts.iterdir():
         file.chmod(0o755)
-    shown = {"PATH": os.environ["PATH"], "HOME": str(folder)}
-    done = subprocess.run([scripts / "image.sh", *words], env=shown, capture_output=True)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    done = subprocess.run([scripts / "image.sh", *words], env=environment, capture_output=True)
     file = folder / "env.txt"
     assert (done.returncode == 0) == file.exists()
     assert done.returncode in (0, 2)
@@ -91,12 +91,12 @@ def test_another_cuda_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_apptainers_definition_is_made_from_the_containerfile() -> None:
-    kept = (ROOT / "apptainer.def").read_text()
-    assert kept == definition(CONTAINERFILE).replace("docker.io/library/", "")
-    names = re.findall(r"\{\{ (\w+) \}\}", kept)
-    given = re.findall(r"^    (\w+)=", kept.partition("%arguments")[2], re.MULTILINE)
+    committed = (ROOT / "apptainer.def").read_text()
+    assert committed == definition(CONTAINERFILE).replace("docker.io/library/", "")
+    names = re.findall(r"\{\{ (\w+) \}\}", committed)
+    given = re.findall(r"^    (\w+)=", committed.partition("%arguments")[2], re.MULTILINE)
     assert set(names) == set(given)
-    post = kept.partition("%post\n")[2].partition("\n%")[0]
+    post = committed.partition("%post\n")[2].partition("\n%")[0]
     assert parses(post) == ""
     with pytest.raises(ValueError, match="HEALTHCHECK"):
         definition(CONTAINERFILE + "HEALTHCHECK CMD true\n")

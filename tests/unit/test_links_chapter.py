@@ -31,7 +31,7 @@ BATCH = 8
 
 
 def seconds(compute: float, sent_mib: float, messages: int, link: str) -> float:
-    """A step that computes, sends and waits for the link's latency, one after the other."""
+    """Returns the seconds to compute, send and wait for the link's latency in sequence."""
     return (
         compute
         + sent_mib * MIB * 8 / BANDWIDTHS[link]
@@ -40,7 +40,7 @@ def seconds(compute: float, sent_mib: float, messages: int, link: str) -> float:
 
 
 STRATEGIES = {"chatty": (0.010, 8.0, 2), "frugal": (0.040, 1.0, 2), "talker": (0.030, 0.5, 60)}
-"""Seconds of compute, MiB sent, messages: crossovers can be worked out by hand."""
+"""Seconds of compute, MiB sent and messages, from which crossovers can be worked out by hand."""
 
 
 def run_over_links(
@@ -85,7 +85,7 @@ def chapter(results: Results) -> Chapter:
 
 
 def test_the_data_of_the_figure_is_the_golden(chapter: Chapter, update: bool) -> None:
-    """`pytest --update` writes the file anew."""
+    """`pytest --update` rewrites the golden file."""
     told = json.loads(
         json.dumps(rounded(dataclasses.asdict(chapter.chart) if chapter.chart else None))
     )
@@ -126,8 +126,8 @@ def test_links_are_in_the_order_of_what_was_measured_and_delayed_ones_are_not_dr
         )
 
 
-def test_a_crossover_is_named_where_intervals_say_so_at_both_ends(chapter: Chapter) -> None:
-    """Of 1gbit and 10gbit: chatty takes 0.0807 and 0.0172 s, frugal 0.0489 and 0.0410 s."""
+def test_a_crossover_needs_significant_differences_at_both_ends(chapter: Chapter) -> None:
+    """Over 1gbit and 10gbit, chatty takes 0.0807 and 0.0172 s, frugal 0.0489 and 0.0410 s."""
     (said,) = [words for words in chapter.crossovers if "chatty" in words and "frugal" in words]
     lead = [
         math.log(seconds(*STRATEGIES["chatty"], link) / seconds(*STRATEGIES["frugal"], link))
@@ -144,19 +144,19 @@ def test_a_crossover_is_named_where_intervals_say_so_at_both_ends(chapter: Chapt
         words
         for words in chapter.crossovers
         if "Below" in words and "talker" in words and "frugal" in words
-    ], "never turns"
+    ], "their order never changes"
 
 
 def test_latency_turns_strategies_around_too(chapter: Chapter) -> None:
-    """At 1 Gbit/s talker takes 0.036 s and frugal 0.049; 1 ms away talker sends 60 messages and
-    frugal 2."""
+    """At 1 Gbit/s talker takes 0.036 s and frugal 0.049 s. A delay of 1 ms slows talker's 60
+    messages more than frugal's 2."""
     assert (
         "Latency reverses an order: over 1gbit talker is faster than frugal, over 1gbit 1ms slower."
         in chapter.crossovers
     )
 
 
-def test_what_noise_does_not_tell_apart_has_no_crossover(tmp_path: Path) -> None:
+def test_noisy_results_have_no_crossover(tmp_path: Path) -> None:
     (one,) = chapters(run_over_links(tmp_path, noise=0.5))
     assert one.crossovers == ()
     assert (
@@ -168,7 +168,7 @@ def test_what_noise_does_not_tell_apart_has_no_crossover(tmp_path: Path) -> None
 def test_an_undecided_link_between_two_decided_ones_does_not_hide_a_crossover(
     tmp_path: Path,
 ) -> None:
-    """Equal at 1gbit, so the place is there."""
+    """Both strategies are equally fast at 1gbit, so the crossover is there."""
     sent = 8.0
     compute = 0.010 + (sent - 1.0) * MIB * 8 / BANDWIDTHS["1gbit"]
     (one,) = chapters(
@@ -179,7 +179,7 @@ def test_an_undecided_link_between_two_decided_ones_does_not_hide_a_crossover(
     assert "(measured at 95 Mbit/s and 9.4 Gbit/s" in said
 
 
-def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: Path) -> None:
+def test_the_table_has_bytes_and_their_order_is_judged(chapter: Chapter, tmp_path: Path) -> None:
     assert (
         chapter.by_bytes
         == "On the slowest link, 100mbit (95 Mbit/s measured), the order by throughput is the order"
@@ -197,8 +197,8 @@ def test_bytes_are_beside_and_their_order_is_judged(chapter: Chapter, tmp_path: 
     )
 
 
-def test_bytes_of_an_explained_cell_go_before_those_of_its_trials() -> None:
-    known = ProfileRecord(
+def test_profiled_bytes_override_those_of_trials() -> None:
+    good = ProfileRecord(
         run_id="run",
         cell_id="a",
         cell_name="a",
@@ -206,8 +206,8 @@ def test_bytes_of_an_explained_cell_go_before_those_of_its_trials() -> None:
         status="ok",
         sent_bytes=(3.0, 5.0),
     )
-    failed = dataclasses.replace(known, cell_id="b", status="failed", sent_bytes=(7.0,))
-    assert links_section._wire_bytes([known, failed]) == {"a": 5.0}
+    failed = dataclasses.replace(good, cell_id="b", status="failed", sent_bytes=(7.0,))
+    assert links_section._wire_bytes([good, failed]) == {"a": 5.0}
 
 
 def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emulated(
@@ -241,7 +241,7 @@ def test_the_page_has_the_chapter_with_every_number_and_says_that_links_are_emul
     assert "emulated" in summary
 
 
-def test_it_is_in_the_text_too(results: Results) -> None:
+def test_the_chapter_is_in_the_text_too(results: Results) -> None:
     written = run_text(ran(results), ["links"])
     text = written.text
     assert written.absent == []
@@ -251,7 +251,7 @@ def test_it_is_in_the_text_too(results: Results) -> None:
     assert f"| {BATCH * 64 / seconds(*STRATEGIES['chatty'], '1gbit'):,.0f}"[:6] in text
 
 
-def test_it_is_left_out_where_no_links_were_emulated(tmp_path: Path) -> None:
+def test_the_chapter_is_left_out_without_emulated_links(tmp_path: Path) -> None:
     rows = trial_rows(Cell(strategy="a", devices=2, nodes=2), [2.0, 2.1]) + trial_rows(
         Cell(strategy="b", devices=2, nodes=2), [1.0, 1.1]
     )
@@ -273,7 +273,7 @@ def test_bits(value: float, said: str) -> None:
 
 
 def test_the_verdict_has_a_row_for_each_link_whose_names_do_not_repeat_it(results: Results) -> None:
-    """`chatty` sends most and computes least: it is the fastest where bandwidth is plenty."""
+    """`chatty` sends most and computes least, so it is fastest if bandwidth is plentiful."""
     text = run_text(ran(results)).text
     verdict = text[text.index("| Workload and setting") :].split("\n\n", 1)[0]
     fastest = {

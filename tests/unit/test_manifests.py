@@ -1,5 +1,4 @@
-"""The manifests of `bench submit --to`: what they name exists in them, and their commands start the
-right processes."""
+"""Manifests of `bench submit --to`: references resolve, and commands start the right processes."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def documents(target: Target, site: Site = SITE) -> list[dict[str, Any]]:
 
 
 def started(command: str, folder: Path, **environment: str) -> list[str]:
-    """The Python commands that a node's shell starts, where Python only says so."""
+    """Runs a node's command with a stub of Python; returns the Python commands it starts."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >>{folder}/said\n')
     python.chmod(0o755)
@@ -59,7 +58,7 @@ def test_a_service_and_two_indexed_jobs_fit_each_other() -> None:
         assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["parallelism"] == job["spec"]["completions"]
-        # The API server refuses a failure policy with any other.
+        # The API server refuses a failure policy with any other restart policy.
         assert spec["restartPolicy"] == "Never"
         volumes = {volume["name"] for volume in spec["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
@@ -136,14 +135,14 @@ def test_one_node_needs_no_agents() -> None:
         (Target.SKYPILOT, "accelerator", "pods.accelerator"),
     ],
 )
-def test_what_a_site_lacks_is_named(target: Target, lacking: str, said: str) -> None:
+def test_a_missing_site_key_is_named(target: Target, lacking: str, said: str) -> None:
     site = SITE.model_copy(update={"pods": PODS.model_copy(update={lacking: ""})})
     with pytest.raises(UsageError, match=said):
         documents(target, site)
 
 
 def misspelt(document: dict[str, Any], *path: str) -> dict[str, Any]:
-    """A copy whose key at `path` ends in an x."""
+    """Returns a copy with an x appended to the key at `path`."""
     changed = copy.deepcopy(document)
     *parents, key = path
     inner = changed
@@ -154,7 +153,7 @@ def misspelt(document: dict[str, Any], *path: str) -> dict[str, Any]:
 
 
 def holds(read: Any, given: Any) -> bool:
-    """Whether all that was given was read; defaults may have been added."""
+    """Returns whether `read` has everything in `given`; it may add defaults."""
     if isinstance(given, dict):
         return all(key in read and holds(read[key], value) for key, value in given.items())
     if isinstance(given, list):
@@ -163,14 +162,14 @@ def holds(read: Any, given: Any) -> bool:
 
 
 def accepted(model: Any, document: dict[str, Any]) -> bool:
-    """Whether the API has all keys of a document; it ignores those that it does not know."""
+    """Returns whether the API knows all keys of the document; it ignores unknown ones."""
     try:
         return holds(model.from_dict(document).to_dict(), document)
     except ValueError:
         return False
 
 
-def test_kubernetes_and_kubeflow_accept_them() -> None:
+def test_kubernetes_and_kubeflow_accept_the_manifests() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=ABSENT)
     service, *jobs = documents(Target.KUBERNETES)
     (train_job,) = documents(Target.TRAINJOB)
@@ -197,11 +196,11 @@ def test_skypilot_accepts_a_task() -> None:
 def test_submit_writes_a_file_and_starts_nothing(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(yaml.safe_dump({"nodes": 2, "pods": PODS.model_dump()}))
-    words = ["submit", str(site), "--to", "kubernetes", "--matrix", "smoke", "--run", "r1"]
-    words += ["--results", str(tmp_path / "r")]
+    arguments = ["submit", str(site), "--to", "kubernetes", "--matrix", "smoke", "--run", "r1"]
+    arguments += ["--results", str(tmp_path / "r")]
 
     def submit(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "bench", *words, *more]
+        command = [sys.executable, "-m", "bench", *arguments, *more]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     shown = submit("--dry-run")

@@ -1,4 +1,4 @@
-"""Matrix files -> cells; and every mistake a user can make in one."""
+"""Matrix files expand into cells, and mistakes in them are reported."""
 
 from __future__ import annotations
 
@@ -78,6 +78,19 @@ def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> N
         "host has 1" in expand(matrix, GPU).left_out[0].reason
         or "single" in expand(matrix, GPU).left_out[0].reason
     )
+
+
+def test_ranks_that_save_a_checkpoint_need_gpus_too(tmp_path: Path) -> None:
+    matrix = written(
+        tmp_path,
+        "defaults: {workload: llama-nano, checkpoint: full}\ncells: [{strategy: single,"
+        " checkpoint_from: [fsdp2 x2, single x1]}]",
+    )
+    expanded = expand(matrix, GPU)
+    assert [c.checkpoint_from for c in expanded.cells] == ["single x1"]
+    assert [(left.status, left.reason) for left in expanded.left_out] == [
+        ("unavailable", "needs 2 GPUs, this host has 1")
+    ]
 
 
 def test_many_devices_are_what_the_host_has(tmp_path: Path) -> None:
@@ -193,7 +206,7 @@ def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "harness.links.emulated.unsupported_reason", lambda: ""
-    )  # hosts that may make namespaces
+    )  # as if the host could make namespaces
     for host in (
         CPU,
         Host("cuda", 8, 80 * 2**30),
@@ -215,7 +228,7 @@ def test_full_names_every_strategy_of_the_suite() -> None:
     } == ours
 
 
-# What the suite has to cover; a change here is a change of scope.
+# Systems that the suite must cover; a change here changes its scope.
 SYSTEMS = {
     "1 single process",
     "2 DataParallel",

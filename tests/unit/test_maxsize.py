@@ -6,6 +6,7 @@ import json
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -38,6 +39,7 @@ from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
 from harness.workloads.operators import activation_bytes
 from harness.workloads.workload_variants import ADAPTERS
+from reports import overview
 from reports.memory_sections import largest as largest_of
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import here
@@ -131,7 +133,7 @@ def test_activations_grow_by_the_block() -> None:
 
 
 def test_the_formula_of_ddp_by_hand() -> None:
-    """fp32 AdamW: 4 bytes of parameter, 8 of moments, 4 of bucket, 4 of gradient."""
+    """Bytes per parameter in fp32 AdamW: 4 for itself, 8 moments, 4 bucket, 4 gradient."""
     cell = base()
     said = predict(cell, BUDGET)
     assert said.blocks is not None
@@ -166,11 +168,11 @@ def test_theory_puts_sharding_above_replication() -> None:
 
 
 class Runs(Runner):
-    """A runner whose trials fit up to a size, without any process."""
+    """A runner without processes, whose trials fit up to a given size."""
 
     most = 20
     oddly: ClassVar[dict[int, str]] = {}
-    """Blocks -> status of a probe under the limit that fails in another way."""
+    """Status of probes under the limit that fail in another way, by number of blocks."""
     stop_after = 10**9
 
     def start(self, cells: Any) -> Any:
@@ -264,7 +266,7 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
 
 
 def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
-    """By 8 tokens a step: 20 steps of them fit."""
+    """The sequence grows by 8 tokens per step; 20 steps fit."""
     one = base("ulysses", workload="llama-128x2", sequence_length=8, micro_batches=2)
     store = Store(tmp_path / "results")
     runner = Runs(store, plan_of([one], [], BUDGET, [], tokens=8))
@@ -280,10 +282,12 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     assert (found.what, found.unit) == ("longest sequence", "tokens")
     assert found.winner is not None
     assert found.winner.cell_id == cell_at_size(one, 20, 8).id
+    report: Any = SimpleNamespace(largest=found)
+    assert overview._verdict(report) == (f"longest sequence: {found.winner.label}", "160 tokens")
 
 
 def test_half_of_a_sequence_is_half_of_its_activations() -> None:
-    """Two ranks that share a sample train twice as long a one as two that have one each."""
+    """Two ranks that share a sample fit a sequence twice as long as ranks with a sample each."""
     wide = {"workload": "llama-128x2", "sequence_length": 64, "memory_limit_bytes": 2**28}
     alone = predict(base("ddp", **wide), 2**28, 64)
     shared = predict(base("ulysses", **wide, micro_batches=2), 2**28, 64)
@@ -320,7 +324,7 @@ def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
 
 
 def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
-    """It is not taken for memory, unless the same cell trains without the limit."""
+    """A failure counts as out of memory only if the same cell trains without the limit."""
 
     class Broken(Runs):
         def run_trial(self, launcher: Any, cell: Cell, *rest: Any) -> TrialRecord:
@@ -354,17 +358,17 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert (row.status, row.parameters, row.largest_model) == ("none fits", None, "none fits")
 
 
-def test_where_the_order_is_not_the_theorys_the_bytes_are_named() -> None:
+def test_an_order_unlike_the_theorys_is_explained_by_bytes() -> None:
     held = Holding(
         in_use=100 * 2**20,
         kinds={"parameters": 40 * 2**20, "gradients": 0, "optimizer": 0, "library": 0},
         buffers={"fp32 master partition": 30 * 2**20},
     )
-    known = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
-    one = MaxsizeResult("stage 1", parameters=50, **known)  # type: ignore[arg-type]
+    common = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
+    one = MaxsizeResult("stage 1", parameters=50, **common)  # type: ignore[arg-type]
     of_stage_2: Any = {"parameters": 50, "failed_in": "update", "holding": held}
-    two = MaxsizeResult("stage 2", **of_stage_2, **known)
-    three = MaxsizeResult("stage 3", parameters=51, **known)  # type: ignore[arg-type]
+    two = MaxsizeResult("stage 2", **of_stage_2, **common)
+    three = MaxsizeResult("stage 3", parameters=51, **common)  # type: ignore[arg-type]
     assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
     assert note.startswith("unlike in theory, stage 2 reaches 0.0M, no more than stage 1")
@@ -397,7 +401,7 @@ def test_the_phase_is_read_off_the_traceback() -> None:
     assert phase(caught.value) == "set-up"
 
 
-def test_what_a_rank_held_is_counted_by_kind() -> None:
+def test_memory_held_by_a_rank_is_counted_by_kind() -> None:
     import torch
 
     model = torch.nn.Linear(1000, 100, bias=False)
@@ -421,7 +425,7 @@ def test_what_a_rank_held_is_counted_by_kind() -> None:
     ) == (400000, 400000, 77, {"pool": 77})
     assert holding["other"] >= stray.nbytes
     unknown = shortage(MemoryError(), meter, None)["holding"]
-    assert unknown["parameters"] >= 400000, "in set-up parameters are told by their class"
+    assert unknown["parameters"] >= 400000, "in set-up, parameters are recognised by class"
 
 
 def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:

@@ -1,4 +1,4 @@
-"""Timing and its arithmetic, without a clock, on numbers worked by hand."""
+"""Timing and its arithmetic, without a clock, on numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.analysis.stats import (
     slowest,
     trend,
 )
-from harness.analysis.trials import disturbed
+from harness.analysis.trials import disturbances
 from harness.analysis.utilization import mfu
 from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.clock import bubble_fraction, busy_fraction, timed_step
@@ -46,7 +46,7 @@ from tests.unit.recording import answer, figures
 
 
 class Clock:
-    """Gives the readings it was made with, one after the other."""
+    """Returns the given readings one after the other."""
 
     def __init__(self, *readings: float) -> None:
         self.readings = list(readings)
@@ -56,9 +56,9 @@ class Clock:
 
 
 def test_turns_of_a_trial_by_hand() -> None:
-    """Steps 1 and 2 are a turn, 4 and 5 another; step 3 settled.
+    """Steps 1 and 2 form a turn, 4 and 5 another; step 3 settles.
 
-    Of a cycle of two a turn has one mean; the first turn began at 7 s.
+    With a cycle of two, each turn has one mean. The first turn begins at 7 s.
     """
     told = answer(0, [1.0, 3.0, 50.0, 2.0, 2.0], time_slices=((1, 7.0), (3, 9.5)))
     assert told.trained
@@ -97,8 +97,8 @@ FACTS = ModelFacts(("w",), 5, flops_per_sample=1000, sizes=(5,))
 
 
 def test_throughput_is_the_global_batch_over_the_time_of_all_ranks_together() -> None:
-    """Steps of 1, 3, 4 s on rank 0 and 2, 1, 5 s on rank 1. The last rank ends them after 2, 4 and
-    8 s: the trial's are 2, 2 and 4 s, the median 2, and 8 / 2 = 4."""
+    """Steps take 1, 3, 4 s on rank 0 and 2, 1, 5 s on rank 1. The slowest rank ends them after 2, 4
+    and 8 s, so the trial's steps take 2, 2 and 4 s. The median is 2 s: 8 / 2 = 4."""
     row = figures(
         CELL, [answer(0, [1.0, 3.0, 4.0]), answer(1, [2.0, 1.0, 5.0])], FACTS, peak_flops=None
     )
@@ -115,8 +115,8 @@ def test_throughput_is_the_global_batch_over_the_time_of_all_ranks_together() ->
 
 
 def test_waiting_for_a_rank_that_began_later_counts_once() -> None:
-    """Two ranks that meet in the middle of each step. Rank 1 is 1 s late at first and never again;
-    where the largest of each step counts, each of a stretch is 1 s too long."""
+    """Two ranks synchronise in the middle of each step. Rank 1 is 1 s late at first and never
+    again; the ranks' maximum would make every step 1 s too long."""
     first = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((2, 3, 1, 3))]
     second = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((3, 1, 3, 1))]
     assert timed_seconds([first, second]) == [3, 2, 2, 2]
@@ -183,19 +183,19 @@ def test_percentile_is_numpys(values: list[float], share: float) -> None:
 
 
 def test_whole_cycles_hold_the_steps_that_communicate() -> None:
-    """Every fourth step takes 5 s, the others 1 s: 2 s a step, wherever one begins.
+    """Every fourth step takes 5 s, the others 1 s: 2 s on average from any first step.
 
-    The median step is one of 1 s.
+    The median step takes 1 s.
     """
     steps = [3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
     values = [5.0 if step % 4 == 3 else 1.0 for step in steps]
-    assert over_cycles(values, steps, 4) == [2.0] * 4, "10 is missing: what spans it is no cycle"
+    assert over_cycles(values, steps, 4) == [2.0] * 4, "10 is missing, so no cycle spans it"
     assert over_cycles(values, steps, 1) == values
     assert over_cycles([1.0, 2.0, 6.0], [3, 4, 6], 3) == [3.0]
 
 
 def test_throughput_of_local_steps_is_that_of_whole_cycles() -> None:
-    """Steps of 1, 1, 1, 5 s, over and over: 8 samples in 2 s each."""
+    """Steps of 1, 1, 1 and 5 s repeat: 8 samples take 2 s on average."""
     row = figures(CELL, [answer(0, [1.0, 1.0, 1.0, 5.0] * 2)], FACTS, None, cycle=4)
     assert (row.step_seconds_p50, row.samples_per_second) == (1.0, 4.0)
 
@@ -230,12 +230,12 @@ def test_busy_share_and_bubble() -> None:
         clock,
     )
     assert share == 0.5
-    assert "forward" not in vars(stage), "the pass leaves the method as it was"
+    assert "forward" not in vars(stage), "the method is restored"
     assert bubble_fraction([0.5, 0.9]) == pytest.approx(0.3)
 
 
-def test_a_childs_work_is_its_ranks() -> None:
-    """Compiled blocks' workers kept a core busy on a GPU host, and their trials were disturbed."""
+def test_a_childs_work_counts_for_its_rank() -> None:
+    """torch.compile's workers kept a core busy on a GPU host, so trials counted as disturbed."""
     load = Load()
     load.start()
     busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
@@ -243,15 +243,14 @@ def test_a_childs_work_is_its_ranks() -> None:
         [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
-        child.stdout.readline()  # it has worked, and lives
+        child.stdout.readline()  # it has worked and is still alive
         load.stop()
         child.kill()
     assert load.own >= 0.35
 
 
 def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
-    """In 2 s all cores were busy for 3.5 s, the ranks for 1.5 s each: 0.25 cores did something
-    else."""
+    """In 2 s all cores were busy for 3.5 s and both ranks for 1.5 s: 0.25 cores did other work."""
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row.foreign_load_cores == 0.25
     unknown = CpuTime(seconds=2.0, own=1.5, busy=None)
@@ -260,20 +259,11 @@ def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
     assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, (
         "ticks are coarser than the ranks' own clocks"
     )
-    assert [
-        disturbed(0.3, 1.0, 1.0),
-        disturbed(0.2, 1.0, 0.5),
-        disturbed(0.2, 0.9, 0.9),
-        disturbed(None, None, None),
-    ] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    busy = [(0.3, 1.0, 1.0), (0.2, 1.0, 0.5), (0.2, 0.9, 0.9), (None, None, None)]
+    assert [disturbances(*shares) for shares in busy] == [("busy",), ("busy",), (), ()]
 
 
-def test_the_look_after_a_trial_serves_the_next_one_for_a_moment() -> None:
+def test_an_idle_measurement_is_reused_briefly() -> None:
     looks, clock = iter([0.9, 0.8, 0.7]), [0.0]
     idle = Idle(lambda: next(looks), lambda: clock[0])
     assert idle.before() == 0.9
@@ -328,8 +318,7 @@ def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Pa
 
 
 def test_the_mean_of_cycles_does_not_depend_on_where_the_steps_end() -> None:
-    """Every fourth step takes 2 s longer: 1.5 s on average, whether it is among them twice or
-    three times."""
+    """Every fourth step takes 2 s longer: 1.5 s on average, however often it occurs."""
     assert mean_of_cycles([1, 1, 1, 3] * 2, range(8, 16), 4) == 1.5
     assert mean_of_cycles([1, 1, 1, 3] * 2 + [1, 1], range(8, 18), 4) == 1.5
     assert mean_of_cycles([3, 1, 1, 1, 3, 1, 1, 1, 3], range(11, 20), 4) == 1.5

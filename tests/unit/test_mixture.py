@@ -1,4 +1,4 @@
-"""Mixtures of experts: who gets which tokens, what libraries do to them if left alone, formulas."""
+"""Mixtures of experts: tokens of each expert, pitfalls of the libraries, and formulas."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def cell(strategy: str, workload: str = "mixtral-nano", devices: int = 2, **axes
 
 DIVIDES_RANKS = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 23)
 needs_meshes = pytest.mark.skipif(
-    not DIVIDES_RANKS, reason="transformers divides ranks into meshes from 5.23 on"
+    not DIVIDES_RANKS, reason="transformers divides ranks into meshes only since 5.23"
 )
 
 
 def test_tokens_of_each_expert_are_counted_once() -> None:
-    """Also where blocks are computed again during backward, and in a wrapper."""
+    """Tokens count once even in a wrapper, or if blocks are recomputed during backward."""
     workload = make_workload("mixtral-nano")
     plain, again = workload.build(0), workload.build(0)
     recompute_blocks(again, workload.blocks_of(again), "full")
@@ -64,7 +64,7 @@ def test_counts_of_ranks_are_added_up() -> None:
     ranks: Any = [
         SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
         SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
-        SimpleNamespace(expert_tokens={}),  # tensor parallel with another
+        SimpleNamespace(expert_tokens={}),  # tensor-parallel peer of another rank
     ]
     empty: Any = TrialRecord.__new__(TrialRecord)
     for column in TrialRecord.columns():
@@ -77,8 +77,8 @@ def test_counts_of_ranks_are_added_up() -> None:
 
 
 def test_half_precision_may_choose_other_experts() -> None:
-    """Beyond what it may deviate by elsewhere; in fp32 the order of additions may choose another
-    expert for a few tokens, whose scores are equal but for it."""
+    """Half precision may deviate more here than elsewhere. In fp32 the order of additions may
+    change the expert of only a few tokens, whose scores are otherwise equal."""
     limits = []
     for workload, precision in (
         ("mixtral-nano", "bf16"),
@@ -92,7 +92,7 @@ def test_half_precision_may_choose_other_experts() -> None:
     assert "other experts" in limits[0].reason
 
 
-def test_the_report_draws_them(tmp_path: Path) -> None:
+def test_the_report_draws_the_imbalance_of_experts(tmp_path: Path) -> None:
     rows = trial_rows(
         cell("even"), [9.0, 9.1], expert_tokens="[[8, 8], [9, 7]]", expert_imbalance=1.125
     )
@@ -133,7 +133,7 @@ def test_cells_that_cannot_run_say_why(
 
 @needs_meshes
 def test_gradients_of_norms_within_heads_would_be_added_up_twice() -> None:
-    """transformers all-reduces what has accumulated, in every micro-batch."""
+    """transformers all-reduces accumulated gradients in every micro-batch."""
     axes: dict[str, Any] = {"options": {"tensor": 2}, "micro_batches": 2}
     for strategy in ("distributed_config", "parallelism_config"):
         with pytest.raises(Refused, match="micro-batch"):
@@ -143,7 +143,7 @@ def test_gradients_of_norms_within_heads_would_be_added_up_twice() -> None:
 
 @needs_meshes
 def test_accelerate_combines_no_tensor_parallelism_with_sharding() -> None:
-    """As long as transformers has no ReplicateParallel: if it has, the reason is out of date."""
+    """Once transformers has ReplicateParallel, the reason is out of date."""
     one = cell("parallelism_config", devices=4, options={"tensor": 2})
     with pytest.raises(Unavailable, match="ReplicateParallel"):
         validate(one, make_workload(one.workload))
@@ -164,7 +164,7 @@ def test_accelerate_combines_no_tensor_parallelism_with_sharding() -> None:
     ],
 )
 def test_transformers_takes_the_plans_that_it_is_given(sizes: mesh.MeshSizes) -> None:
-    """An empty plan, which by its docstring applies no tensor-parallel rule, is refused by it."""
+    """transformers refuses an empty plan, though its docstring says one applies no rule."""
     with torch.device("meta"):
         model: Any = make_workload("mixtral-nano").build(0, saved_weights=False)
     config = mesh.distributed_config(sizes)
@@ -185,8 +185,8 @@ def test_a_mesh_of_the_hosts_accelerator_is_no_mesh_of_cpus(
 
 @pytest.mark.parametrize("workload", ["mixtral-nano", "qwen3-moe-nano"])
 def test_deepspeeds_layer_computes_what_transformers_does(workload: str) -> None:
-    """Forward and gradients, where one expert gets most tokens: left alone DeepSpeed drops those
-    beyond its capacity, and draws second experts at random."""
+    """Forward and gradients agree even if one expert gets most tokens. By default, DeepSpeed drops
+    tokens beyond its capacity and draws second experts at random."""
     pytest.importorskip("deepspeed")
     from harness.strategies._deepspeed_moe import Mixture
 
@@ -225,9 +225,9 @@ def test_deepspeed_has_a_rank_where_its_experts_are(monkeypatch: pytest.MonkeyPa
 
 @needs_meshes
 def test_traffic_by_hand() -> None:
-    """Two ranks, of each rank 4 samples of 32 tokens: 4 exchanges of 256 rows of 32 numbers in
-    each of 2 blocks, half of which stay, and numbers of tokens; experts are not gathered, the rest
-    is, blocks and embedding twice."""
+    """Each of two ranks has 4 samples of 32 tokens. Each of 2 blocks exchanges 256 rows of 32
+    numbers, and token counts, 4 times; half of them stay. Experts are not gathered; the rest is,
+    blocks and embedding twice."""
     one = cell("distributed_config", options={"expert": 2}, global_batch=8)
     strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
     layout = strategy.layout(2)
@@ -242,11 +242,24 @@ def test_traffic_by_hand() -> None:
     assert states.parameters == facts.parameter_bytes / 2
 
 
+@needs_meshes
+def test_accelerate_keeps_whole_gradients_until_the_last_micro_batch() -> None:
+    found = []
+    facts = model_facts(make_workload("llama-nano"), 32)
+    for parts in (1, 2):
+        one = cell("parallelism_config", "llama-nano", micro_batches=parts)
+        strategy = make_strategy(one)
+        states = strategy.costs.states(one, strategy.layout(2), facts)
+        assert states is not None
+        found.append(states.transient)
+    assert found == [facts.trained_bytes / 2, facts.trained_bytes]
+
+
 @pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
-def test_no_routers_loss_is_trained_as_a_mean_of_ranks_is_not_that_of_their_batch(
+def test_the_auxiliary_loss_of_routers_is_not_trained(
     name: str,
 ) -> None:
-    """The auxiliary loss that balances experts multiplies two means over tokens."""
+    """The auxiliary loss multiplies two means over tokens, so ranks' mean is not the batch's."""
     workload = make_workload(name)
     model: Any = workload.build(0)
     inputs = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -260,7 +273,7 @@ def test_no_routers_loss_is_trained_as_a_mean_of_ranks_is_not_that_of_their_batc
     plain = model(inputs, labels=inputs)
     assert plain.aux_loss is None
     again = model(inputs, labels=inputs, output_router_logits=True)
-    assert again.loss.item() == plain.loss.item(), "not even where a library asks for it"
+    assert again.loss.item() == plain.loss.item(), "not even if a library asks for it"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +282,7 @@ def test_no_routers_loss_is_trained_as_a_mean_of_ranks_is_not_that_of_their_batc
 def test_a_model_is_loaded_in_parts_by_a_newer_transformers_only(
     monkeypatch: pytest.MonkeyPatch, strategy: str, options: dict[str, int]
 ) -> None:
-    """DistributedConfig has replicas, shards and experts from 5.23 on."""
+    """DistributedConfig has replicas, shards and experts since 5.23."""
     monkeypatch.setattr(mesh, "version", lambda package: "5.22.3")
     one = cell(strategy, "llama-nano", options=options)
     with pytest.raises(Unavailable, match=r"5\.22\.3.*5\.23"):

@@ -1,4 +1,4 @@
-"""What scripts/other_torch.sh installs and runs, with a Python that only notes what it is asked."""
+"""Commands of scripts/other_torch.sh, run with a stub of Python that only logs its arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ case "$*" in *"bench run --matrix quick"*) exit {quick} ;; esac
 
 
 def script(**variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("TORCH", "TRANSFORMERS", "VENV")}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TORCH", "TRANSFORMERS", "VENV")}
     return subprocess.run(
         [ROOT / "scripts" / "other_torch.sh"],
-        env={**kept, "PYTHON": sys.executable, **variables},
+        env={**inherited, "PYTHON": sys.executable, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -30,7 +30,7 @@ def script(**variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def calls(folder: Path, quick: int = 0, **variables: str) -> tuple[int, list[str]]:
-    """Exit code of the script with a stand-in for its environment, and what that was asked."""
+    """Returns the script's exit code in an environment with the stub, and the logged commands."""
     (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
     python = folder / "venv" / "bin" / "python"
     python.write_text(STUB.format(calls=folder / "calls", quick=quick))

@@ -1,4 +1,4 @@
-"""Predictions of this machine's cells: their arithmetic, their fit, and their answers."""
+"""Predictions for this machine's cells: arithmetic, calibration and answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +40,7 @@ from harness.planner.local.local_calibration import (
 )
 from harness.planner.local.local_plan import (
     LocalVariant,
+    ScalingPoint,
     explanation,
     open_questions,
     rank_variants,
@@ -50,6 +53,7 @@ from harness.planner.local.measurements import (
 )
 from harness.spec.cell import Cell
 from harness.spec.errors import Unavailable, UsageError
+from harness.spec.link import Link
 from harness.strategy.formulas import BESIDE_BACKWARD
 from harness.strategy.registry import with_defaults
 from tests.commands import ask, told
@@ -59,11 +63,11 @@ MEGA = 1e6
 TRUE_TIME = CpuTimeConstants(fp32_rate=60.0, memory_rate=18.0, operator=8e-6, local_rate=0.4)
 TRUE_MEMORY = CpuMemoryConstants(overhead=12.0, activations=1.4)
 LIBRARIES = {"plain": 0.0, "averaged": 0.1, "sharded": 0.7, "staged": -0.2}
-"""What each library adds in the made measurements, as a logarithm."""
+"""Logarithm of each library's overhead in the made measurements."""
 
 
 def facts(size: float = 1.0, strategy: str = "plain", **more: object) -> CellFacts:
-    """A cell of a model of this size."""
+    """Returns a cell with a model of this relative size."""
     ranks = 1 if strategy == "plain" else 2
     staged = strategy == "staged"
     values = {
@@ -97,7 +101,7 @@ def facts(size: float = 1.0, strategy: str = "plain", **more: object) -> CellFac
 
 
 def measured(cells: Sequence[CellFacts], noise: float = 0.0) -> list[Observation]:
-    """What the true constants give for them, with so much noise."""
+    """Returns observations under the true constants. `noise`: standard deviation of log time."""
     effects = np.array([LIBRARIES[cell.label] for cell in cells])
     columns, draw = CellColumns(cells), np.random.default_rng(0)
     seconds = step_seconds(columns, TRUE_TIME, effects).total
@@ -170,8 +174,8 @@ def test_slower_links_and_fewer_cores_never_speed_up(
     assert seconds(cores=cores + 1) <= seconds(cores=cores) < float("inf")
 
 
-def test_what_a_cell_exchanges_and_does_beside_it_costs_time() -> None:
-    """Each addition takes longer, and memory that ranks share is faster than TCP."""
+def test_communication_and_extra_work_cost_time() -> None:
+    """Each addition takes longer, and shared memory is faster than TCP."""
 
     def seconds(**more: object) -> float:
         cell = facts(1.0, "averaged", **more)
@@ -190,7 +194,7 @@ def test_what_a_cell_exchanges_and_does_beside_it_costs_time() -> None:
 
 
 def test_collectives_are_counted_as_libraries_call_them() -> None:
-    """llama-micro: 39 parameters, 4 blocks, each with 5 layers split by column and 2 by row."""
+    """llama-micro has 39 parameters, and 4 blocks with 5 layers split by column and 2 by row."""
     here = LocalMeasurements("", 2, 10**9, (), {})
 
     def messages(strategy: str, **options: object) -> float:
@@ -232,9 +236,9 @@ def test_measured_cells_answer_and_others_are_predicted(
         assert 0 <= candidate.fits <= 1
         assert all(value >= 0 for value in candidate.parts.values())
     assert [candidate.label for candidate in plan.inexact] == ["averaged(rarely)"]
-    words = " ".join(explanation(plan))
-    assert "Use averaged: " in words
-    assert "a different training: averaged(rarely)" in words
+    text = " ".join(explanation(plan))
+    assert "Use averaged: " in text
+    assert "a different training: averaged(rarely)" in text
     assert all(other in plan.candidates[1:] for other in open_questions(plan.candidates))
 
 
@@ -270,7 +274,7 @@ WRAPPERS_OF_DDP = ("ddp", "accelerate", "trainer")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A results folder with two small workloads, of which the second is twice as fast."""
+    """Results folder with two small workloads, the second twice as fast."""
     rows = []
     for workload, times in (("llama-nano", 1.0), ("gpt2-nano", 2.0)):
         for (strategy, devices), speed in SPEEDS.items():
@@ -289,7 +293,7 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     here = ("--results", folder, "--json")
     answer = json.loads(told(predict, *here, *files, "--workload", "gpt2-nano"))
     by_label = {row["label"]: row for row in answer["candidates"]}
-    # What wraps DDP and was not measured is predicted to be about as fast.
+    # Wrappers of DDP were not measured, and are predicted to be about as fast.
     assert answer["candidates"][0]["label"] in WRAPPERS_OF_DDP
     assert by_label["ddp"]["measured"]
     assert by_label["ddp"]["samples_per_second"] == pytest.approx(340, rel=1e-4)
@@ -325,12 +329,14 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
 def test_a_measurement_answers_for_its_own_optimizer_and_compilation(tmp_path: Path) -> None:
-    """Three cells of one strategy: the plan of each setting shows its own, whichever was last."""
+    """The plan of each setting shows its cell, whichever was measured last; older records name no
+    default options."""
     plain = with_defaults(Cell(strategy="ddp", devices=2, workload="llama-nano"))
     speeds = [
         (plain, 100.0),
         (plain.model_copy(update={"compile": "block"}), 200.0),
         (plain.model_copy(update={"optimizer": "sgd"}), 400.0),
+        (plain.model_copy(update={"optimizer": "adamw_foreach", "defaults": {}}), 300.0),
     ]
     others = [
         with_defaults(Cell(strategy=name, devices=devices, workload="llama-nano"))
@@ -365,6 +371,49 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
     assert "its library is not installed" in told(whatif, "ddp llama-nano*", "--results", folder)
 
 
+@pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
+def test_a_link_of_any_kind_changes_a_curve(folder: str) -> None:
+    """A measurement without a link says nothing about several nodes."""
+    here = read_measurements([Path(folder)])
+    calibration = plan_request.calibrated(here)
+    cells = {(c.cell.strategy, c.cell.workload): c for c in plan_request.scalable_cells(here)}
+
+    def points(link: Link | None) -> tuple[ScalingPoint, ...]:
+        request = plan_request.ScalingRequest(2, True, link)
+        return plan_request.scaled(cells["ddp", "llama-nano"], here, calibration, request).points
+
+    one, two = points(None)
+    alone, delayed = points(Link.of("1ms"))
+    assert alone.measured == one.measured
+    assert two.measured
+    assert delayed.measured is None
+    assert delayed.predicted < two.predicted
+    assert points(Link.of("none"))[1].measured is None
+
+
+def test_every_size_of_a_sweep_has_the_requested_ranks_per_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swept: list[Setting] = []
+
+    def planned(setting: Setting, *_: object) -> tuple[str, list[LocalVariant]]:
+        swept.append(setting)
+        return "", []
+
+    monkeypatch.setattr(plan_request, "plan_setting", planned)
+    request = plan_request.PlanRequest(devices=4, per_node=2, link="1gbit")
+    setting = Setting.of(Cell(strategy="ddp", devices=4, nodes=2, links="1gbit"))
+    calibration: Any = SimpleNamespace(workloads=())
+    plan_request.sweep_settings(
+        setting, request, LocalMeasurements("", 4, 10**9, (), {}), calibration
+    )
+    assert {s.devices: (s.nodes, s.links) for s in swept} == {
+        1: (1, ""),
+        2: (1, ""),
+        4: (2, "1gbit"),
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -375,6 +424,6 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
         (("--goal", "fun"), "give throughput or memory"),
     ],
 )
-def test_what_cannot_be_answered_gets_one_sentence(options: tuple[str, ...], sentence: str) -> None:
+def test_bad_questions_get_one_sentence(options: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         ask(predict, *options)

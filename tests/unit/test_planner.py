@@ -23,7 +23,13 @@ from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of
 from harness.planner.cluster.layout_memory import capped, model_states
 from harness.planner.cluster.model_names import named_shapes, parse_shape
 from harness.planner.cluster.model_shape import ModelShape, empty_stages, numbered_stages
-from harness.planner.cluster.question import ClusterQuestion, enumerate_layouts, joined
+from harness.planner.cluster.question import (
+    ClusterQuestion,
+    PlannedLayout,
+    PlannedLayouts,
+    enumerate_layouts,
+    joined,
+)
 from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import one_forward_one_backward
 from harness.spec.errors import UsageError
@@ -36,8 +42,10 @@ ZERO_TABLE = """
 256  30.4/15.4/0.47  518/263/8      4046/2054/62.5
 1024 30.1/15.1/0.12  513/257/2      4011/2013/15.6
 """
-"""GB of model states on a device by data-parallel ranks, for 7.5, 128 and 1000 billion parameters,
-each under ZeRO's stages 1 / 2 / 3 (arXiv 1910.02054v3, table 1)."""
+"""GB of model states per device, by data-parallel ranks (arXiv 1910.02054v3, table 1).
+
+Columns are 7.5, 128 and 1000 billion parameters, each under ZeRO stages 1 / 2 / 3.
+"""
 
 
 CALIBRATION = load()
@@ -63,7 +71,7 @@ def test_model_states_are_those_of_the_zero_paper() -> None:
             for stage, printed in enumerate(cell.split("/"), 1):
                 decimals = len(printed.partition(".")[2])
                 computed = sum(model_states(billions, billions / int(ranks), stage, MIXED))
-                # The paper cuts some figures off and rounds others.
+                # The paper truncates some figures and rounds others.
                 assert abs(computed - float(printed)) < 10.0**-decimals
                 checked += 1
     assert checked == 54
@@ -118,7 +126,7 @@ def test_a_hundred_thousand_layouts_take_half_a_second() -> None:
     found = plan(asked, calibration, layouts=many)
     spent = time.process_time() - began
     assert found.considered == 100_000
-    # Twice the promise: this machine's neighbours slow its caches.
+    # Twice the promised time, because neighbours on this machine slow its caches.
     assert spent <= 1.0
 
 
@@ -184,7 +192,7 @@ def test_a_sequence_that_no_number_of_devices_holds_gets_the_longest_that_fits()
         plan(dataclasses.replace(asked, sequence_length=2 * longest), CALIBRATION)
 
 
-def test_what_offload_needs_of_a_node_is_no_lack_of_the_devices_memory() -> None:
+def test_offload_beyond_a_node_is_not_a_lack_of_device_memory() -> None:
     asked = question("layers=2000,hidden=30720,heads=240", 8, 8)
     with pytest.raises(UsageError) as error:
         plan(asked, CALIBRATION)
@@ -210,6 +218,32 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_that_does() -> None:
         plan(asked, CALIBRATION)
     nearest = int(str(error.value).rsplit(" ", 1)[1])
     assert plan(dataclasses.replace(asked, global_batch=nearest), CALIBRATION).candidates
+
+
+def test_a_batch_that_needs_accumulation_gets_one_that_does_not() -> None:
+    asked = dataclasses.replace(question("gpt2", 1, 256), precision="pure-bf16-fused")
+    with pytest.raises(UsageError, match=r"accumulation.* use a batch of 64") as error:
+        enumerate_layouts(asked)
+    assert "divided" not in str(error.value)
+    assert len(enumerate_layouts(dataclasses.replace(asked, global_batch=64)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "crosses", "stays"),
+    [
+        (PlannedLayout(data=8, tensor=2, accumulation=2), "data axis", "pipeline"),
+        (PlannedLayout(pipeline=2, tensor=8, accumulation=16), "pipeline", "data axis"),
+        (PlannedLayout(data=4, pipeline=2, tensor=2, accumulation=4), "pipeline", "data axis"),
+    ],
+)
+def test_the_axis_that_crosses_nodes_is_named(
+    layout: PlannedLayout, crosses: str, stays: str
+) -> None:
+    asked = question("llama-1b", 16, 16)
+    found = plan(asked, CALIBRATION, layouts=PlannedLayouts.of([layout]))
+    sentence = explanation(found)[0]
+    assert crosses in sentence
+    assert stays not in sentence
 
 
 @pytest.mark.parametrize(
@@ -309,7 +343,7 @@ def test_every_constant_says_what_it_is() -> None:
 
 
 def test_the_network_is_as_fast_as_it_was_measured() -> None:
-    """4 GiB over 4 nodes of 8 with 50 GB/s for each device: 377 GB/s (Bekman, as in cluster.py)."""
+    """Bekman (see hardware.py): 377 GB/s for 4 GiB over 4 nodes of 8 devices with 50 GB/s each."""
     curve = curve_of(740e9, 50e9, 8)
     assert curve.at(np.array([4]))[0] == pytest.approx(377e9, rel=0.02)
     assert curve.at(np.array([1]))[0] == pytest.approx(740e9)

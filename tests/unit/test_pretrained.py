@@ -1,4 +1,4 @@
-"""Workloads of a user's own config.json: what is read from the model, and what is refused."""
+"""Workloads from a user's config.json: structure read from the model, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.workloads.workload import made_up_spectra
 from tests.tiny_models import MODELS, save_config
 
 ALONE = {"mamba": 0, "falcon": 4, "vit": 4}
-"""Models without a plan, and their attention heads."""
+"""Attention heads of models that tensor parallelism cannot split."""
 
 
 def refusal(strategy: str, workload: str, devices: int = 2, **axes: Any) -> str:
@@ -50,6 +50,15 @@ def test_structure_and_counts_are_those_of_the_built_model(tmp_path: Path, model
         assert (workload.split, workload.query_heads) == (None, ALONE[model])
 
 
+def test_blocks_of_both_halves_are_gathered_twice(tmp_path: Path) -> None:
+    workload = make_workload(save_config(tmp_path, "t5"))
+    cell = Cell(strategy="fsdp2", devices=2, workload=workload.name, sequence_length=32)
+    strategy, facts = make_strategy(cell), model_facts(workload, 32)
+    sent = strategy.costs.traffic(cell, strategy.layout(2), facts)
+    assert sent is not None
+    assert sent > 1.1 * facts.parameter_bytes  # a gather and a scatter are one
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text"])
 def test_ties_are_read(tmp_path: Path, model: str) -> None:
     tied = make_workload(save_config(tmp_path / "tied", model))
@@ -70,7 +79,7 @@ def test_sequence_parallelism_of_tied_embeddings_is_refused(tmp_path: Path) -> N
 def test_stages_by_the_models_own_forward_are_not_exported(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
-    """A script's stages add received hidden states as embeddings, which Gemma would scale."""
+    """An exported script's stages feed hidden states in as embeddings, which Gemma would scale."""
     cell = Cell(strategy=strategy, devices=devices, workload=save_config(tmp_path, "gemma3_text"))
     assert plan_of(make_strategy(cell), cell, "torchrun") is None
 
@@ -147,7 +156,7 @@ def test_an_index_without_its_files_is_a_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["deberta-v2", "vit", "roberta"])
 def test_zero_gradients_are_read(tmp_path: Path, model: str) -> None:
-    """In double precision, with biases away from 0, exactly the named gradients vanish."""
+    """Exactly the named gradients vanish in double precision with nonzero biases."""
     import torch
     from torch.nn import functional
 
@@ -168,7 +177,7 @@ def test_zero_gradients_are_read(tmp_path: Path, model: str) -> None:
 
 
 def test_one_unsuitable_workload_leaves_the_other_cells(tmp_path: Path) -> None:
-    """Too few positions for the matrix's sequences; alone it is a mistake."""
+    """A workload with too few positions is refused among others, and an error on its own."""
     short = save_config(tmp_path / "short", "roberta", max_position_embeddings=12)
     good = save_config(tmp_path / "good", "qwen2")
     host = Host("cpu", 2, 2**34)
@@ -181,7 +190,7 @@ def test_one_unsuitable_workload_leaves_the_other_cells(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_labels_is_drawn(tmp_path: Path) -> None:
-    """15 % of tokens are masked; a decoder is given its own tokens; a token's class is its id's."""
+    """15 % of tokens are masked; a decoder reads shifted labels; a token's class follows its id."""
     masked = prepare_data("stdlib", make_workload(save_config(tmp_path / "m", "roberta")), 32)
     inputs, labels = masked.batch(0, 0, 4, slice(0, 4))
     assert ((labels != -100).sum(1) == 5).all()
@@ -197,7 +206,7 @@ def test_every_kind_of_labels_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_fsdp1_never_cuts_shared_parameters_apart(tied: bool) -> None:
-    """Without blocks it wraps by size, but not modules that share a parameter."""
+    """Without blocks, FSDP1 wraps by size, except modules that share a parameter."""
     from types import SimpleNamespace
 
     from torch import nn

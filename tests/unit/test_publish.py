@@ -1,4 +1,4 @@
-"""bench publish: what each tool's own client reads back is what the parquet says."""
+"""`bench publish`: each tool's client reads back the figures in the parquet files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def results(store: Store) -> Results:
 
 
 def known(row: Any) -> dict[str, float]:
-    """The published figures of a cell's row of the frame, as the parquet has them."""
+    """Returns the finite published figures in a cell's row of the frame."""
     return {
         name: float(row[name])
         for name in FIGURES
@@ -121,7 +121,7 @@ def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Pat
             first = events.Scalars("step_seconds/trial_0")
             assert [p.value for p in first] == [
                 np.float32(0.101 + 0.01 * step) for step in range(3)
-            ], "the slowest rank's"
+            ], "of the slowest rank"
             assert [p.value for p in events.Scalars("loss")] == [
                 np.float32(loss * (1 + 1e-7)) for loss in REFERENCE
             ]
@@ -175,7 +175,7 @@ NO_WANDB = pytest.mark.skipif(
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The protobuf records of a run's file: LevelDB's log format after a header of 7 bytes."""
+    """Reads a run's protobuf records: LevelDB's log format after a 7-byte header."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, parts, found = file.read_bytes(), 7, b"", []
@@ -280,7 +280,7 @@ def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path
     )
     assert not [
         one.name for one in samples if not units.search(one.name) and "_run_" not in one.name
-    ], "units are in the names"
+    ], "names without a unit"
 
 
 def ask(*words: str) -> str:
@@ -326,10 +326,12 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(
         match=rf"{library}.*pip install 'parallelism-bench\[{target}\]'",
     ):
         write(target, results, tmp_path / "nothing")
+    with pytest.raises(UsageError, match=rf"\[{target}\]"):
+        ask(target, str(tmp_path / "nothing"), "--results", str(tmp_path))
     assert not (tmp_path / "nothing").exists()
 
 
-def test_the_environment_is_as_it_was() -> None:
+def test_quiet_restores_the_environment() -> None:
     before = dict(os.environ)
     with quiet():
         assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"

@@ -1,6 +1,6 @@
-"""Rehearsals: what is added up, what is extrapolated, and what a mistake is answered with.
+"""Rehearsals: counting, extrapolation and errors.
 
-Whether the figures are those of real ranks is tests/ranks/test_rehearse.py's to say.
+tests/ranks/test_rehearse.py compares the figures with real ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.tiny_models import save_config
 
 ROOT = Path(__file__).parents[2]
 
-# Libraries use what torch will no longer have; this is not about them.
+# Libraries call deprecated torch functions, which are not tested here.
 quiet = pytest.mark.filterwarnings("ignore")
 
 
@@ -71,7 +71,7 @@ def test_a_collective_counts_with_the_backends_own_buffer() -> None:
     workload = make_workload(one.workload)
     job = Job(one, workload, Layout(data=4), torch.device("cpu"), 3, Path())
     ledger = Ledger()
-    # Before torch 2.12 it has the second name only.
+    # torch before 2.12 has only the second name.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     with fake_rank(strategy, job), ledger.recording():
         part, whole = torch.zeros(100), torch.zeros(400)
@@ -94,7 +94,7 @@ def test_shallow_models_give_the_peak_of_the_deep_one(strategy: str) -> None:
     assert fast.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
     assert fast.kept_bytes == pytest.approx(whole.kept_bytes, rel=1e-3)
     assert fast.setup_peak_bytes == pytest.approx(whole.setup_peak_bytes, rel=1e-3)
-    # Of whole parameters that are dealt out, a rank has others at each depth.
+    # ZeroRedundancyOptimizer deals out whole parameters, others to a rank at each depth.
     assert fast.rehearsed_blocks == ((13,) if strategy == "zero_redundancy" else DEPTHS)
 
 
@@ -106,7 +106,7 @@ def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> N
     rehearsal = rehearse(one, ranks=[0])
     formula = make_strategy(one).costs.states(one, Layout(data=one.devices), facts)
     assert formula is not None
-    expected = formula.total - formula.gradients  # which are cleared after the update
+    expected = formula.total - formula.gradients  # gradients are cleared after the update
     assert rehearsal.fullest.kept_bytes == pytest.approx(expected, rel=0.01)
     assert rehearsal.fullest.at_peak.optimizer == pytest.approx(formula.optimizer, rel=0.01)
 
@@ -150,13 +150,13 @@ def test_every_substitution_is_in_the_document() -> None:
 
 
 def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
-    for one, error, words in (
+    for one, error, reason in (
         (cell("data_parallel", 2), Refused, "without torch.distributed"),
         (cell("parameter_server", 2), Refused, "measure it instead"),
         (cell("ddp", 2, device="cuda"), Refused, "CPU kernels"),
         (cell("ddp", 64, global_batch=8), Refused, "use a multiple of 64"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=reason):
             rehearse(one)
     with pytest.raises(UsageError, match="ranks are 0 to 1"):
         rehearse(cell("ddp", 2), ranks=[2])

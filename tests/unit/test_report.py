@@ -1,4 +1,4 @@
-"""The report as a whole: its sections, its one file, and text that can do no harm in it."""
+"""The report as a whole: sections, a single file, and hostile text."""
 
 from __future__ import annotations
 
@@ -105,17 +105,16 @@ def test_report_is_of_one_run(tmp_path: Path, results: Results) -> None:
 
 
 def test_no_strategy_is_named_in_the_code() -> None:
-    known = set(strategies()) - {
-        column.name for column in TrialRecord.columns()
-    }  # a column and a strategy have the same name
+    # A column and a strategy have the same name.
+    names = set(strategies()) - {column.name for column in TrialRecord.columns()}
     for path in sorted((Path(__file__).parents[2] / "reports").rglob("*.py")):
         constants = [
             node.value
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant)
         ]
-        words = {value for value in constants if isinstance(value, str)}
-        assert not words & known, path
+        texts = {value for value in constants if isinstance(value, str)}
+        assert not texts & names, path
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which trials a run launches: its rounds, what is left out or skipped, and rounds that it adds."""
+"""Trials that a run launches: planned rounds, skipped trials and added rounds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,23 @@ from bench.planning import PlanOptions, kept_or_new_plan
 from harness.analysis.precision import too_wide
 from harness.analysis.race import Entrants, contenders, next_round, top_two
 from harness.analysis.stats import LogEstimate
+from harness.analysis.summary import cell_results
 from harness.parity.reference import Reference
+from harness.parity.reference_runs import reference_key
 from harness.record.plan import LeftOut, Plan, resumable
 from harness.record.run_record import RunRecord
-from harness.record.store import Store, TrialKey
+from harness.record.store import EndedTrial, Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.allocation import TimeBudget, launches_per_round, not_compared
 from harness.run.prepared import REWOUND_ELSEWHERE, PreparedTrial
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
+from harness.spec.errors import UsageError
 from tests.unit.stored_trials import one_cell_run, trial_row
+
+
+def no_references(launcher: Any, cells: Sequence[Cell], announce: Any) -> dict[str, Any]:
+    return {reference_key(cell): None for cell in cells}
 
 
 def test_plans_survive_the_store(tmp_path: Path) -> None:
@@ -48,7 +56,7 @@ def test_rounds_hold_every_cell_once_and_are_shuffled() -> None:
 
 
 def test_baselines_are_launched_more_often_within_each_round() -> None:
-    """By the square root of what is compared with them; each launch has a number of its own."""
+    """A baseline gets the square root of its number of comparisons; launches are numbered."""
     ddp = Cell(strategy="ddp", devices=2)
     others = [Cell(strategy="ddp", devices=2, options={"bucket_cap_mb": i}) for i in range(1, 10)]
     crowded = Cell(strategy="ddp", devices=512, global_batch=512)
@@ -81,7 +89,7 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
 
 
 class Recorder:
-    """A watcher that keeps what it is told."""
+    """Watcher that records its calls."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -104,8 +112,8 @@ class Recorder:
 def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The larger of two cells fitted in round 0, then the smaller ran out of memory: the larger
-    keeps its trial and its turn."""
+    """The larger cell fitted in round 0, and runs in round 1 although the smaller one ran out of
+    memory."""
     small, large = (
         Cell(strategy="ddp", workload="llama-nano"),
         Cell(strategy="ddp", workload="llama-nano", global_batch=16),
@@ -123,7 +131,7 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
         return trial
 
     monkeypatch.setattr(runner, "run_trial", run_trial)
-    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
+    monkeypatch.setattr(runner._references, "of", no_references)
     assert runner.run(Recorder())
     assert launched == [TrialKey(large.id, 1)]
     assert store.load().trials.set_index("cell_id")["status"].to_dict() == {
@@ -132,10 +140,10 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
     }
 
 
-def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of_memory(
+def test_a_cell_predicted_to_lack_memory_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A guess is not a result: it was recorded as one."""
+    """A predicted lack of memory is not a result."""
     small, large = (
         Cell(strategy="ddp", workload="llama-nano"),
         Cell(strategy="ddp", workload="llama-nano", global_batch=16),
@@ -144,13 +152,13 @@ def test_a_cell_that_another_says_has_no_memory_is_skipped_and_not_called_out_of
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
     store.write_run(RunRecord(**one_cell_run()))
     store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
-    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
+    monkeypatch.setattr(runner._references, "of", no_references)
     assert runner.run(Recorder())
     loaded = store.load().trials.set_index("cell_id")
     assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
     assert small.name in loaded.loc[large.id, "reason"]
     assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], (
-        "nor by a run that goes on with it"
+        "a resumed run skips it too"
     )
 
 
@@ -170,7 +178,7 @@ def adaptive(
     now: Callable[[], float] = time.monotonic,
     **more: Any,
 ) -> tuple[Store, Recorder, bool]:
-    """A run of cells whose throughputs spread by so much from round to round, without processes."""
+    """Runs cells without processes. `spread`: relative spread of throughput between rounds."""
     store, watcher = Store(tmp_path), Recorder()
     wanted = tuple(Cell(strategy=name) for name in spread)
     plan = Plan("run-1", "test", wanted, 3, (), 7, **more)
@@ -189,7 +197,7 @@ def adaptive(
 
     store.write_run(RunRecord(**one_cell_run()))
     monkeypatch.setattr(runner, "run_trial", run_trial)
-    monkeypatch.setattr(runner._references, "of", lambda *_: defaultdict(str))
+    monkeypatch.setattr(runner._references, "of", no_references)
     return store, watcher, runner.run(watcher)
 
 
@@ -201,9 +209,9 @@ def test_rounds_are_added_until_every_interval_is_narrow(
     )
     assert finished
     trials = store.load().trials
-    assert not too_wide(trials, 0.03)
+    assert not too_wide(cell_results(trials), 0.03)
     taken = trials.groupby("strategy").size().to_dict()
-    assert taken["single"] == 5, "below five trials none is taken for narrow"
+    assert taken["single"] == 5, "no interval counts as narrow below five trials"
     assert 5 <= taken["ddp"] < taken["fsdp2"]
     assert sorted(trials["position"]) == list(range(len(trials)))
     assert len(watcher.added) == taken["fsdp2"] - 3
@@ -220,8 +228,8 @@ def test_no_round_is_added_beyond_the_time_budget_and_what_is_wide_is_said(
     )
     assert finished
     trials = store.load().trials
-    assert len(trials) == 6, "at 3, 6 and 9 s a trial of 2 s fits into 12, at 12 it does not"
-    [reached] = too_wide(trials, 0.001).values()
+    assert len(trials) == 6, "a trial of 2 s fits into 12 s at 3, 6 and 9 s, not at 12 s"
+    [reached] = too_wide(cell_results(trials), 0.001).values()
     assert reached > 0.1
 
 
@@ -235,7 +243,7 @@ def test_the_third_round_is_cut_short_where_the_machine_is_slower_than_expected(
     store, watcher, finished = adaptive(tmp_path, monkeypatch, spread, now, **answered)
     assert finished
     launches = store.load().trials["trial"].value_counts().to_dict()
-    assert launches == {0: 3, 1: 3, 2: 2}, "at 15 s one of 2 s does not fit into 16"
+    assert launches == {0: 3, 1: 3, 2: 2}, "a trial of 2 s does not fit into 16 s at 15 s"
     assert (watcher.left_out, watcher.added) == (1, [])
 
 
@@ -248,7 +256,7 @@ def test_the_launches_that_take_longest_are_left_out_first() -> None:
     budget.took.update({cell.id: float(seconds[cell.strategy]) for cell in cells})
     order = list(enumerate(plan.schedule()))
     assert not any(budget.leaves_out(at, cell) for at, (cell, _) in order[:10])
-    now, launched = 44.0, []  # 16 s are left for 24 s
+    now, launched = 44.0, []  # 16 s remain for launches of 24 s
     for at, (cell, _) in order[10:]:
         if not budget.leaves_out(at, cell):
             launched.append(cell.strategy)
@@ -261,11 +269,12 @@ def test_only_the_third_round_has_launches_that_may_be_left_out() -> None:
     cells = tuple(Cell(strategy=name) for name in ("single", "ddp", "fsdp2"))
     plan = Plan("r", "m", cells, 3, until_answered=True, time_budget_seconds=60.0)
     assert plan.spare_from == 6
+    assert replace(plan, until_answered=False).spare_from == 6, "of a run with --trials"
     several = replace(plan, launches_per_round={cells[1].id: 3})
     assert several.spare_from == 10
     for without in (
         replace(plan, trials=2, launches_per_round={cells[1].id: 3}),
-        replace(plan, until_answered=False),
+        replace(plan, until_answered=False, precision=0.02),
         replace(plan, time_budget_seconds=None),
         replace(plan, once=frozenset(cell.id for cell in cells)),
     ):
@@ -281,6 +290,50 @@ def test_the_shortest_launches_of_a_further_round_fill_what_is_left() -> None:
     now = 54.0
     assert budget.shortest_that_fit(seconds) == {"ddp", "single"}
     assert budget.shortest_that_fit({}) == set()
+
+
+def test_a_resumed_run_counts_the_time_of_recorded_trials() -> None:
+    cells = (Cell(strategy="single"), Cell(strategy="ddp"))
+    plan = Plan("r", "m", cells, 2, until_answered=True)
+    began = datetime.now(timezone.utc)
+    before = [
+        EndedTrial(cell.id, cell.name, trial, 1, 0, "ok", began, 10.0)
+        for cell in cells
+        for trial in range(2)
+    ]
+    further = EndedTrial(cells[0].id, cells[0].name, 2, 1, 4, "ok", began, 6.0)
+    seconds = {"short": 3.0, "long": 5.0}
+    for recorded, fitting in ((before, {"short", "long"}), ([*before, further], {"short"})):
+        budget = TimeBudget(plan, lambda: 0.0, recorded)
+        assert budget.shortest_that_fit(seconds) == fitting, "10 s in addition to 40 s"
+
+
+def test_a_resumed_race_fetches_references_of_other_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_, wide = (
+        Cell(strategy="single", workload="llama-nano"),
+        Cell(strategy="ddp", workload="gpt2-nano"),
+    )
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**one_cell_run()))
+    for trial in range(3):
+        row = trial_row(wide, trial, samples_per_second=10.0 + trial, wall_seconds=1.0)
+        store.write_trial(TrialRecord(**row))
+    plan = Plan("run-1", "test", (open_, wide), 3, (), 7, precision=0.4)
+    runner = Runner(store, plan, launcher=lambda packages: None)
+    launched = Counter[str]()
+
+    def run_trial(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
+        launched[cell.strategy] += 1
+        row = trial_row(cell, key.trial, samples_per_second=11.0, wall_seconds=1.0)
+        store.write_trial(trial := TrialRecord(**row))
+        return trial
+
+    monkeypatch.setattr(runner, "run_trial", run_trial)
+    monkeypatch.setattr(runner._references, "of", no_references)
+    assert runner.run(Recorder())
+    assert launched == {"single": 5, "ddp": 2}
 
 
 def test_a_race_drops_what_is_far_behind_and_asks_leaders_again() -> None:
@@ -321,7 +374,7 @@ def test_contenders_get_three_trials_then_the_largest_setting_races() -> None:
 
 
 def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
-    """Of fewer one too; which, the seed of the run decides."""
+    """Cells with fewer launches also have one; the run's seed decides which."""
     folder = tmp_path / "reference"
     folder.mkdir()
     (folder / "reference.json").write_text("{}")
@@ -341,9 +394,9 @@ def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
     assert len({chosen(0, 3, seed) for seed in range(12)}) == 2
 
 
-def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
-    """Five rounds that spread by half, in each of which one cell is 2.0 % to 2.4 % faster in all
-    turns: +-0.19 % (95 %)."""
+def test_interleaved_cells_need_narrow_ratios(tmp_path: Path) -> None:
+    """Five rounds differ by half, but one cell is 2.0 % to 2.4 % faster in all turns of each. The
+    95 % interval is +-0.19 %."""
     store = Store(tmp_path)
     store.write_run(RunRecord(**one_cell_run()))
     for number, (level, faster) in enumerate(
@@ -360,15 +413,17 @@ def test_by_turns_it_is_the_ratio_that_is_to_be_narrow(tmp_path: Path) -> None:
                 )
             )
     trials = store.load().trials
-    assert not too_wide(trials, 0.0020)
-    assert set(too_wide(trials, 0.0018)) == {Cell(strategy="single").id, Cell(strategy="ddp").id}
+    assert not too_wide(cell_results(trials), 0.0020)
+    assert set(too_wide(cell_results(trials), 0.0018)) == {
+        Cell(strategy="single").id,
+        Cell(strategy="ddp").id,
+    }
     alone = trials.assign(turn_began=None, turn_samples_per_second=None)
-    assert len(too_wide(alone, 0.2)) == 2
+    assert len(too_wide(cell_results(alone), 0.2)) == 2
 
 
 def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> None:
-    """Cells of other numbers of devices, batches or links train something else, or on something
-    else: their ratio answers nothing."""
+    """Ratios between cells with other devices, batches or links answer no question."""
     store = Store(tmp_path)
     store.write_run(RunRecord(**one_cell_run()))
     elsewhere = [
@@ -390,12 +445,12 @@ def test_no_round_is_bought_for_cells_that_nobody_compares(tmp_path: Path) -> No
             store.write_trial(
                 TrialRecord(**trial_row(cell, number, samples_per_second=speed, **turns))
             )
-    assert set(too_wide(store.load().trials, 0.0020)) == {cell.id for cell in elsewhere}, (
-        "of these their own intervals are too wide"
-    )
+    assert set(too_wide(cell_results(store.load().trials), 0.0020)) == {
+        cell.id for cell in elsewhere
+    }, "only their own intervals are too wide"
 
 
-def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_plan_with_a_precision_is_resumed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     plan = Plan(
         "run-1",
@@ -412,7 +467,7 @@ def test_a_plan_with_a_precision_is_gone_on_with(tmp_path: Path) -> None:
     assert resumable(store, None) == plan
 
 
-def test_how_long_rounds_are_added(tmp_path: Path) -> None:
+def test_when_a_run_stops_adding_rounds(tmp_path: Path) -> None:
     matrix = tmp_path / "m.yaml"
     matrix.write_text("time_budget_minutes: 3\ncells: [{strategy: single, workload: llama-nano}]\n")
 
@@ -423,3 +478,9 @@ def test_how_long_rounds_are_added(tmp_path: Path) -> None:
     assert planned(time_budget_seconds=60).time_budget_seconds == 60
     assert planned().until_answered
     assert not planned(trials=3).until_answered
+    assert planned(trials=3).time_budget_seconds is None
+    limited = planned(trials=3, time_budget_seconds=60)
+    assert (limited.time_budget_seconds, limited.until_answered) == (60, False)
+    assert limited.spare_from == 2
+    with pytest.raises(UsageError, match="--time-budget"):
+        planned(interleave=True, time_budget_seconds=60)

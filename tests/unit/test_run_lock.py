@@ -1,4 +1,4 @@
-"""One process writes the trials of a run, or one for each share of its cells."""
+"""A run has one writing process, or one per share of its cells."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ with sole_writer(Path(sys.argv[1]), "run-1", (int(sys.argv[2]), int(sys.argv[3])
 
 @contextlib.contextmanager
 def another(folder: Path, number: int = 0, of: int = 1) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a share of the run."""
-    words = [sys.executable, "-c", HOLDER, str(folder), str(number), str(of)]
+    """Starts a process that holds a share of the run."""
+    command = [sys.executable, "-c", HOLDER, str(folder), str(number), str(of)]
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
         assert process.stdout.readline() == "held\n"

@@ -1,4 +1,4 @@
-"""Which runs and cells the words of a command line mean, whatever the command."""
+"""Runs and cells that command-line arguments select."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bench.select import (
     keep,
     matching,
     plainest,
+    split_options,
     with_options,
 )
 from harness.record.plan import Plan
@@ -60,7 +61,7 @@ def test_a_comparison_is_of_two(tmp_path: Path) -> None:
         find_sides(["latest", "latest~1"], "release", tmp_path)
 
 
-def test_what_is_named_exactly_comes_before_what_a_pattern_means() -> None:
+def test_an_exact_name_comes_before_a_pattern() -> None:
     assert [row.cell.label for row in closest(RECORDED, "ddp")] == ["ddp"]
     assert [row.cell.label for row in matching(RECORDED, "ddp")] == [STATIC.label, "ddp"]
     for word in (STATIC.id, STATIC.name, STATIC.label):
@@ -77,6 +78,22 @@ def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
         find_cells(CELLS, "dpp", "m", store)
     assert plainest([STATIC, PLAIN]) == PLAIN
     assert with_options(PLAIN, "static_graph=true") == STATIC
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "options"),
+    [
+        ("ddp", "ddp", None),
+        ("ddp:a=x:y,b=2", "ddp", "a=x:y,b=2"),
+        ("ddp:fast", "ddp", "fast"),
+        ("my.py:Mine", "my.py:Mine", None),
+        ("my.py:Mine:a=1", "my.py:Mine", "a=1"),
+        ("ddp my.py:Net x2*", "ddp my.py:Net x2*", None),
+        ("my.py:Mine(a=1) *", "my.py:Mine(a=1) *", None),
+    ],
+)
+def test_options_after_a_name(word: str, name: str, options: str | None) -> None:
+    assert split_options(word) == (name, options)
 
 
 def test_only_and_skip() -> None:

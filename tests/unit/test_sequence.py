@@ -1,4 +1,4 @@
-"""Sequence parallelism without ranks: who has which tokens, what is exchanged and refused."""
+"""Sequence parallelism without ranks: token shares, traffic and refusals."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_parts_of_a_batch_keep_their_labels() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_all_to_alls_by_hand(recompute: str) -> None:
-    """Two blocks of llama-nano, 32 wide: a rank has 8 x 32 of 64 tokens, and sends half of its
-    queries, keys, values and outputs, and of their gradients; what is computed again once more.
-    And an all-reduce of 10 gradients between two ranks, or four."""
+    """A rank has 32 of 64 tokens of 8 samples, in llama-nano's two blocks of width 32. It sends
+    half of its queries, keys, values and outputs, and of their gradients; recomputation sends
+    once more. Two or four ranks also all-reduce 10 gradients."""
     facts = ModelFacts(("a",), 10, 0, (10,))
     passes = {"none": 2, "full": 3}[recompute]
     for devices, sharing, samples, reduced in ((2, None, 8, 40), (4, 2, 4, 60)):
@@ -48,6 +48,18 @@ def test_all_to_alls_by_hand(recompute: str) -> None:
         strategy = make_strategy(cell)
         sent = strategy.costs.traffic(cell, strategy.layout(devices), facts)
         assert sent == 2 * passes * 4 * (4 * samples * 32 * 32) / 2 + reduced
+
+
+def test_half_weights_halve_all_to_alls() -> None:
+    facts = ModelFacts(("a",), 10, 0, (10,))
+    exchanged = []
+    for workload in ("llama-nano", "llama-nano+bf16"):
+        cell = sequence_cell(workload=workload)
+        strategy = make_strategy(cell)
+        sent = strategy.costs.traffic(cell, strategy.layout(2), facts)
+        assert sent is not None
+        exchanged.append(sent - 40)
+    assert exchanged[1] == exchanged[0] / 2
 
 
 def test_states_are_sharded_over_ranks_that_share_samples_too() -> None:

@@ -1,4 +1,4 @@
-"""Layouts as cells of the suite: which strategy trains with which, and what is written."""
+"""Planned layouts as cells: their strategies, written matrices and exports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_written_matrix_has_the_same_cells(tmp_path: Path) -> None:
 
 
 def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
-    """Tensor parallelism of a GPT-2 has none, nor has what contains it."""
+    """Tensor parallelism of a GPT-2 has no export, and neither has three_d."""
     small = {"workload": "gpt2-nano", "devices": 2, "sequence_length": 32}
     together = {"tensor": 2, "pipeline": 2}
     in_3d = Cell(strategy="three_d", options=together, micro_batches=2, **small | {"devices": 4})
@@ -91,8 +91,18 @@ def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
     targets = {path.name for path in (tmp_path / "files").iterdir()}
     assert {"torchrun", "slurm"} <= targets
     assert (tmp_path / "files" / "torchrun" / "train.py").exists()
-    with pytest.raises(UsageError, match="export"):
-        export_first(cells[:1], tmp_path / "none")
+
+
+def test_no_export_has_the_reason_of_the_best_layout(tmp_path: Path) -> None:
+    small = {"workload": "gpt2-nano", "sequence_length": 32}
+    split = Cell(strategy="three_d", devices=4, micro_batches=2, **small)
+    clipped = Cell(strategy="ddp", devices=2, clip_norm=0.5, **small)
+    with pytest.raises(UsageError, match="use a llama workload"):
+        export_first([(split, 1.0), (clipped, 2.0)], tmp_path)
+    with pytest.raises(UsageError, match=r"clip_norm=0\.5"):
+        export_first([(clipped, 1.0)], tmp_path)
+    with pytest.raises(UsageError, match="nothing to export"):
+        export_first([], tmp_path)
 
 
 def test_layouts_that_divide_alike_are_asked_once() -> None:

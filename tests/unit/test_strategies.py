@@ -1,5 +1,4 @@
-"""The house rules of strategies: small files, options as documented fields, found by file name,
-none named elsewhere."""
+"""Rules for strategies: small files, documented options, and no mention in other code."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from harness.spec.cell import BASELINE, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.job import TrainState, TrainStateOptions
+from harness.strategy.job import Job, TrainState, TrainStateOptions
 from harness.strategy.optimizers import optimizer_bytes
 from harness.strategy.registry import (
     _require,
@@ -43,7 +42,7 @@ FILES = sorted(
 
 
 def _lines_of_training(source: str) -> int:
-    """Lines of a strategy's file up to its cost model: imports, options, export and training."""
+    """Counts the lines before the cost model: imports, options, export and training."""
     lines = source.splitlines()
     costs = (
         node.lineno
@@ -61,8 +60,8 @@ def test_strategy_files_are_small() -> None:
     assert max(whole.values()) <= 370, whole
 
 
-def test_the_seam_is_narrow() -> None:
-    """Class variables and methods that a strategy may override."""
+def test_the_interface_of_strategies_is_narrow() -> None:
+    """A strategy may override at most 16 class variables and methods."""
     public = {name for name in (*vars(Strategy), *Strategy.__annotations__) if name[0] != "_"}
     assert len(public - set(vars(BaseModel))) <= 16, sorted(public)
 
@@ -79,20 +78,20 @@ def test_a_strategy_is_described_and_needs_one_method(file: Path) -> None:
         r"\bprint\(|os\.getenv|os\.environ(?! \|= |\.update\()|perf_counter|logging\.",
         file.read_text(),
     ), (
-        "it never times, logs, prints or reads the environment; it may set what a library reads"
-        " from there"
+        "a strategy may set variables for libraries, but must not time, log, print or read the"
+        " environment"
     )
 
 
 def _other_meanings() -> set[str]:
-    """What a string may name beside a strategy, as the code itself declares it: recorded columns
-    and tables, Python packages, launchers to export to, and the baseline of what is recorded."""
+    """Returns names that the code declares for something else: recorded columns and tables, Python
+    packages, export targets, and the baseline."""
     columns = {name for table in TABLES for name in arrow_schema(table).names}
     return {*TABLES, *columns, *required_packages(), *TARGETS, BASELINE}
 
 
 def _strategies_named(source: str) -> list[str]:
-    """Places in a module that name a strategy (see the test below)."""
+    """Returns places in a module that name a strategy (see the test below)."""
     names = {p.stem for p in FILES}
     ambiguous = names & _other_meanings()
     classes = {cls.__name__ for name, cls in strategies().items() if name in names}
@@ -117,7 +116,7 @@ def _strategies_named(source: str) -> list[str]:
             found += [f"{where}: {identifier}"] if identifier in classes else []
         if literal(node, ambiguous):
             found.append(f"{where}: {ast.unparse(node)}")
-        # Strings with another meaning too, where they stand beside something called a strategy.
+        # Strings with another meaning count too, next to something called a strategy.
         beside: list[tuple[ast.AST | None, ast.AST | None]] = []
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -132,7 +131,7 @@ def _strategies_named(source: str) -> list[str]:
         elif isinstance(node, ast.Assign):
             beside += [(target, node.value) for target in node.targets]
         found += [
-            f"{where}: {ast.unparse(value)} beside {ast.unparse(subject)}"
+            f"{where}: {ast.unparse(value)} next to {ast.unparse(subject)}"
             for subject, value in beside
             if subject and "strateg" in ast.unparse(subject).lower() and literal(value, set())
         ]
@@ -169,16 +168,16 @@ def test_another_meaning_is_none(code: str) -> None:
 
 
 def test_no_strategy_is_named_outside_its_folder() -> None:
-    """What is outside harness/strategies knows strategies by what they say of themselves.
+    """Code outside harness/strategies knows strategies only by what they declare.
 
-    There, a module names a strategy if it
+    A module names a strategy if it
 
-    - imports anything of harness.strategies;
+    - imports from harness.strategies;
     - uses the name of a strategy's class;
-    - has a string that is a strategy's name and nothing else that this code declares (`ddp`);
-    - has a string that is both a strategy's name and something else (a recorded column such as
-      `data_parallel`, a package such as `deepspeed`; see `_other_meanings`) where it means the
-      strategy: compared with, looked up in, handed to or assigned to what is called a strategy.
+    - has a string that names a strategy and nothing else that the code declares (`ddp`);
+    - has a string that names a strategy and something else (a recorded column such as
+      `data_parallel`, a package such as `deepspeed`; see `_other_meanings`) and means the strategy:
+      it is compared with, looked up in, passed or assigned to something called a strategy.
     """
     for folder in ("bench", "harness", "reports"):
         for source in (HOME / folder).rglob("*.py"):
@@ -253,7 +252,7 @@ def test_an_average_of_parameters_is_among_the_steps_that_are_verified() -> None
 
 
 def test_powersgd_gets_one_bucket_on_cpus() -> None:
-    """The gradients of the model are 3.5 MiB; several buckets abort on gloo."""
+    """The model's gradients are 3.5 MiB; several buckets abort on gloo."""
     workload = make_workload("llama-micro")
     one = Cell(
         strategy="ddp",
@@ -268,6 +267,118 @@ def test_powersgd_gets_one_bucket_on_cpus() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("strategy", "axes", "said"),
+    [
+        ("ddp", {"options": {"comm_hook": "powersgd"}, "workload": "llama-nano+bf16"}, "bf16"),
+        (
+            "fsdp2",
+            {"options": {"mixed_precision": True}, "precision": "bf16", "optimizer": "muon"},
+            "Muon",
+        ),
+        ("amp", {"options": {"rounded_masters": True}, "precision": "bf16"}, "opt_level O2"),
+        ("deepspeed", {"options": {"stage": 0, "bucket_elements": 1000}}, "stage 1, 2 or 3"),
+        ("deepspeed", {"options": {"stage": 2, "persistent_elements": 0}}, "stage 3"),
+        ("deepspeed", {"options": {"stage": 3, "folder": ""}}, "nvme"),
+        ("horovod", {"options": {"transport": "tcp"}}, "leave transport out"),
+        (
+            "parameter_server",
+            {"options": {"mode": "asynchronous"}, "precision": "fp16"},
+            "mode synchronous",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_train_something_else_or_nothing_else_is_refused(
+    strategy: str, axes: dict[str, Any], said: str
+) -> None:
+    cell = Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", **axes})
+    with pytest.raises(Refused, match=said):
+        validate(cell, make_workload(cell.workload), here=False)
+
+
+@pytest.mark.parametrize("mib", [0, -1])
+def test_a_bucket_has_a_size(mib: float) -> None:
+    with pytest.raises(UsageError, match="bucket_cap_mb"):
+        make_strategy(Cell(strategy="ddp", options={"bucket_cap_mb": mib}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "parity_steps", "skipped"),
+    [
+        ("post_local_sgd", {}, 6, True),
+        ("post_local_sgd", {}, 7, False),
+        ("post_local_sgd", {"start_step": 5}, 13, False),
+        ("ddp", {"comm_hook": "powersgd"}, 5, True),
+        ("ddp", {"comm_hook": "powersgd"}, 6, False),
+        ("ddp", {}, 2, False),
+    ],
+)
+def test_steps_that_come_before_a_change_of_method_are_not_replayed(
+    strategy: str, options: dict[str, Any], parity_steps: int, skipped: bool
+) -> None:
+    cell = Cell(strategy=strategy, devices=2, options=options, parity_steps=parity_steps)
+    assert bool(make_strategy(cell).rewind_skipped_reason(cell)) == skipped
+
+
+def test_the_reference_of_powersgd_uses_the_cells_optimizer(tmp_path: Path) -> None:
+    cell = Cell(
+        strategy="ddp",
+        devices=2,
+        workload="llama-nano",
+        optimizer="muon",
+        options={"comm_hook": "powersgd"},
+    )
+    reference = make_strategy(cell).reference(cell)
+    job = job_of(reference, tmp_path)
+    make_strategy(reference).setup(job)
+    assert job.train_state is not None
+    (optimizer,) = job.train_state.optimizers
+    assert any("adjust_lr_fn" in group for group in optimizer.param_groups)
+
+
+def test_one_device_keeps_the_models_attention(tmp_path: Path) -> None:
+    """Ring attention is causal, which BERT's is not."""
+    from harness.strategies._sequence import config_of
+
+    cell = Cell(strategy="context_parallel", workload="bert-micro")
+    job = job_of(cell, tmp_path)
+    before = config_of(job.model())._attn_implementation
+    make_strategy(cell).setup(job)
+    assert job.train_state is not None
+    assert config_of(job.train_state.model)._attn_implementation == before
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_node_empties_its_offload_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    import torch.distributed as dist
+
+    from harness.strategies._deepspeed_engine import emptied_folder
+
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    cell = Cell(strategy="deepspeed", devices=4, nodes=2, workload="llama-nano")
+    job = dataclasses.replace(job_of(cell, tmp_path), rank=rank, local_processes=2)
+    earlier = tmp_path / "parallelism-bench-offload" / "earlier"
+    earlier.mkdir(parents=True)
+    assert emptied_folder(job, str(tmp_path)) == earlier.parent
+    assert earlier.exists() == (rank % 2 == 1)
+
+
+@pytest.mark.parametrize(("precision", "name"), [("fp32", "DeepSpeed stage 0"), ("bf16", None)])
+def test_only_fp32_deepspeed_is_compared_with_ddp(precision: Any, name: str | None) -> None:
+    cell = Cell(strategy="deepspeed", devices=2, precision=precision)
+    assert make_strategy(cell).ddp_equivalent_of(cell) == name
+
+
+def job_of(cell: Cell, folder: Path) -> Job:
+    import torch
+
+    layout = make_strategy(cell).layout(cell.devices)
+    return Job(cell, make_workload(cell.workload), layout, torch.device("cpu"), 0, folder)
+
+
 def test_register_takes_what_a_train_state_has() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(TrainState)}
     options = {
@@ -280,24 +391,28 @@ def test_register_takes_what_a_train_state_has() -> None:
 
 
 def test_optimizers_keep_what_their_papers_say() -> None:
-    """Llama-nano has matrices of more than 4096 elements, and vectors of fewer."""
-    workload = make_workload("llama-micro")
-    facts = model_facts(workload, 32)
+    """llama-micro has matrices of more than 4096 elements, and smaller vectors."""
+    facts = model_facts(make_workload("llama-micro"), 32)
 
     def kept(optimizer: str) -> float:
         axes: dict[str, Any] = {"optimizer": optimizer}
         return optimizer_bytes(Cell(strategy="ddp", **axes), facts)
 
-    model = workload.build(0)
-    matrices = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if p.ndim == 2 and name.startswith(workload.block_path)
-    )
     assert kept("adamw") == 2 * facts.trained_bytes
     assert kept("sgd") == facts.trained_bytes
-    assert kept("muon") == 2 * facts.trained_bytes - 4 * matrices
     assert 0.25 < kept("adamw_8bit") / kept("adamw") < 0.27, "a byte for four, and a scale for 256"
+
+
+@pytest.mark.parametrize("name", ["llama-micro", "llama-nano+bf16", "mixtral-micro"])
+def test_muon_keeps_one_moment_of_the_blocks_matrices(name: str) -> None:
+    """AdamW keeps two of everything else, including the experts' three-dimensional parameters."""
+    workload = make_workload(name)
+    kept = sum(
+        p.numel() * p.element_size() * (1 if p.ndim == 2 and workload.block_path in path else 2)
+        for path, p in workload.build(0).named_parameters()
+    )
+    cell = Cell(strategy="ddp", workload=name, optimizer="muon")
+    assert optimizer_bytes(cell, model_facts(workload, 32)) == kept
 
 
 @pytest.mark.parametrize(
@@ -307,7 +422,7 @@ def test_optimizers_keep_what_their_papers_say() -> None:
 def test_optimizers_that_a_strategy_cannot_shard_are_refused(
     strategy: str, optimizer: str, able: str
 ) -> None:
-    """AdamW8bit keeps no state of a DTensor; Muon needs whole matrices and their names."""
+    """AdamW8bit does not support DTensors; Muon needs whole matrices and their names."""
     axes: dict[str, Any] = {"workload": "llama-nano", "optimizer": optimizer}
     cell = Cell(strategy=strategy, devices=2, **axes)
     with pytest.raises(Refused, match=f"cannot use {optimizer}: .*use {able}, "):
@@ -333,8 +448,8 @@ optimizer.step()
 
 
 def test_an_optimizer_in_eight_bits_fails_with_sharded_parameters() -> None:
-    """Why FSDP2 refuses AdamW8bit: its update takes plain tensors only. As soon as this fails, the
-    refusal may go."""
+    """FSDP2 refuses AdamW8bit, whose update takes plain tensors only. Once this test fails, the
+    refusal can be removed."""
     pytest.importorskip("bitsandbytes", reason="make setup installs bitsandbytes")
     ended = subprocess.run(
         [sys.executable, "-c", WITH_DTENSORS],
@@ -362,8 +477,8 @@ assert build_shm_op() is None
 
 
 def test_deepspeed_takes_no_compiler_and_no_lock_at_the_first_collective() -> None:
-    """Its shared-memory collectives stay out even where they are compiled: their building leaves a
-    lock in the user's cache if the rank is killed, for which every later rank would wait."""
+    """DeepSpeed's shared-memory collectives stay disabled even if compiled. A rank killed while it
+    builds them leaves a lock in the user's cache, for which all later ranks would wait."""
     pytest.importorskip("deepspeed", reason="make setup installs DeepSpeed")
     ended = subprocess.run(
         [sys.executable, "-c", LEFT_OUT], cwd=HOME, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What a cell's trials come to: its place, its status and what disturbed it."""
+"""Summary of a cell's trials: place, status and disturbances."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     assert tied_with_previous(cell_results(frame_of(rows))[:2]) == [False, False], (
         "another number of devices is another setting"
     )
+
+
+def test_parity_is_that_of_the_trial_that_deviates_most() -> None:
+    one = Cell(strategy="single")
+    verdicts = [("exact", 3e-3), ("within tolerance", 1e-4), ("within tolerance", 2e-3)]
+    rows = [
+        trial_row(one, trial, parity_verdict=verdict, parity_max_loss_deviation=deviation)
+        for trial, (verdict, deviation) in enumerate(verdicts)
+    ]
+    (cell,) = cell_results(frame_of(rows))
+    assert (cell.parity.verdict, cell.parity.max_loss_deviation) == ("within tolerance", 2e-3)
 
 
 def test_a_trial_that_the_user_stopped_does_not_take_the_others_place() -> None:
@@ -95,7 +106,7 @@ def test_a_cell_has_one_status_in_reports_and_in_comparisons(
     )
 
 
-def test_trials_beside_which_others_used_the_machine_are_counted() -> None:
+def test_trials_disturbed_by_other_load_are_counted() -> None:
     quiet = {"foreign_load_cores": 0.1, "idle_before": 1.0, "idle_after": 0.95}
     one = Cell(strategy="single")
     rows = [

@@ -1,5 +1,4 @@
-"""What is kept between steps, what was sent, what was written: on tensors, sockets and files made
-for it."""
+"""Retained states, and bytes sent and written, on handmade tensors, sockets and files."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,16 +22,18 @@ from harness.measure.rank_traffic import (
 )
 from harness.spec.cell import Cell
 from harness.spec.training import States
+from harness.strategies.tiled_linear import TiledLinear
 from harness.strategy.formulas import model_states, whole_model_states
+from harness.strategy.registry import make_strategy
 from harness.worker.rank_answer import Offload
-from harness.workloads.counts import ModelFacts
+from harness.workloads import make_workload
+from harness.workloads.counts import ModelFacts, model_facts
 from tests.unit.recording import answer, figures
 from tests.unit.test_measure import CELL, FACTS
 
 
-def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
-    """A flat buffer of 10 floats, two parameters that are views of it, and a bucket known by its
-    size only."""
+def test_a_storage_counts_once_for_its_first_tensor() -> None:
+    """Two parameters are views of a flat buffer of 10 floats; a bucket has only a known size."""
     flat = torch.zeros(10)
     kinds, buffers = state_bytes(
         [
@@ -54,7 +56,7 @@ def test_a_storage_counts_once_for_the_first_that_shows_it() -> None:
     assert buffers == {"bucket": 120}
 
 
-def test_what_lies_on_another_device_is_told_apart() -> None:
+def test_tensors_on_another_device_count_as_host() -> None:
     kinds, _ = state_bytes(
         [("optimizer", "m", torch.zeros(3)), ("parameters", "p", torch.zeros(2, device="meta"))],
         "meta",
@@ -63,8 +65,7 @@ def test_what_lies_on_another_device_is_told_apart() -> None:
 
 
 def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
-    """Linear 3 -> 2 with bias is 8 elements; AdamW keeps two moments of each and a step number per
-    tensor."""
+    """AdamW keeps two moments for each of 12 elements, and a step number for each of 4 tensors."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
@@ -76,8 +77,8 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
 
 
 def test_formulas_by_hand() -> None:
-    """10 parameters, 8 of them trained, fp32: AdamW keeps 8 bytes of each trained one, SGD 4; DDP a
-    bucket of the gradients."""
+    """8 of 10 fp32 parameters are trained. For each, AdamW keeps 8 bytes and SGD 4; DDP adds
+    gradient buckets."""
     facts = ModelFacts(("a", "b"), 10, 0, (5, 3))
     assert model_states(Cell(strategy="x"), facts) == States(
         parameters=40, optimizer=64, transient=32
@@ -89,6 +90,159 @@ def test_formulas_by_hand() -> None:
         parameters=40, optimizer=64, library=32, transient=32
     )
     assert whole_model_states(Cell(strategy="x"), facts).total == 136
+
+
+TEN = ModelFacts(("a",), 10, 0, (10,), buffer_bytes=100, scale_bytes=60)
+"""Ten fp32 parameters, 40 bytes of buffers, and 60 of scales."""
+
+
+def cell(strategy: str, **axes: Any) -> Cell:
+    return Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", **axes})
+
+
+def sent(one: Cell, facts: ModelFacts = TEN) -> float | None:
+    strategy = make_strategy(one)
+    return strategy.costs.traffic(one, strategy.layout(one.devices), facts)
+
+
+def messages(one: Cell) -> float | None:
+    strategy = make_strategy(one)
+    return strategy.costs.messages(one, strategy.layout(one.devices), TEN)
+
+
+def disk_or_host(one: Cell) -> float:
+    strategy = make_strategy(one)
+    return strategy.costs.disk_or_host_bytes(one, strategy.layout(one.devices), TEN)
+
+
+def states(one: Cell) -> States:
+    strategy = make_strategy(one)
+    kept = strategy.costs.states(one, strategy.layout(one.devices), TEN)
+    assert kept is not None
+    return kept
+
+
+def test_scales_are_kept_but_not_broadcast() -> None:
+    assert sent(cell("ddp")) == 40 + 40 / 2
+    assert sent(cell("zero_redundancy")) == 40 + (40 + 40) / 2
+    assert states(cell("horovod", options={"fusion_threshold_mib": 1})).library == 2**20 + 100
+
+
+def test_half_weights_are_gathered_in_half_the_bytes() -> None:
+    half, whole = (
+        sent(cell("fsdp2", workload=name), model_facts(make_workload(name), 64))
+        for name in ("llama-nano+bf16", "llama-nano")
+    )
+    assert half is not None
+    assert whole is not None
+    assert half == pytest.approx(whole / 2)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gathered_parameters_take_their_own_width(mixed: bool) -> None:
+    options = {"reshard_after_forward": False, "mixed_precision": mixed}
+    kept = states(cell("fsdp2", precision="bf16", options=options))
+    assert kept.transient == (20 if mixed else 40)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_offloaded_shards_are_not_on_the_gpu(strategy: str) -> None:
+    kept = states(cell(strategy, device="cuda", options={"cpu_offload": True}))
+    assert (kept.parameters, kept.optimizer, kept.library) == (0, 0, 100)
+
+
+def test_a_starting_point_in_host_memory_is_not_on_the_gpu() -> None:
+    on_cpu, on_gpu = (states(cell("diloco", device=device)) for device in ("cpu", "cuda"))
+    assert (on_cpu.library, on_gpu.library) == (140, 100)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "one_part", "two_parts"),
+    [
+        ("fsdp1", {"sharding": "full_shard"}, 20, 40),
+        ("fsdp1", {"sharding": "shard_grad_op"}, 40, 80),
+        ("fairscale_fsdp", {}, 20, 40),
+        ("fairscale_fsdp", {"no_sync": False}, 20, 20),
+        ("fairscale_fsdp", {"reshard_after_forward": False}, 40, 80),
+        ("accelerate", {"engine": "fsdp2"}, 20, 40),
+        ("trainer", {"engine": "fsdp2"}, 20, 40),
+    ],
+    ids=str,
+)
+def test_gathered_parameters_and_whole_gradients_within_a_step(
+    strategy: str, options: dict[str, object], one_part: float, two_parts: float
+) -> None:
+    found = [
+        states(cell(strategy, options=options, micro_batches=parts)).transient for parts in (1, 2)
+    ]
+    assert found == [one_part, two_parts]
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("zero2", 2), ("zero3", 3)])
+def test_an_engine_sends_what_deepspeed_sends(engine: str, stage: int) -> None:
+    by_deepspeed = sent(cell("deepspeed", options={"stage": stage}))
+    assert by_deepspeed
+    assert sent(cell("accelerate", options={"engine": engine})) == by_deepspeed
+
+
+def test_bytes_to_disk_or_host() -> None:
+    """DeepSpeed reads parameters twice per micro-batch; SGD has one moment to save."""
+    swapped = {"stage": 3, "offload_parameters": "nvme"}
+    assert disk_or_host(cell("deepspeed", options=swapped, micro_batches=4)) == 9 * 40
+    assert disk_or_host(cell("ddp_elastic", optimizer="sgd")) == 2 * 40
+
+
+@pytest.mark.parametrize(
+    ("axes", "count"),
+    [
+        # Three units gather once and scatter once per step.
+        (
+            {
+                "strategy": "fsdp1",
+                "options": {"sharding": "shard_grad_op"},
+                "micro_batches": 4,
+            },
+            6,
+        ),
+        # Two blocks repeat all of forward's collectives but the last.
+        ({"strategy": "tensor", "recompute": "full"}, 2 * (7 + 1)),
+        (
+            {"strategy": "tensor", "recompute": "full", "options": {"sequence_parallel": True}},
+            2 * (8 + 3) + 5,
+        ),
+        # Three units scatter and all-reduce; blocks gather twice.
+        ({"strategy": "distributed_config", "devices": 4, "options": {"replicas": 2}}, 5 + 6),
+        (
+            {
+                "strategy": "distributed_config",
+                "workload": "mixtral-nano",
+                "recompute": "full",
+                "options": {"expert": 2},
+            },
+            2 * 8 + 5 + 3,
+        ),
+        (
+            {"strategy": "deepspeed_moe", "workload": "mixtral-nano", "options": {"expert": 1}},
+            2,
+        ),
+        ({"strategy": "deepspeed_moe", "workload": "mixtral-nano", "recompute": "full"}, 2 + 2 * 6),
+    ],
+    ids=str,
+)
+def test_collectives_of_a_step_by_hand(axes: dict[str, Any], count: float) -> None:
+    assert messages(cell(**axes)) == count
+
+
+def test_tiles_are_counted_instead_of_the_largest_layer() -> None:
+    """The head of 256 outputs and 32 inputs is split into 3 x 2 tiles."""
+    one = cell("tiled_linear", options={"out_tiles": 3, "in_tiles": 2})
+    workload, strategy = make_workload(one.workload), make_strategy(one)
+    assert isinstance(strategy, TiledLinear)
+    whole = model_facts(workload, 64)
+    tiled = strategy.partitioned(workload, whole)
+    head = [n for name, n in zip(tiled.trainable, tiled.sizes, strict=True) if "lm_head" in name]
+    assert head == [86 * 16] * 2 + [85 * 16] * 4
+    assert sum(tiled.sizes) == sum(whole.sizes)
 
 
 def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
@@ -107,7 +261,7 @@ def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
             while received < 60_000:
                 received += len(server.recv(65536))
             traffic.stop(steps=2)
-            server.sendall(b"y" * 1000)  # outside of the stretch
+            server.sendall(b"y" * 1000)  # outside the measured steps
             client.recv(1000)
             assert (traffic.sent, traffic.steps) == (60_000, 2)
             traffic.start()
@@ -116,8 +270,8 @@ def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
     assert tcp_bytes_sent() is not None
 
 
-def test_what_the_other_process_has_not_read_belongs_to_the_step_that_sent_it() -> None:
-    """Its window is full, and the kernel holds the rest until it reads."""
+def test_unread_bytes_belong_to_the_step_that_sent_them() -> None:
+    """The receiver's window is full, and the kernel holds the rest until it reads."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
@@ -135,7 +289,7 @@ def test_what_the_other_process_has_not_read_belongs_to_the_step_that_sent_it() 
             while received < given:
                 received += len(server.recv(1_000_000))
             traffic.stop(steps=1)
-    assert given < 50_000_000, "the kernel took all: nothing was left to be sent"
+    assert given < 50_000_000, "the kernel took everything, so nothing was left to send"
     assert traffic.sent == given
 
 
@@ -157,12 +311,12 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
     assert after is not None
     assert folder_bytes(tmp_path) == 1_000_000
     if after[1] == before[1]:
-        pytest.skip("the folder of the tests is not on a block device")
+        pytest.skip("the tests' folder is not on a block device")
     assert after[1] - before[1] >= 1_000_000
 
 
 def test_columns_of_states_and_traffic() -> None:
-    """Two ranks; the disk's bytes are summed over them, the folder is one that both see."""
+    """Disk bytes are summed over two ranks; the folder, which both share, counts once."""
     disk = Offload(read=5.0, written=7.0, kept=100)
     row = figures(
         CELL,
@@ -196,7 +350,7 @@ def test_what_a_thread_still_sends_after_the_last_step_counts(
     assert traffic.sent == 25
 
 
-def test_who_never_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_sending_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(100))
     monkeypatch.setattr("harness.measure.rank_traffic.tcp_bytes_sent", lambda: next(readings))
     traffic = RankTraffic(over_tcp=True)

@@ -1,5 +1,4 @@
-"""Arithmetic of the overhead benchmark: steps -> turns -> the suite's step time over the
-script's."""
+"""Arithmetic of the overhead benchmark: from steps to turns to the ratio of suite and script."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ import math
 
 import pytest
 
-from tests.benchmarks.test_overhead import by_turns, compared
+from tests.benchmarks.test_overhead import by_turn, compared
 
 
-def test_a_step_that_lasts_a_turn_divides_turns_and_counts_for_none() -> None:
+def test_a_step_as_long_as_a_turn_separates_turns() -> None:
     steps = [9.0, 0.1, 0.3, 0.2, 1.2, 0.4, 0.6, 1.5, 1.0, 0.7]
-    assert by_turns(steps, 0, 1.0) == {1: 0.2, 2: 0.5, 4: 0.7}
-    assert by_turns(steps, 3, 1.0) == {1: 0.2, 2: 0.5, 4: 0.7}
-    assert by_turns(steps, 4, 1.0) == {2: 0.5, 4: 0.7}
+    assert by_turn(steps, 0, 1.0) == {1: 0.2, 2: 0.5, 4: 0.7}
+    assert by_turn(steps, 3, 1.0) == {1: 0.2, 2: 0.5, 4: 0.7}
+    assert by_turn(steps, 4, 1.0) == {2: 0.5, 4: 0.7}
 
 
 def test_a_turn_is_compared_with_those_before_and_after_it() -> None:
@@ -23,10 +22,9 @@ def test_a_turn_is_compared_with_those_before_and_after_it() -> None:
     assert compared({0: 1.1 * 1.02, 1: 1.32 * 1.02}, script) == pytest.approx(1.02)
 
 
-def test_a_drift_in_proportion_cancels() -> None:
-    speeds = [
-        math.exp(0.05 * turn) for turn in range(20)
-    ]  # script and suite by turns, the script first
+def test_a_proportional_drift_cancels() -> None:
+    # Script and suite are interleaved; the script comes first.
+    speeds = [math.exp(0.05 * turn) for turn in range(20)]
     script, suite = (
         dict(enumerate(speeds[::2])),
         {turn: 1.01 * time for turn, time in enumerate(speeds[1::2])},

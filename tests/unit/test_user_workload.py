@@ -1,4 +1,4 @@
-"""A user's own model and strategy from a file: what is accepted, what is refused, and ids."""
+"""A user's model and strategy from a file: valid ones, mistakes and ids."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.expand import expand
+from bench.expand import cells_of, expand
 from bench.host import Host
 from bench.matrix import Matrix
+from bench.planning import PlanOptions, kept_or_new_plan
+from harness.planner.follow_up import write_matrix
+from harness.planner.local.measurements import optimizer_flops
+from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy, require_unchanged, with_defaults
 from harness.worker.batches import Batches
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
+from harness.workloads.operators import activation_bytes, operators
 from tests import pages
 
 PAGE = pages.ROOT / "docs" / "your_model.md"
@@ -41,6 +46,19 @@ def test_a_file_of_the_documents_is_a_workload(tmp_path: Path) -> None:
     facts = model_facts(workload, 64)
     assert facts.parameters == 16 * 64 + 64 + 64 * 4 + 4
     assert facts.flops_per_sample > 2 * (16 * 64 + 64 * 4)
+
+
+def test_batches_of_real_tensors_are_counted(tmp_path: Path) -> None:
+    """The documents' example indexes real points, which fake sample numbers cannot do."""
+    workload = make_workload(written(tmp_path))
+    assert activation_bytes(workload, 8, 64) >= 8 * 64 * 4
+    assert operators(workload, 8, 64).number > 4
+
+
+def test_an_update_of_unknown_width_counts_no_operations(tmp_path: Path) -> None:
+    workload = make_workload(written(tmp_path))
+    cell = Cell(strategy="single", workload=workload.name, optimizer="muon")
+    assert optimizer_flops(cell, workload, model_facts(workload, 64)) == 0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,16 @@ def test_the_model_replaces_that_of_every_cell(tmp_path: Path) -> None:
     assert [cell.workload for cell in expanded.cells] == [name]
     assert {left.status for left in expanded.left_out} == {"refused"}
     assert len(expanded.left_out) == 3
+
+
+def test_a_recorded_cell_is_planned_again(tmp_path: Path) -> None:
+    cell = with_defaults(Cell(strategy="ddp", devices=2, workload=written(tmp_path)))
+    recorded = Cell.model_validate_json(cell.model_dump_json())
+    options = PlanOptions(cells=(recorded,), trials=1, timed_seconds=0)
+    plan, _ = kept_or_new_plan(Store(tmp_path / "results"), options, False)
+    assert [again.id for again in plan.cells] == [cell.id]
+    write_matrix(tmp_path / "m.yaml", [cell], "one")
+    assert [again.id for again in cells_of(str(tmp_path / "m.yaml"), [])] == [cell.id]
 
 
 def test_weights_count_over_the_global_batch(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Step k of seed s is the same global batch for everyone; a user's own data and models are
-loaded."""
+"""Workloads: global batches fixed by seed and step, and users' data and models."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def test_a_batch_with_its_last_sample_first_holds_the_same_samples(name: str) ->
         strict=True,
     ):
         assert (there[::-1] == back).all()
-        torch.from_numpy(back)  # which takes no view that runs backwards
+        torch.from_numpy(back)  # rejects views with negative strides
 
 
 def test_the_default_data_is_this_pythons_standard_library() -> None:
@@ -182,15 +181,14 @@ def test_unusable_data_is_said(tmp_path: Path, name: str, workload: str, said: s
 
 
 def test_a_saved_model_is_a_workload(tmp_path: Path) -> None:
-    """A user's own weights are trained, not new ones; a folder with a config alone gets seeded
-    weights."""
+    """Saved weights are trained; a folder with only a config gets seeded weights."""
     import torch
 
     model = make_workload("gpt2-nano").build(5)
     model.save_pretrained(tmp_path / "model")
     workload = make_workload(f"hf:{tmp_path / 'model'}")
     assert (workload.kind, workload.blocks, workload.heads) == ("causal", 2, 2)
-    assert workload.split is not None, "a family that is known can be split"
+    assert workload.split is not None, "a known family can be split"
     built = workload.build(0)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
     model.config.save_pretrained(tmp_path / "config")
@@ -253,8 +251,8 @@ LSTM = (
     ],
 )
 def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, trained: int) -> None:
-    """LoRA (2106.09685) r (in + out); DoRA (2402.09353) a norm per output more; prefix tuning
-    (2101.00190) tokens x 2 x layers x hidden; IA3 (2205.05638) keys, values, MLP."""
+    """LoRA (2106.09685) trains r (in + out), and DoRA (2402.09353) also a norm per output. Prefix
+    tuning (2101.00190) trains tokens x 2 x layers x hidden; IA3 (2205.05638) keys, values, MLP."""
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     assert sum(facts.sizes) == trained
     assert facts.parameters == (3_344_640 if suffix == "bf16" else 3_344_640 + trained)
@@ -274,10 +272,11 @@ def test_stored_bytes_of_variants(suffix: str, weights: float, beside: float) ->
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     rotary = 2 * 4 * 256 / 4 / 2
     assert (facts.parameter_bytes, facts.buffer_bytes) == (weights, beside + rotary)
+    assert facts.scale_bytes == beside
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
-    """Two of a matrix' three products remain, and all of attention's."""
+    """Two of a matrix's three products remain, and all of attention."""
     whole, lora = (
         model_facts(make_workload(name), 64).flops_per_sample
         for name in ("llama-mini", "llama-mini+lora")
@@ -303,7 +302,7 @@ def test_a_variant_keeps_the_weights_of_its_name_and_seed(suffix: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-nano", "gpt2-nano"])
 def test_prefixes_are_attended_to_with_and_without_a_cache(name: str) -> None:
-    """peft hands the prefix over as a key-value cache, also where the config wants none."""
+    """peft passes the prefix as a key-value cache, even if the config disables it."""
     import torch
 
     found = []
@@ -323,8 +322,7 @@ def test_prefixes_are_attended_to_with_and_without_a_cache(name: str) -> None:
 
 
 def test_virtual_tokens_predict_nothing() -> None:
-    """The logits kept are those of the real tokens: the last one's depend on all tokens, the first
-    one's on the first."""
+    """Only logits of real tokens remain; each depends on its own and earlier tokens."""
     import torch
 
     workload = make_workload("llama-nano+prompt")
@@ -461,10 +459,10 @@ def test_mixtures_of_experts_have_their_published_sizes(name: str, parameters: i
 
 @pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
 def test_flops_of_experts_by_hand(name: str) -> None:
-    """Forward and twice as many backward: of each token in each of two blocks four projections of
-    32 by 32, attention over 16 tokens, a router of four experts, and three matrices of 32 by 48 of
-    two experts; then 256 logits. Some versions of transformers also compute rotary angles by a
-    product, in 256 of 3.6 million operations."""
+    """The backward pass takes twice the operations of the forward pass. Each of two blocks has four
+    projections of 32 by 32, and attention over 16 tokens. A router of four experts and three
+    matrices of 32 by 48 in two experts follow, then 256 logits. Some versions of transformers also
+    compute rotary angles by a product, 256 of 3.6 million operations."""
     tokens, hidden = 16, 32
     projections, router, experts = 4 * hidden**2, 4 * hidden, 2 * 3 * hidden * 48
     block = 2 * tokens * (projections + router + experts) + 4 * tokens**2 * hidden
@@ -482,8 +480,8 @@ def test_experts_have_no_adapters() -> None:
 def test_products_in_float8_do_not_depend_on_which_rank_has_a_sample(
     recipe: str, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scale for each row is of one token alone; one scale for all rows is of a rank's samples,
-    so that two ranks train another model than one process."""
+    """A scale per row depends on one token; one scale for all rows depends on a rank's samples, so
+    that two ranks train another model than one process."""
     show("torchao")
     float8 = pytest.importorskip("torchao.float8", reason="make setup installs torchao")
     config = float8.Float8LinearConfig

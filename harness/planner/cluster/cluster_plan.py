@@ -448,13 +448,17 @@ def _place(plan: ClusterPlan) -> str:
         )
     inside, outside = question.cluster.reduce.at(np.array([1, question.nodes])).tolist()
     speed = "slow" if outside < inside / 4 else "fast"
-    inner = layout.tensor <= question.cluster.per_node
-    span = "stays inside a node" if inner else "spans nodes"
-    tensor = f"tensor parallelism {span}, " if layout.tensor > 1 else ""
+    per_node, ranks = question.cluster.per_node, layout.data * layout.context
+    span = "stays inside a node" if layout.tensor <= per_node else "spans nodes"
+    axes = [f"tensor parallelism {span}"] if layout.tensor > 1 else []
+    if ranks > 1 and ranks * layout.tensor > per_node:
+        often = "once per step" if layout.zero < 2 else "once per step or micro-batch"
+        axes.append(f"the data axis, which communicates {often}, crosses nodes")
+    elif layout.pipeline > 1:
+        axes.append("the pipeline crosses nodes")
     return (
         f"{question.nodes} nodes over {speed} links ({outside / 1e9:.0f} GB/s against"
-        f" {inside / 1e9:.0f} GB/s inside): {tensor}the data axis, which communicates once per step"
-        f"{'' if layout.zero < 2 else ' or micro-batch'}, crosses nodes."
+        f" {inside / 1e9:.0f} GB/s inside): {', '.join(axes)}."
     )
 
 

@@ -265,12 +265,24 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
             numbers = (data, pipeline, tensor, context, expert, zero, size, steps)
             columns.append((*numbers, again, off, chunk, whole))
     if not columns:
-        raise UsageError(_nothing(question, min(data for data, *_ in axes)))
+        raise UsageError(_nothing(question, axes))
     return PlannedLayouts(*np.array(columns, np.int64).T)
 
 
-def _nothing(question: ClusterQuestion, least: int) -> str:
+def _nothing(question: ClusterQuestion, axes: Sequence[tuple[int, int, int, int]]) -> str:
     batch = question.global_batch
+    if question.precision == "pure-bf16-fused":
+        at_once = {
+            data * size
+            for data, _, _, context in axes
+            for size in (MICRO_BATCHES if context == 1 else (1,))
+        }
+        nearest = min(sorted(at_once), key=lambda size: abs(size - batch))
+        return (
+            f"a batch of {batch} sequences on {question.devices} devices needs gradient"
+            f" accumulation, which {question.precision} excludes; use a batch of {nearest}"
+        )
+    least = min(data for data, *_ in axes)
     nearest = max(least, round(batch / least) * least)
     return (
         f"a batch of {batch} sequences cannot be divided over {question.devices} devices in any"

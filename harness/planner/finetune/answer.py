@@ -108,29 +108,29 @@ def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
                 )
 
 
+def _fastest(question: FitQuestion) -> tuple[tuple[str, ...], Recipe] | None:
+    """Returns the fastest recipe that surely fits, and its differences from plain training.
+
+    Fused code needs another library, so it is turned on only if nothing else suffices.
+    """
+    sure = [row for row in _ladder(question) if probability(question, row[1]) >= SURE]
+    plain = [row for row in sure if row[1].library != "fused"]
+    return max(plain or sure, key=lambda row: _rate(question, row[1]), default=None)
+
+
 def answer(question: FitQuestion) -> FitAnswer:
     """Returns the fastest recipe that surely fits, else the one that needs the least memory."""
     tried = list(_ladder(question))
-    odds = [probability(question, recipe) for _, recipe in tried]
-    # Fused code needs another library, so it is turned on only if nothing else suffices.
-    plain = [i for i, value in enumerate(odds) if value >= SURE and i < len(tried) // 2]
-    sure = plain or [index for index, value in enumerate(odds) if value >= SURE]
-
-    def rate(index: int) -> float:
-        return _rate(question, tried[index][1])
-
-    def bytes_of(index: int) -> float:
-        return footprint(question.shape, tried[index][1]).demand
-
-    chosen = max(sure, key=rate) if sure else min(range(len(tried)), key=bytes_of)
-    words, recipe = tried[chosen]
-    fits = odds[chosen]
+    words, recipe = _fastest(question) or min(
+        tried, key=lambda row: footprint(question.shape, row[1]).demand
+    )
+    fits = probability(question, recipe)
     verdict: Verdict = "yes" if fits >= SURE else "no" if fits <= HARDLY else "uncertain"
     alone = None
     if question.gpus > 1:
         single = dataclasses.replace(question, gpus=1)
-        rates = [_rate(single, r) for _, r in _ladder(single) if probability(single, r) >= SURE]
-        alone = max(rates, default=None)
+        best = _fastest(single)
+        alone = _rate(single, best[1]) if best else None
     ladder = [r for _, r in tried]
     return FitAnswer(
         verdict,
@@ -138,7 +138,7 @@ def answer(question: FitQuestion) -> FitAnswer:
         recipe,
         footprint(question.shape, recipe).demand,
         usable_bytes(question.gpu, question.gpus),
-        rate(chosen),
+        _rate(question, recipe),
         _largest(question, ladder, _with_sequence, STEP, MOST_SEQUENCE),
         _largest(question, ladder, _with_batch, 1, MOST_BATCH),
         words,
@@ -206,8 +206,8 @@ def _remedies(question: FitQuestion) -> Iterator[Option]:
             text = f"{count} x {question.gpu.host_name}"
             changed.append(("gpus", text, dataclasses.replace(question, gpus=count)))
     for name, value, other in changed:
-        every = [(probability(other, r), _rate(other, r), r) for _, r in _ladder(other)]
-        fits, rate, recipe = max(every, key=lambda row: (row[0] >= SURE, row[1], row[0]))
-        if fits >= SURE:
+        if best := _fastest(other):
+            recipe = best[1]
+            fits, rate = probability(other, recipe), _rate(other, recipe)
             margin = usable_bytes(other.gpu, other.gpus) - footprint(other.shape, recipe).demand
             yield Option(name, value, fits, margin, rate)

@@ -20,6 +20,7 @@ from harness.spec.link import Link
 from harness.spec.training import EXACT, Layout, States
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states, passed_once
+from harness.strategy.optimizers import hidden_matrices
 from harness.strategy.registry import (
     make_strategy,
     stand_in_of,
@@ -79,13 +80,12 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
     """Returns the matrix-product operations of a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
-    4 n^2 m + 2 n^3 for n x m elements, n <= m. Parameters below hidden size squared are not
-    matrices.
+    4 n^2 m + 2 n^3 for n x m elements, n <= m. Returns 0 if the hidden size is unknown.
     """
-    if cell.optimizer != "muon":
-        return 0.0
     hidden = workload.hidden_size
-    sides = [sorted((hidden, size // hidden)) for size in facts.sizes if size >= hidden**2]
+    if cell.optimizer != "muon" or not hidden:
+        return 0.0
+    sides = [sorted((hidden, size // hidden)) for size in hidden_matrices(facts, workload)]
     return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
 
 
@@ -329,4 +329,4 @@ def _known_series(measured: LocalMeasurements) -> list[tuple[str, dict[str, obje
 
 def _series(cell: Cell) -> tuple[object, ...]:
     """Returns a key shared by equivalent cells; older records get today's defaults."""
-    return series(cell if cell.defaults is not None else with_defaults(cell))
+    return series(cell if cell.defaults else with_defaults(cell))

@@ -141,17 +141,18 @@ def sweep_settings(
     """Returns plans, or why nothing can run, by workload and number of ranks: of requested and
     measured workloads, and powers of two up to this machine's cores."""
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
+    per_node = request.per_node or 1
     answers: dict[str, dict[int, LocalPlan | str]] = {}
     for workload in dict.fromkeys((setting.workload, *calibration.workloads)):
         for devices in counts:
-            links = setting.links if devices > 1 else ""
+            links = setting.links if devices > per_node else ""
             varied = dataclasses.replace(
                 setting,
                 workload=workload,
                 data=data_for(workload, setting),
                 devices=devices,
                 links=links,
-                nodes=devices if links else 1,
+                nodes=-(-devices // per_node) if links else 1,
             )
             try:
                 answer: LocalPlan | str = plan_setting(varied, request, measured, calibration)[0]
@@ -242,12 +243,13 @@ def scaled(
 
 def _input(cell: Cell, measured: LocalMeasurements, request: ScalingRequest) -> ScalingInput:
     facts = dataclasses.replace(facts_of(cell, measured), cores=cell.devices)
-    if request.link and request.link.bits_per_second and cell.devices > 1:
+    if request.link and cell.devices > 1:
         facts = dataclasses.replace(
             facts,
-            link_bytes_per_second=request.link.bits_per_second / 8,
+            link_bytes_per_second=(request.link.bits_per_second or math.inf) / 8,
             link_seconds=request.link.delay_seconds,
         )
+        return ScalingInput(cell.devices, cell.global_batch, facts)
     same = [
         other.result.speed.samples_per_second
         for other in measured.cells

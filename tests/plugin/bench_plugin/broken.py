@@ -1,4 +1,4 @@
-"""Strategies that run well and train something else: the parity check has to see each of them."""
+"""Strategies that run without errors but train incorrectly; parity must detect each."""
 
 from typing import Literal
 
@@ -24,9 +24,9 @@ class Broken(Strategy):
         "frozen_update",
         "lower_precision",
     ] = "none"
-    """What is wrong with it."""
+    """The planted mistake."""
     from_step: int = 0
-    """From which step on."""
+    """First step with the mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -39,13 +39,13 @@ class Broken(Strategy):
         job.register(model, optimizer)
         size = dist.get_world_size()
         norms = [p for n, p in model.named_parameters() if n.endswith("norm.weight")]
-        kept: list[Batch] = []
+        batches: list[Batch] = []
 
         def step(batch: Batch) -> torch.Tensor:
-            kept.append(batch)
+            batches.append(batch)
             mistake = self.mistake if batch.step >= self.from_step else "none"
             if mistake == "repeated_batch" and batch.step == max(3, self.from_step):
-                batch = kept[-2]
+                batch = batches[-2]
             if mistake == "no_weight_decay":
                 optimizer.param_groups[0]["weight_decay"] = 0.0
             if mistake == "lost_micro_batch":

@@ -1,5 +1,4 @@
-"""A strategy that loses one thing when it loads its checkpoint: parity or the harness has to see
-it."""
+"""A strategy that loses state when it loads a checkpoint; parity or the harness must notice."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,7 +8,7 @@ from harness.strategy.checkpoints import load_by_torch, save_by_torch
 
 
 class Counted:
-    """A library's own count of steps."""
+    """A library's own step count."""
 
     steps = 0
 
@@ -26,7 +25,7 @@ class CheckpointTraps(Strategy):
         "data_position_ignored",
         "library_counter_lost",
     ] = "none"
-    """What is wrong with it."""
+    """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.fsdp import fully_shard
@@ -46,7 +45,7 @@ class CheckpointTraps(Strategy):
 
         def load(folder: Path) -> int:
             before = [p.to_local().clone() for p in model.parameters()]
-            found = load_by_torch(job, state, folder)
+            position = load_by_torch(job, state, folder)
             mine = self.mistake == "one_shard_not_loaded" and job.rank == 1
             if mine or self.mistake == "nothing_loaded":
                 for parameter, old in zip(model.parameters(), before, strict=True):
@@ -58,7 +57,7 @@ class CheckpointTraps(Strategy):
                     of_parameter["step"].zero_()
             if self.mistake == "library_counter_lost":
                 counted.steps = 0
-            return 0 if self.mistake == "data_position_ignored" else found
+            return 0 if self.mistake == "data_position_ignored" else position
 
         job.save_by(lambda folder, steps: save_by_torch(job, state, folder, steps), load)
         return step

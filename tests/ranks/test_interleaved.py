@@ -1,6 +1,4 @@
-"""Launches that train by turns: one at a time, and whatever becomes of one of them, the
-others go on.
-"""
+"""Interleaved launches train one at a time, and one that fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ from tests.ranks.conftest import cell
 
 @pytest.fixture(scope="module")
 def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
-    found = InterleavedLauncher([], 3)
-    yield found
-    found.close()
+    launcher = InterleavedLauncher([], 3)
+    yield launcher
+    launcher.close()
 
 
 def launch(one: Cell) -> Launch:
@@ -57,8 +55,7 @@ def fine(outcome: Outcome, timed: int = 5) -> None:
 
 
 def test_one_trains_at_a_time(interleaved: InterleavedLauncher) -> None:
-    """Turns of three launches follow each other, and each of one ends before the next of another
-    begins."""
+    """Three launches alternate, and each turn ends before another launch's begins."""
     axes = {"timed_steps": 20, "parity_steps": 3}
     outcomes = together(
         interleaved, cell("ddp", **axes), cell("fsdp2", **axes), cell("ddp", **axes)
@@ -79,13 +76,12 @@ def test_one_trains_at_a_time(interleaved: InterleavedLauncher) -> None:
         assert began + seconds < after
 
 
-def test_a_run_by_turns_is_recorded_and_compared(
+def test_an_interleaved_run_is_recorded_and_compared(
     interleaved: InterleavedLauncher,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """With this file's processes, which a run would start and end itself; test_resume.py has such
-    a run."""
+    """The run uses this file's processes; test_resume.py has a run that starts and ends its own."""
     monkeypatch.setattr(interleaved, "close", lambda: None)
     monkeypatch.setattr("harness.run.runner.InterleavedLauncher", lambda *_: interleaved)
     store = Store(tmp_path_factory.mktemp("turns") / "results")
@@ -126,7 +122,7 @@ def test_one_that_fails_leaves_the_others_alone(
 
 
 def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLauncher) -> None:
-    """The others wait for longer than their own limit while one of them hangs until its own."""
+    """The first launch waits for longer than its own limit while another hangs until its limit."""
     first, hung, last = together(
         interleaved,
         cell("ddp", time_limit_seconds=8),
@@ -141,7 +137,8 @@ def test_a_time_limit_counts_a_launchs_own_turns(interleaved: InterleavedLaunche
 
 
 def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
-    """A second after the first turn: one waits, one begins and will hang, one has not begun."""
+    """A second after the first turn, one launch waits, one is about to hang and one has not
+    begun."""
     stop = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
 
     def begun(step: int, seconds: float) -> None:
@@ -153,13 +150,13 @@ def test_a_stop_interrupts_them_all(interleaved: InterleavedLauncher) -> None:
         [launch(cell("ddp")), launch(faulty("hangs")), launch(cell("ddp"))], begun
     )
     assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
-    assert time.monotonic() - begin < 30, "and not when one that hangs reaches its limit of 60"
+    assert time.monotonic() - begin < 30, "the stop must not wait for the limit of 60 s"
     for outcome in together(interleaved, cell("ddp"), cell("ddp")):
         fine(outcome)
 
 
 def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLauncher) -> None:
-    """What the progress display raises ends all launches; their processes serve the next ones."""
+    """An error in the progress display ends all launches; their processes serve the next ones."""
 
     def fails(step: int, seconds: float) -> None:
         raise OSError("the terminal is gone")
@@ -173,9 +170,9 @@ def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLaun
 def test_a_launchers_process_that_is_killed_is_one_failure(
     interleaved: InterleavedLauncher,
 ) -> None:
-    """Before its first turn, when the first launch has begun; and while its ranks hang.
+    """One process is killed before its first turn, another while its ranks hang.
 
-    This is the last test of the file, because it ends two of the processes that serve them all.
+    This test must be the last in the file, because it ends two of the shared processes.
     """
     early, late = (psutil.Process(process.ready()) for process in interleaved._processes[1:])
     later = threading.Timer(4, late.kill)
@@ -184,7 +181,7 @@ def test_a_launchers_process_that_is_killed_is_one_failure(
         if later.ident is None:
             later.start()
             early.kill()
-            time.sleep(1)  # the pool's own thread sees it
+            time.sleep(1)  # the pool's thread notices it
 
     cells = cell("ddp"), cell("ddp"), faulty("hangs")
     first, *lost = interleaved.together([launch(one) for one in cells], kill)
