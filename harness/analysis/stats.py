@@ -136,7 +136,7 @@ def between_runs(
 
     The interval covers steps that follow the machine's speed differently and outliers among single
     trials. Without `same_control`, or if a run's trials were not adjusted, it also covers the
-    unadjusted ratio. That ratio is returned if trials were not adjusted. Degrees of freedom: Welch
+    unadjusted ratio, which is returned if trials were not adjusted. Degrees of freedom: Welch
     (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
