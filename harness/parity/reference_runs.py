@@ -27,7 +27,7 @@ MICRO_BATCH_TOKENS = 2048
 """Maximum number of tokens in a micro-batch of a GPU reference run."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
 """Environment variable for the GiB that reference runs may use."""
-DEFAULT_LIMIT_GIB = 50.0
+DEFAULT_LIMIT_GIB = 60.0
 IN_USE_SECONDS = 3600.0
 """Seconds without use before eviction, because another run may need the reference."""
 NOISE_TOKENS = 8192
