@@ -248,7 +248,7 @@ def test_files_on_disk_hold_the_offloaded_states(run_cells: RunCells, disk: Path
         ),
         cell(
             "deepspeed_dump",
-            options={"stage": 3, "offload_optimizer": "cpu", "folder": str(held)},
+            options={"stage": 3, "offload_optimizer": "cpu", "dump_folder": str(held)},
             **axes,
         ),
     ).trials.set_index("strategy")

@@ -30,4 +30,4 @@ def test_an_optimizers_step_number_cannot_hide_a_late_mistake(run_cells: RunCell
     found = run_cells(right, wrong, timed_seconds=0.05).trials.set_index("cell_id")
     assert found.loc[right.id, "parity_verdict"] == "exact"
     assert found.loc[wrong.id, "parity_verdict"] == "diverged"
-    assert found.loc[wrong.id, "parity_max_update_deviation"] > 1e-4
+    assert found.loc[wrong.id, "rewind_update_deviation"] > 1e-4

@@ -65,7 +65,7 @@ def test_the_fusion_buffer_is_as_large_as_its_threshold(run_cells: RunCells) -> 
     ).trials.iloc[0]
     assert row["parity_verdict"] == "exact"
     assert row["library_bytes"][0] == pytest.approx(row["formula_library_bytes"], abs=1000)
-    assert row["formula_library_bytes"] == 2**20
+    assert row["formula_library_bytes"] == pytest.approx(2**20, abs=1000), "and model buffers"
 
 
 TRAPS = [

@@ -58,6 +58,9 @@ class DeepspeedDump(Deepspeed):
     The files are named like those of DeepSpeed's swapper.
     """
 
+    dump_folder: str = ""
+    """Folder of the files."""
+
     def setup(self, job: Job) -> TrainStep:
         import deepspeed
 
@@ -70,7 +73,7 @@ class DeepspeedDump(Deepspeed):
         deepspeed.initialize = remember
         step = super().setup(job)
         zero = made[0][0].optimizer
-        folder = Path(self.folder) / f"rank{job.rank}"
+        folder = Path(self.dump_folder) / f"rank{job.rank}"
         folder.mkdir(parents=True)
 
         def dumped(batch: Any) -> Any:
