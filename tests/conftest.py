@@ -52,7 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "thorough: slow, and finds little that other tests do not; not in make test"
     )
     config.addinivalue_line(
-        "markers", "quick: a unit test, or one cell of each strategy: make test-quick"
+        "markers", "slow: a unit test of several seconds, not in make test-quick"
+    )
+    config.addinivalue_line(
+        "markers", "quick: a fast unit test, or one cell of each strategy: make test-quick"
     )
 
 
@@ -71,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=order)
     for item in items:
-        if item.path.parent.name == "unit":
+        if item.path.parent.name == "unit" and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
         if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -48,12 +48,15 @@ from harness.spec.training import Tolerance
 from harness.strategy.base import Emulation
 from harness.strategy.registry import make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
+from harness.workloads.counts import model_facts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARE_STEPS = 1.25
 """Factor on a reference's steps, for trials beyond the parity segment."""
+FLOPS_FOR_THREADS = 1e9
+"""FLOPs of a step from which on a reference uses all cores."""
 
 
 @dataclass
@@ -196,9 +199,13 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores."""
-    cores = {"threads_per_device": len(allowed_cores())} if reference.device == "cpu" else {}
-    return reference.model_copy(update=cores)
+    """Returns the cell on all cores, unless its steps are too short to gain from threads, which on
+    a busy machine wait long for each other."""
+    facts = model_facts(make_workload(reference.workload), reference.sequence_length)
+    short = facts.flops_per_sample * reference.global_batch < FLOPS_FOR_THREADS
+    if reference.device != "cpu" or short:
+        return reference
+    return reference.model_copy(update={"threads_per_device": len(allowed_cores())})
 
 
 def _losses_of(outcome: Outcome) -> list[float]:

@@ -99,6 +99,8 @@ def parameters() -> list[ParameterSet]:
         marks = [] if one.strategy in seen or one.expect != "ok" else [pytest.mark.quick]
         if marks:
             seen.add(one.strategy)
+        if (one.expect, one.precision) == ("diverged", "fp16"):
+            marks = [pytest.mark.thorough]  # a minute: fp16 is slow on CPUs
         parameters.append(pytest.param(one, id=one.name.replace(" ", "-"), marks=marks))
     return parameters
 

@@ -184,6 +184,7 @@ def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
     return write_file(file, nullable, [pa.Table.from_pylist(changed, schema=nullable)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "values", "column"),
     [

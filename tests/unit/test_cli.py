@@ -249,6 +249,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
     options = [
         "--matrix",

@@ -13,6 +13,7 @@ from harness.record.hardware_facts import SpeedMeasurement
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [True, False])
 def test_speed_of_a_cpu(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are positive and finite, and the TF32 setting is restored."""
@@ -37,6 +38,7 @@ def test_repeats_are_bounded() -> None:
     assert len(calls) == 52
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "limit", "succeeds"),
     [("cpu", 90.0, True), ("cuda:99", 90.0, False), ("cpu", 0.01, False)],

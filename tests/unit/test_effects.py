@@ -118,6 +118,7 @@ def test_a_run_without_effects_has_no_text() -> None:
     assert visible(effects_blocks(combinations()[:1]), "page") == []
 
 
+@pytest.mark.slow
 def test_tune_leaves_out_what_does_not_fit() -> None:
     matrix = read_matrix("tune")
     all_there = expand(matrix, Host("cpu", 2, 2**34))

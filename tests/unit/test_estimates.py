@@ -302,6 +302,7 @@ def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None
     assert ratio_of_both.verdict == "slower"
 
 
+@pytest.mark.slow
 def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
     """Noise of crowded cells changes neither the intervals nor the coefficients of other cells."""
     chance = random.Random(3)

@@ -69,6 +69,7 @@ def pairs() -> list[tuple[Cell, str]]:
     return list(found.values())
 
 
+@pytest.mark.slow
 def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
     seen = set()
     for cell, to in pairs():
@@ -298,6 +299,7 @@ def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:
     done = bench("export", "dpp", "--to", "torchrun", "--matrix", "smoke", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

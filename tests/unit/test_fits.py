@@ -179,6 +179,7 @@ def test_public_questions() -> None:
     assert not [row for row in wrong if row[2] == "yes"], wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_command_allocates_what_was_counted(method: str) -> None:
     """The cell allocates the predicted bytes, except for matrix inputs that peft casts to fp32."""

@@ -212,6 +212,7 @@ def test_the_page_for_print_is_light_open_and_without_script(one: RunReport, htm
     ), "both pages have the same words"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -150,6 +150,7 @@ def planned(host: str) -> Plan:
     return kept_or_new_plan(Store(Path("nowhere")), options, resume=False)[0]
 
 
+@pytest.mark.slow
 def test_the_record_tells_what_a_strategy_adds_to_its_precision() -> None:
     """Rounding is the only reason if strategy, optimizer and a split BatchNorm add none."""
     seen = Counter[bool]()
@@ -195,6 +196,7 @@ def test_half_precision_of_the_kept_run_has_an_answer() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_headline_of_full_on_gpus_is_what_is_timed(host: str) -> None:
     plan = planned(host)

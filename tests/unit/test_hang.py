@@ -124,6 +124,7 @@ def test_a_rank_that_has_answered_or_has_not_begun_does_not_hang(
     assert looks(silence(tmp_path, 2), 60) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "hangs"), [(BUSY, False), (IDLE, True)])
 def test_work_before_the_first_step_is_a_sign_of_life(
     tmp_path: Path, program: str, hangs: bool, monkeypatch: pytest.MonkeyPatch

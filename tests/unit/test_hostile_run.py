@@ -119,6 +119,7 @@ def test_one_cell(store: Store) -> None:
         assert json.loads(json.dumps(detail, allow_nan=False))["cell"]["cell_id"] == cell.id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(LIBRARIES))
 def test_tools(store: Store, target: str, tmp_path: Path) -> None:
     done = publish(target, store.load([NEW]), tmp_path / "out")

@@ -202,6 +202,7 @@ def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
             expand(matrix, CPU, **{option: [pattern]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", matrix_names())
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(

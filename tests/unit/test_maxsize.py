@@ -107,6 +107,7 @@ def test_a_wide_models_smallest_matrix_has_a_mebibyte_per_rank() -> None:
     assert 4 * wide_size(2) ** 2 / 2 >= 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suffix",
     ["", *(f"+{adapter}" for adapter in ADAPTERS), "+bf16", "+fp16", "+int8+lora", "+nf4+ia3"],
@@ -428,6 +429,7 @@ def test_memory_held_by_a_rank_is_counted_by_kind() -> None:
     assert unknown["parameters"] >= 400000, "in set-up, parameters are recognised by class"
 
 
+@pytest.mark.slow
 def test_the_limit_is_lifted_for_the_harness_and_for_the_last_words() -> None:
     import torch
 

@@ -96,6 +96,7 @@ def buckets(cell: Cell, candidate: ClusterCandidate, parameters: int) -> float:
     return parameters * (2.0 if cell.workload.endswith("+bf16") else 4.0) * alone
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
 def test_the_exported_first_choice_allocates_what_is_counted(case: Case, tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_the_exported_first_choice_allocates_what_is_counted(case: Case, tmp_pat
     assert counted == pytest.approx(rehearsed_bytes(cell), rel=0.05)
 
 
+@pytest.mark.slow
 @quiet
 def test_the_answer_shows_what_a_rehearsal_found(tmp_path: Path) -> None:
     model = model_of(Case("llama", 2, 8, 256), tmp_path)

@@ -291,6 +291,7 @@ def test_bad_input_is_one_sentence(
     assert text.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_answers_in_json() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "plan", "--model", "llama-8b", "--devices", "16", "--json"],

@@ -74,6 +74,7 @@ def made(noise: float = 0.02, outliers: int = 0) -> MeasuredRuns:
     return dataclasses.replace(runs, seconds=seconds, memory_bytes=memory)
 
 
+@pytest.mark.slow
 def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> None:
     runs = made(outliers=15)
     assert runs.ran.sum() > 100
@@ -94,6 +95,7 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     assert load(tmp_path / "calibration.yaml") == load()
 
 
+@pytest.mark.slow
 def test_the_commands_calibrate_and_validate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def refusal(strategy: str, workload: str, devices: int = 2, **axes: Any) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_structure_and_counts_are_those_of_the_built_model(tmp_path: Path, model: str) -> None:
     workload = make_workload(save_config(tmp_path, model))

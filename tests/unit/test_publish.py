@@ -338,6 +338,7 @@ def test_quiet_restores_the_environment() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [*HOSTILE, "", "../../escaped", "a/b\\c\nd"])
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
     ran, absent = (Cell(strategy=text, workload=text, devices=n) for n in (2, 3))

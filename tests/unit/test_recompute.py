@@ -131,6 +131,7 @@ def test_operations_of_recomputation_by_hand() -> None:
     assert recomputed_flops(workload, tokens, "none") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-64x3", "gpt2-nano", "bert-micro"])
 def test_each_kind_takes_less_memory_and_more_operations(name: str) -> None:
     workload = make_workload(name)
@@ -151,6 +152,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
     assert sizes[2] - sizes[1] == 2 * of_input
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
     """The formula is within 5 % of a real step's peak; see docs/studies/recompute-memory.md."""
@@ -182,6 +184,7 @@ PARTS: dict[str, dict[str, Any]] = {
 SLOW = ("interleaved_1f1b", "three_d")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # libraries call deprecated torch functions
 @pytest.mark.parametrize(
     ("name", "recompute"),

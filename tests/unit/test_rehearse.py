@@ -85,6 +85,7 @@ def test_a_collective_counts_with_the_backends_own_buffer() -> None:
     assert ledger.total == 2000
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero_redundancy"])
 def test_shallow_models_give_the_peak_of_the_deep_one(strategy: str) -> None:
@@ -98,6 +99,7 @@ def test_shallow_models_give_the_peak_of_the_deep_one(strategy: str) -> None:
     assert fast.rehearsed_blocks == ((13,) if strategy == "zero_redundancy" else DEPTHS)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
 def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> None:
@@ -185,6 +187,7 @@ def test_the_command_shows_a_table_or_json() -> None:
     assert "model whole" in shown.stdout
 
 
+@pytest.mark.slow
 @quiet
 def test_a_model_with_norms_of_heads_peaks_as_a_llama_of_its_sizes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "head_dim": 128}

@@ -121,6 +121,7 @@ def test_commands_that_train_name_torch_and_transformers(words: list[str]) -> No
     assert named(done.stderr) == list(TRAINING.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -224,6 +224,7 @@ def ask(*words: str) -> str:
     return commands.told(report, *words)
 
 
+@pytest.mark.slow
 def test_command_for_several_runs_and_the_index(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_the_run_before_is_of_the_same_matrix_and_hardware(tmp_path: Path) -> No
     assert (found[0].change, found[0].regressions) == ("1 regression: slower 1", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [*HOSTILE, ""])
 def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
     odd: dict[str, Any] = dict.fromkeys(

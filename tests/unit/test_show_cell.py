@@ -208,6 +208,7 @@ def test_charts_of_characters() -> None:
     assert (len(long), long[-1], set(long[:-1])) == (STEPS, "█", {"▁"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [*HOSTILE, "", "[red]markup[/red] [link=file:///etc/passwd]x[/link]"]
 )

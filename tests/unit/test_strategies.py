@@ -447,6 +447,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_eight_bits_fails_with_sharded_parameters() -> None:
     """FSDP2 refuses AdamW8bit, whose update takes plain tensors only. Once this test fails, the
     refusal can be removed."""
@@ -476,6 +477,7 @@ assert build_shm_op() is None
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_takes_no_compiler_and_no_lock_at_the_first_collective() -> None:
     """DeepSpeed's shared-memory collectives stay disabled even if compiled. A rank killed while it
     builds them leaves a lock in the user's cache, for which all later ranks would wait."""

@@ -99,6 +99,7 @@ def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     assert any(not torch.equal(v, other.state_dict()[k]) for k, v in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
