@@ -48,7 +48,7 @@ from bench.host import Host
 from harness.spec.cell import FILLED_IN, Cell
 from harness.spec.device import DeviceType
 from harness.spec.errors import UsageError, first_error
-from harness.spec.yaml_text import parse_yaml, require_known_keys
+from harness.spec.yaml_text import parse_yaml, require_keys
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
@@ -174,7 +174,7 @@ def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
     """Checks a matrix; raises UsageError with its name and the key."""
     if not isinstance(content, dict):
         raise UsageError(f"matrix {name}: must be a mapping with a key 'cells'")
-    require_known_keys(content, kind.model_fields, f"matrix {name}")
+    require_keys(content, kind.model_fields, f"matrix {name}")
     try:
         matrix = kind(**content)
     except ValidationError as error:
@@ -183,17 +183,17 @@ def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
     for index, rule in enumerate(matrix.hosts):
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
     for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
-        require_known_keys(axes, AXES, f"matrix {name}, {where}")
+        require_keys(axes, AXES, f"matrix {name}, {where}")
     lists = [("", matrix.cells)]
     lists += [(f"hosts[{index}].", rule.cells) for index, rule in enumerate(matrix.hosts)]
     for place, entries in lists:
         for index, entry in enumerate(entries):
-            require_known_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
+            require_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
     return matrix
 
 
 def known_axes(axes: Mapping[str, object]) -> Axes:
-    require_known_keys(axes, AXES, "settings")
+    require_keys(axes, AXES, "settings")
     return dict(axes)
 
 
@@ -215,6 +215,6 @@ def parse_changes(settings: Sequence[str]) -> Axes:
             raise UsageError(
                 f"--set {setting!r}: write it as axis=value, for example --set batch=16"
             )
-        require_known_keys([axis], AXES, f"--set {setting!r}")
+        require_keys([axis], AXES, f"--set {setting!r}")
         changes[axis] = parse_yaml(value, f"--set {setting!r}")
     return changes

@@ -323,8 +323,8 @@ def _cells(out: Console, all_series: list[Series]) -> None:
         last = series.last_change
         since = ""
         if last is not None and last.change is not None:
-            words = change_words(series, last.change)
-            since = f"{words} since {last.started_at:%Y-%m-%d} {last.run_id}"
+            change = change_words(series, last.change)
+            since = f"{change} since {last.started_at:%Y-%m-%d} {last.run_id}"
         values = [point.value.value for point in series.points]
         table.add_row(
             escape(series.cell_name),

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.spec.errors import UsageError, first_error
-from harness.spec.yaml_text import parse_yaml, require_known_keys
+from harness.spec.yaml_text import parse_yaml, require_keys
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "slurm" / "site.yaml"
@@ -160,7 +160,7 @@ def read_site(file: Path | None, **given: object) -> Site:
         content = parse_yaml(site.read_bytes(), f"site file {site}") or {}
         if not isinstance(content, dict):
             raise UsageError(f"site file {site}: must be a mapping such as `partition: gpu`")
-        require_known_keys(content, Site.model_fields, f"site file {site}")
+        require_keys(content, Site.model_fields, f"site file {site}")
     try:
         options = {name: value for name, value in given.items() if value is not None}
         return Site.model_validate({**content, **options})

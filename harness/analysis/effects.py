@@ -129,25 +129,25 @@ def _effect(
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """Returns the geometric mean of throughput ratios, with an error at least the pairs' scatter;
     the interval of two pairs spans both."""
-    known = [
+    speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs
         if cell.speed.log_throughput and twin.speed.log_throughput
     ]
-    if not known:
+    if not speeds:
         return None
-    gaps = [with_it.mean - without.mean for with_it, without in known]
-    own = math.sqrt(sum(a.whole_error**2 + b.whole_error**2 for a, b in known)) / len(known)
+    gaps = [with_it.mean - without.mean for with_it, without in speeds]
+    error = math.sqrt(sum(a.whole_error**2 + b.whole_error**2 for a, b in speeds)) / len(speeds)
     scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 2 else 0.0
-    degrees = min(estimate.whole_degrees for pair in known for estimate in pair)
-    if scatter > own:
+    degrees = min(estimate.whole_degrees for pair in speeds for estimate in pair)
+    if scatter > error:
         degrees = min(degrees, len(gaps) - 1)
-    trials = min(estimate.trials for pair in known for estimate in pair)
-    effect = LogEstimate(statistics.fmean(gaps), max(own, scatter), degrees, trials)
+    trials = min(estimate.trials for pair in speeds for estimate in pair)
+    effect = LogEstimate(statistics.fmean(gaps), max(error, scatter), degrees, trials)
     mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
-    if len(known) != 2:
+    if len(speeds) != 2:
         return mean
-    each = [mean, *(ratio(with_it, without, CONFIDENCE) for with_it, without in known)]
+    each = [mean, *(ratio(with_it, without, CONFIDENCE) for with_it, without in speeds)]
     lows = [one.low for one in each if one.low is not None]
     highs = [one.high for one in each if one.high is not None]
     return replace(mean, low=min(lows, default=None), high=max(highs, default=None))

@@ -274,11 +274,11 @@ def _around(when: str, states: Iterable[GpuState]) -> list[GpuFinding]:
         others = state.processes or ()
         if sizes := [process.memory_bytes for process in others if process.memory_bytes]:
             who = "another process" if len(sizes) == 1 else f"{len(sizes)} other processes"
-            words = f"GPU {state.index} {when}: {who} with {sum(sizes) / GIB:.1f} GiB"
-            findings.append(GpuFinding("shared", words))
+            text = f"GPU {state.index} {when}: {who} with {sum(sizes) / GIB:.1f} GiB"
+            findings.append(GpuFinding("shared", text))
         if state.slowed:
-            words = f"GPU {state.index} {when}: {heat(state)}"
-            findings.append(GpuFinding("throttled", words))
+            text = f"GPU {state.index} {when}: {heat(state)}"
+            findings.append(GpuFinding("throttled", text))
     return findings
 
 

@@ -167,12 +167,12 @@ def trial_seconds(
 
 
 def _link_bytes_per_second(cell: Cell, gpu: str | None) -> float:
-    known = inputs_of(cell).link_bytes_per_second
+    rate = inputs_of(cell).link_bytes_per_second
     model = gpu_model(gpu) if cell.device == "cuda" else None
     if model and model.nvlink_bytes_per_second:
-        known = NVLINK_SHARE * model.nvlink_bytes_per_second
+        rate = NVLINK_SHARE * model.nvlink_bytes_per_second
     emulated = Link.of(cell.links).bits_per_second if cell.links else None
-    return min(known, emulated / 8) if emulated else known
+    return min(rate, emulated / 8) if emulated else rate
 
 
 def _flops_per_second(cell: Cell, precision: str, gpu: str | None) -> float:

@@ -24,10 +24,10 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         raise UsageError(f"{where} is not valid YAML: {reason}") from None
 
 
-def require_known_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
+def require_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> None:
     """Raises UsageError for the first unknown key, with the nearest known one."""
-    names = list(known)
-    for key in given:
+    names = list(allowed)
+    for key in keys:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"

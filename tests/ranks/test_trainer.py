@@ -96,7 +96,7 @@ def test_other_axes(run_cells: RunCells) -> None:
 def test_what_goes_wrong_without_a_precaution(
     run_cells: RunCells, trap: str, engine: str, status: str, reason: str
 ) -> None:
-    """By default Trainer shuffles, clips and decays the learning rate.
+    """Trainer shuffles, clips and decays the learning rate unless told otherwise.
 
     Its own optimizer is exact, except that it exempts some parameters from weight decay.
     """
