@@ -69,17 +69,18 @@ def test_memory_and_traffic_are_those_without_a_control(run_cells: RunCells) -> 
 def test_work_in_a_thread_after_the_step_is_the_next_steps(run_cells: RunCells) -> None:
     """The rank is stopped while the control runs, so the thread does none of its work meanwhile."""
     plain = cell("hidden", workload="llama-micro")
-    more = {"milliseconds": 30.0, "in_thread": True}
+    more = {"milliseconds": 60.0, "in_thread": True}
     hidden = cell("hidden", workload="llama-micro", options=more)
-    steps = timed_steps(run_cells, plain, hidden)
-    for _ in range(3):  # the fastest counts, as others may use this machine
-        seconds = steps.groupby("cell_id")["step_seconds"].median()
-        control = steps.groupby("cell_id")["control_seconds"].min()
-        if control[hidden.id] == pytest.approx(control[plain.id], rel=0.35):
+    launches = []
+    for _ in range(4):  # the fastest launch counts, as others may use this machine
+        launches.append(timed_steps(run_cells, plain, hidden).groupby("cell_id"))
+        seconds = min_of([launch["step_seconds"].median() for launch in launches])
+        control = min_of([launch["control_seconds"].min() for launch in launches])
+        alike = control[hidden.id] == pytest.approx(control[plain.id], rel=0.35)
+        if alike and seconds[hidden.id] > seconds[plain.id] + 0.010:
             break
-        steps = pd.concat([steps, timed_steps(run_cells, plain, hidden)])
     assert seconds[hidden.id] > seconds[plain.id] + 0.010
-    assert control[hidden.id] == pytest.approx(control[plain.id], rel=0.35)
+    assert alike, control
 
 
 @pytest.mark.alone
@@ -99,6 +100,10 @@ def test_a_parameter_servers_threads_do_not_slow_the_control_down(run_cells: Run
             break
         steps = pd.concat([steps, timed_steps(run_cells, *cells)])
     assert shared.dropna().tolist() == near
+
+
+def min_of(launches: list[pd.Series[float]]) -> pd.Series[float]:
+    return pd.concat(launches, axis=1).min(axis=1)
 
 
 def timed_steps(run_cells: RunCells, *cells: Cell) -> pd.DataFrame:
