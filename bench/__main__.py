@@ -1,6 +1,3 @@
-"""python -m bench."""
-
-
 def main() -> None:
     from harness.host.packages import require
 

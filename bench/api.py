@@ -1,4 +1,4 @@
-"""The Python interface: the commands' functions, with values and exceptions instead of text."""
+"""The Python interface: commands as functions that return values and raise exceptions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MAX_PRICE = 1e9
 
 @dataclass(frozen=True)
 class RecordedRuns(Results):
-    """Tables of one run or several, and what follows from them."""
+    """Tables of one or more runs, and results computed from them."""
 
     baseline: Choice | None = None
-    """Cell that others of its setting are compared with; None: DDP, else the single process."""
+    """Selects the cell to compare others with; None: DDP, else the single process."""
 
     @functools.cached_property
     def cells(self) -> pd.DataFrame:
@@ -47,7 +47,7 @@ class RecordedRuns(Results):
 
     @functools.cached_property
     def answer(self) -> Answer | None:
-        """Advice of the newest run; None if it has nothing to choose."""
+        """Advice from the newest run; None if there is nothing to choose."""
         from reports.run_report import only, ran
 
         return ran(only(self, [self.runs["run_id"].max()]), self.baseline).advised
@@ -69,7 +69,7 @@ def load(
     """Returns recorded runs of a results folder, by default all.
 
     `runs`: ids or their prefixes, `latest` or `latest~1`. `baseline`: strategy, id or pattern of
-    the cell that others are compared with. Raises UsageError for an unknown one.
+    the cell to compare others with. Raises UsageError for an unknown run or baseline.
     """
     from bench.select import baseline_choice, find_run
     from harness.spec.cell import Cell

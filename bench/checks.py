@@ -22,19 +22,17 @@ from harness.host.nvml import Nvml
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
 BUSY_SHARE = 0.1
-"""Reported load of other processes, as a share of all cores."""
+"""Smallest reported load of other processes, as a share of all cores."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""NCCL takes tens of MiB per pair of ranks; containers get 64 MiB."""
+"""Least size of /dev/shm: NCCL takes tens of MiB per pair of ranks."""
 LOCKED_BYTES = GIB
 HOT_CELSIUS = 83
-"""Reported temperature at rest; most GPUs throttle from 83 to 90 degrees Celsius."""
+"""Lowest reported idle temperature; most GPUs throttle between 83 and 90 degrees."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A condition of this host that skews results."""
-
     subject: str
     what: str
     why: str
@@ -150,7 +148,6 @@ def _command(nvidia: str, amd: str) -> str:
 
 
 def _unproven() -> Iterator[Trouble]:
-    """Reports what is unproven because the suite has never run on AMD's GPUs."""
     if not (version := rocm_version()):
         return
     yield Trouble(
@@ -234,7 +231,7 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
                 "they communicate over PCIe, which is many times slower than NVLink",
                 "systemctl status nvidia-fabricmanager; nvidia-smi nvlink -s",
             )
-        elif "NVLink" not in between and between == "system":
+        elif between == "system":
             yield Trouble(
                 f"GPUs {devices[a].index} and {devices[b].index}",
                 "they are connected only through the link between the two sockets",
@@ -245,7 +242,6 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
 
 
 def host_troubles(root: Path = Path("/")) -> list[Trouble]:
-    """`root`: parent of /sys and /dev."""
     checked = (_governor(root), _turbo(root), _siblings(root), _neighbours(), _swap(), _disk())
     return [trouble for trouble in checked if trouble]
 
@@ -264,7 +260,7 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Clocks fall as the processor warms up, so first cells are faster."""
+    """Reports turbo: clocks fall as the processor warms up, so the first cells are faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
-"""Seconds a requeued job waits for earlier processes."""
+"""Seconds that a requeued job waits for processes of its previous start to end."""
 
 StartListener: TypeAlias = Callable[
     [Plan, int], contextlib.AbstractContextManager[ProgressListener]
 ]
-"""Returns the listener for a plan with this many open trials, entered as the run begins."""
+"""Makes a run's listener, a context manager, from its plan and number of open trials."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,12 @@ class RunOptions:
     baseline_cell: str = ""
     profile: bool = False
     with_parent: bool = False
-    """Whether to end with the parent process, as another job continues the run."""
+    """Whether to end with the parent process; another job then continues the run."""
     agents: AgentOptions = AgentOptions()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run before its first trial."""
-
     store: Store
     plan: Plan
     begun: bool
@@ -131,7 +129,7 @@ def execute(
     listener: StartListener,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Ended:
-    """Runs all open trials. `say`: receives messages before the first one."""
+    """Runs all open trials. `say`: receives messages before the first trial."""
     began_at = time.monotonic()
     plan = _begin(prepared, say)
     store, part = prepared.store, prepared.part
@@ -157,7 +155,7 @@ def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
         say("measuring this GPU's peak rates, in about 10 s")
     if prepared.begun or runner.begin():
         return plan
-    # Another task of the array came first.
+    # Another task of the job array has begun the run.
     return kept_plan(prepared.store, plan.run_id)
 
 

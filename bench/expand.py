@@ -1,4 +1,4 @@
-"""Expands a matrix on a host to cells, with a reason for each omitted one."""
+"""Expands a matrix to the cells of a host, with a reason for each cell left out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _COUNTED = (
     "timed_steps",
     "parity_steps",
 )
-"""Axes whose value may name a number."""
+"""Axes whose value may be a name in the matrix's `numbers`."""
 
 
 MODEL = "model"
-"""Key of the workload that replaces all others."""
+"""Internal axis: the workload that replaces all others."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ Cells = dict[str, Cell]
 def _timed_and_checked(
     matrix: Matrix, rule: Rule, host: Host, changes: Axes, name: str
 ) -> tuple[Cells, Cells]:
-    """Returns a matrix's cells, and fp32 twins of cells without a precision."""
+    """Returns a matrix's cells, and fp32 twins of those without a precision, by id."""
     sizes = rule.over(matrix)
     timed: Cells = {}
     checked: Cells = {}

@@ -21,7 +21,7 @@ class Host:
 
     device: str
     num_devices: int
-    """GPUs, or CPU cores, which more ranks may share."""
+    """Number of GPUs, or of CPU cores, which ranks may share."""
     memory_bytes: int
     """Memory of one GPU, or of the host."""
     nodes: int = 1
@@ -74,7 +74,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 class UnsuitableData(Refused):
-    """The cell's data and model do not match; a mistake if no cell is left."""
+    """The cell's data and model do not match; a usage error if no cell is left."""
 
 
 def admit_here(cell: Cell, host: Host) -> None:

@@ -8,6 +8,7 @@
                                    # two rounds; default: the planned time plus a quarter
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
+    only_what_fits: true           # leaves out cells that exceed a device's memory by formula
     defaults: {batch: 8}           # axes of cells that do not set them
     hosts:                         # the first rule that fits the host extends the above
       - device: cuda
@@ -37,6 +38,7 @@ override all others, to keep twins small.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,9 +56,9 @@ HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
 """Resolves differences of 3 % if trials spread by 1.1 % (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Covers some slow spells; about as long as a trial's start."""
+"""Long enough to average over short slow spells; about as long as starting a trial."""
 _NO_AXES = ("global_batch", *FILLED_IN)
-"""Fields of a cell that no matrix gives."""
+"""Cell fields that a matrix cannot set."""
 AXES = (*(name for name in Cell.model_fields if name not in _NO_AXES), "batch")
 _AXES_SCHEMA = {
     "type": "object",
@@ -73,7 +75,7 @@ Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
 
 
 class Sizes(BaseModel):
-    """Meanings of names, and default axes."""
+    """Workloads and numbers by name, and default axes."""
 
     model_config = ConfigDict(extra="forbid")
     workloads: dict[str, str] = Field(default_factory=dict)
@@ -81,7 +83,7 @@ class Sizes(BaseModel):
     defaults: Axes = Field(default_factory=dict)
 
     def over(self, other: Sizes) -> Sizes:
-        """Merges these sizes into others; these win."""
+        """Merges with `other`; entries of `self` win."""
         return Sizes(
             workloads={**other.workloads, **self.workloads},
             numbers={**other.numbers, **self.numbers},
@@ -143,9 +145,10 @@ _UNITS = {
 def parse_bytes(text: str | int) -> int:
     """Parses `60GiB`, `500MB` or a number; else raises UsageError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
-    if not match:
-        raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
-    return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    with contextlib.suppress(ValueError, KeyError, OverflowError):  # 1.2.3GiB, 1iB
+        if match:
+            return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
 
 
 def matrix_names() -> list[str]:
@@ -158,7 +161,7 @@ def read_matrix(name: str) -> Matrix:
 
 
 def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
-    """Reads a matrix of a kind with more keys."""
+    """Reads a matrix as `kind`, a subclass with further keys."""
     path = HOME / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -198,7 +201,7 @@ def known_axes(axes: Mapping[str, object]) -> Axes:
 
 
 def axes_of(cell: Cell) -> Axes:
-    """Returns the axes that a matrix would name for a cell."""
+    """Returns the axes with which a matrix describes this cell."""
     given = {*cell.model_fields_set, "device", "parity_steps"}
     axes = cell.model_dump(include=given - {*FILLED_IN})
     batch = axes.pop("global_batch", cell.global_batch)

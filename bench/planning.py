@@ -17,7 +17,7 @@ from harness.spec.errors import UsageError
 
 HOUR = 3600.0
 FROM_PYTHON = "bench.run"
-"""Matrix name of a run whose cells a program gave."""
+"""Matrix name of runs whose cells were given in Python."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlanOptions:
 
     @property
     def changes_a_plan(self) -> bool:
-        """Returns whether an option cannot apply to a run that has begun."""
+        """Whether an option is set that cannot apply to a run that has begun."""
         return bool(
             self.only
             or self.skip

@@ -1,4 +1,4 @@
-"""Others' published rows as cells of the suite, with predictions and differences."""
+"""Published results of others as cells of the suite, with predictions and differences."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def published_rows(file: Path = FILE) -> PublishedRows:
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens per second per device, and bytes of the fullest one; None is unknown."""
+    """Tokens per second per device, and peak bytes of the fullest device; None: unknown."""
 
     tokens_per_second: float | None
     low: float | None = None
@@ -164,7 +164,6 @@ def measured_figures(row: PublishedRow, cell: CellResult) -> Figures:
 
 
 def differences(source: Source, row: PublishedRow) -> list[str]:
-    """Returns what differs between the source and a run here."""
     from harness.host.environment import version_of
 
     names = ("torch", "transformers")

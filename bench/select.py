@@ -1,7 +1,7 @@
 """Resolves the run and cell arguments of all commands.
 
-Runs: an id, its prefix, `latest`, or `latest~1` before it. Cells: an id, a strategy, or a pattern
-(`ddp*x2*`) over labels or names.
+Runs: an id, its prefix, `latest`, or `latest~1`, the one before. Cells: an id, a strategy, or a
+pattern (`ddp*x2*`) over labels or names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from harness.spec.yaml_text import parse_yaml
 __all__ = ["find_run"]
 
 REFERENCES = "reference"
-"""Named baselines, below the results."""
+"""Subfolder of the results folder with named baselines."""
 MOST_NAMED = 12
-"""Most cells in an error."""
+"""Most cells that a message lists."""
 
 
 class Recorded(Protocol):
@@ -92,8 +92,8 @@ def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns the results that the baseline's name means, if any. Raises UsageError without
-    match."""
+    """Returns a test for results of the baseline; None without a pattern. Raises UsageError if no
+    cell matches."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -142,8 +142,8 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
 
 
 def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
-    """Returns cells that match `only` (if any) and not `skip`. Raises UsageError for a pattern
-    without match, or without a cell left."""
+    """Returns cells that match `only` (if any) and not `skip`. Raises UsageError if a pattern
+    matches nothing, or no cell remains."""
     for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):

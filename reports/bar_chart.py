@@ -116,7 +116,7 @@ class Bars:
 
 
 class _Lines:
-    """All lines' shapes in few collections, which is much faster."""
+    """Gathers the shapes of all bars in few collections, which draw much faster."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}

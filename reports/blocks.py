@@ -18,7 +18,7 @@ class Span:
     """Text in one style, or a number with its full precision.
 
     `style`: `strong`, `em`, `code`, `small`, `data` (recorded text), or CSS classes. `link`:
-    address; `#name` is dropped if missing. `field`, `value`: of a number.
+    URL, or `#name`, dropped if the page lacks it. `field`, `value`: a number's name and full value.
     """
 
     text: str
@@ -52,7 +52,7 @@ def phrase(*parts: Words) -> list[Inline]:
 
 
 def data(text: str, style: str = "") -> Span:
-    """Marks recorded text, whose direction cannot change that of the page."""
+    """Marks recorded text, so that right-to-left characters cannot reorder the page."""
     return Span(text, f"data {style}".strip())
 
 
@@ -79,7 +79,7 @@ _MARKUP = re.compile(
 
 
 def prose(name: str, **values: Words | int) -> list[Inline]:
-    """Returns a text of prose.md. Inserted values are not markup."""
+    """Returns a text of prose.md; markup in inserted values is not interpreted."""
     template, result, end = _prose()[name], [], 0
     for match in _MARKUP.finditer(template):
         result += _filled(template[end : match.start()], "", values)
@@ -119,8 +119,6 @@ def _prose() -> dict[str, str]:
 
 
 class ChartData(Protocol):
-    """Chart data that can draw itself."""
-
     @property
     def name(self) -> str:
         """HTML id, unique in the page."""
@@ -261,8 +259,6 @@ Medium: TypeAlias = Literal["page", "text"]
 
 @dataclass(frozen=True)
 class Only:
-    """Blocks for one medium."""
-
     medium: Medium
     blocks: Sequence[Block]
 
@@ -274,7 +270,7 @@ Blocks: TypeAlias = list[Block]
 
 
 def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
-    """Returns the blocks that a medium shows, parts written out, without empty ones."""
+    """Returns the non-empty blocks that a medium shows; replaces parts by their contents."""
     shown: Blocks = []
     for block in blocks:
         match block:

@@ -135,7 +135,7 @@ class CellDetail:
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
-    """Returns everything recorded. `results`: the cell's run; `steps`: that table of it."""
+    """Returns a cell's records. `results`: its run, without steps; `steps`: its steps."""
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
     ranked = [

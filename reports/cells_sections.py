@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.setting import System
+from harness.analysis.setting import System, grouped
 from harness.record.trial import TrialRecord
 from harness.record.trial_status import NO_RESULT, NOT_LAUNCHED
 from reports import blocks as ui
@@ -78,10 +78,7 @@ def _flags(cell: CellResult) -> ui.Td:
 
 
 def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    place = (
-        "within workload, devices, precision, batch and optimizer; ≈ tied with the one above, no"
-        " significant difference"
-    )
+    place = "among cells that differ only in strategy; ≈ tied with the one above"
     columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(cells),
@@ -104,7 +101,7 @@ def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
             "Efficiency",
             _efficiency,
             "own / plain",
-            "against itself, and against the plain process, on one device",
+            "throughput per device over that of itself, and of the plain process, on one device",
         ),
         ReportColumn(
             "Parity", parity_td, "or status", "whether it trained the same as the reference"
@@ -135,7 +132,7 @@ def _any(cells: Sequence[CellResult], path: str) -> bool:
 
 
 def _gpu_columns() -> list[tuple[str, ReportColumn[CellResult]]]:
-    peak = "as MFU, over what this card reached in a matrix product instead of its data sheet"
+    peak = "as MFU, but over the rate that this card reached in a matrix product"
     compiling = "by torch.compile, before the timed steps; slowest rank"
     return [
         ("mfu", figure("MFU", "mfu", _hundredths, "%", "model FLOPs utilisation")),
@@ -169,7 +166,7 @@ def _place(cell: CellResult) -> ui.Td:
     if not cell.same_as_above:
         return ui.Td(place)
     above = cell.place - 1
-    tip = f"tied with the one above, place {above}: no significant difference"
+    tip = f"tied with place {above}: either may be the fastest"
     return ui.Td([place, f" ≈ {above}"], tip=tip)
 
 
@@ -367,10 +364,8 @@ _KINDS = (
 
 
 def failures_blocks(report: RunReport) -> ui.Blocks:
-    alike: dict[tuple[str, bool, str], list[Failure]] = {}
-    for failure in failures(report.cells, report.trials):
-        key = (failure.what, failure.row.expected, failure.row.reason)
-        alike.setdefault(key, []).append(failure)
+    found = failures(report.cells, report.trials)
+    alike = grouped(found, lambda one: (one.what, one.row.expected, one.row.reason))
     blocks = list(map(_failure_box, alike.values()))
     missing = not_run(report.systems)
     for kind, title, text in _KINDS:

@@ -44,7 +44,7 @@ _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 WIDTH = 360
 """Chart width in pixels of the page at 100 %."""
 FEW = 8
-"""Charts that take as long to draw as another process takes to start."""
+"""Number of charts whose drawing takes as long as starting a process."""
 
 _SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
@@ -99,7 +99,7 @@ class Drawn:
 
 
 def draw(charts: Sequence[ChartData]) -> Drawn:
-    """Draws all charts of a page, one process per core."""
+    """Draws all charts of a page, on several cores if there are many."""
     if not charts:
         return Drawn({}, "")
     import matplotlib.figure  # noqa: F401  # Imported here, before forking.
@@ -120,7 +120,7 @@ def draw(charts: Sequence[ChartData]) -> Drawn:
 
 
 def _themed(part: str) -> str:
-    if part.startswith("font:"):  # Size and family in one; the family is the page's.
+    if part.startswith("font:"):  # Drops the family: the page sets it.
         size = re.search(r"([\d.]+)px", part)
         weight = "700" if "bold" in part or "700" in part else "400"
         return f"font-size: {size.group(1) if size else 11}px; font-weight: {weight}"
@@ -135,9 +135,8 @@ def _drawn(chart: ChartData) -> tuple[str, dict[str, str]]:
     buffer, name = io.BytesIO(), chart.name
     settings: Any = _SETTINGS | {"svg.hashsalt": name}
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # Missing glyphs of the measuring font; the reader's browser has its own.
+        # Matplotlib's font may lack glyphs; the reader's browser has other fonts.
+        warnings.simplefilter("ignore", UserWarning)
         figure = chart.draw()
         figure.savefig(
             buffer,

@@ -22,7 +22,7 @@ def checkpoint_blocks(report: RunReport) -> ui.Blocks:
         _word("Parity", lambda cell: cell.parity.verdict or ""),
         milliseconds("Save", "checkpoint_save_seconds", "slowest rank"),
         milliseconds("Blocked", "checkpoint_blocked_seconds", "time in which it could not train"),
-        milliseconds("Load", "checkpoint_load_seconds", "slowest rank; unknown within set-up"),
+        milliseconds("Load", "checkpoint_load_seconds", "slowest rank; unknown if within set-up"),
         mebibytes("On disk", "checkpoint_bytes", "size of its files"),
         figure("Files", "checkpoint_files", plain),
         _word("Bit by bit", lambda cell: _answer(cell.checkpoint.checkpoint_restores_bits)),

@@ -1,4 +1,4 @@
-"""Summary lines of closed sections: their contents and main figure."""
+"""One-line summaries that collapsed sections show."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def glossary(_: RunReport) -> str:
 
 
 def _unless_most(report: RunReport, cells: Sequence[CellResult], line: str) -> str:
-    """Leaves a section open if it has most of the run's cells."""
+    """Returns the line; empty, so that the section is open, if it has most of the run's cells."""
     return "" if 2 * len({cell.cell_id for cell in cells}) > len(report.cells) else line
 
 

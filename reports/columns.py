@@ -33,7 +33,7 @@ def words(text: str) -> ui.Td:
 
 
 def numeral(text: str, field: str, value: float | None) -> ui.Td:
-    """Rounds for readers, with the full value for machines."""
+    """Returns a cell with rounded text and the exact value."""
     return ui.Td(ui.Span(text, field=field, value=exact(value)))
 
 

@@ -217,7 +217,7 @@ def _launcher_columns(group: RankedGroup) -> list[ReportColumn[CellResult]]:
         ReportColumn("Step time", ratio, "x fastest", mean),
         ReportColumn("Extra", extra, "ms per step", "beyond the fastest here"),
         figure(
-            "Start-up", "startup_seconds", unit="s", tip="until the last rank's first instruction"
+            "Start-up", "startup_seconds", unit="s", tip="until the last rank has imported torch"
         ),
         figure("Set-up", "setup_seconds", unit="s", tip="process group, model, wrapping"),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device"),

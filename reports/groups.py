@@ -54,7 +54,7 @@ class Group(Generic[AnyCell]):
 
     @property
     def real(self) -> bool:
-        """Whether any cell's times hold for real hardware."""
+        """Whether any cell has a core or GPU per rank."""
         return not all(cell.placement.oversubscribed for cell in self.rows)
 
     @property
@@ -136,7 +136,7 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
 
 
 def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
-    """Returns the other cells that may be the fastest; empty without a spread."""
+    """Returns the other cells that may be the fastest; empty if all have one trial."""
     known = any(cell.trials > 1 for cell in cells)
     ties = {cell.cell_id for cell in may_be_fastest(cells)} if known else set()
     return [cell for cell in cells[1:] if cell.cell_id in ties]
@@ -156,7 +156,7 @@ def of_real_things(group: RankedGroup) -> list[RankedCell]:
 
 
 def fairly_timed(group: RankedGroup) -> list[RankedCell]:
-    """Returns cells without stand-ins and with a core per rank, or the next best, fastest first."""
+    """Returns cells without stand-ins and with a core per rank; ignores what no cell meets."""
     genuine = of_real_things(group)
     return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
 

@@ -17,13 +17,13 @@ from reports.blocks import BREAK, spans
 
 HERE = Path(__file__).parent
 FEW = 3
-"""Number of charts from which on they flow in columns instead of a row."""
+"""Fewest charts that flow in columns instead of a row."""
 TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """`short`: listed title. `summary`: line shown while closed; empty if open."""
+    """`short`: title in the navigation. `summary`: line shown while collapsed; empty: open."""
 
     name: str
     title: str
@@ -128,7 +128,7 @@ def _digest(content: str) -> str:
 
 
 def _breakable(words: str) -> str:
-    """Escapes text and allows line breaks after brackets, commas and underscores."""
+    """Escapes text and allows line breaks after `(`, `,`, `_` and `/`."""
     return "<wbr>".join(escape(piece) for piece in re.split(r"(?<=.[(,_/])(?=\S)", words))
 
 
@@ -195,9 +195,7 @@ class _HtmlWriter:
         classes = [style for style in styles if style not in (*TAGS, "data")]
         if span.link and (span.link in self.anchors or not span.link.startswith("#")):
             shown = f'<a class="name" href="{escape(span.link)}">{shown}</a>'
-        attributes = {"class": " ".join(classes), "title": span.tip}
-        if span.field:
-            attributes |= {"data-field": span.field}
+        attributes = {"class": " ".join(classes), "title": span.tip, "data-field": span.field}
         more = _attributes(attributes)
         if span.field:
             more += f' data-value="{escape(span.value)}"'

@@ -316,7 +316,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Point:
-    """A cell's memory in MiB and throughput; `place` along the front, fastest first."""
+    """A cell's memory in MiB and throughput; `place` on the Pareto front, fastest first."""
 
     label: str
     memory: float

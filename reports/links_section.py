@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult, Placement
 from harness.analysis.ranking import compare
-from harness.analysis.setting import setting
+from harness.analysis.setting import grouped, setting
 from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
 from harness.spec.link import UNSHAPED, Link
@@ -99,22 +99,21 @@ class LinkSeries:
     @property
     def sent(self) -> float | None:
         """Bytes per step of the rank that sends most; independent of the link."""
-        known = [size for size in self.wire_bytes.values() if size is not None]
-        return statistics.median(known) if known else None
+        return _median([*self.wire_bytes.values()])
 
 
 @dataclass(frozen=True)
 class Crossover:
     clearness: float
-    """Smaller absolute log ratio of throughputs on the two sides."""
+    """Smaller absolute log ratio of the throughputs at the two links."""
     words: str
 
 
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
     """Returns the crossovers, clearest first.
 
-    One strategy must be faster within rounds at one link, and the other at the next differing one.
-    The crossing is interpolated on logarithmic axes.
+    One strategy must be significantly faster at one link, and the other at the next link with a
+    significant difference. The crossing is interpolated on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
@@ -234,10 +233,8 @@ class Chapter:
 def chapters(
     cells: Iterable[CellResult], trials: Iterable[TrialRecord], profiles: Iterable[ProfileRecord]
 ) -> list[Chapter]:
-    by_setting: dict[tuple[object, ...], list[CellResult]] = {}
-    for cell in cells:
-        if cell.ranked and cell.cell.links:
-            by_setting.setdefault(setting(cell.cell, without=["links"]), []).append(cell)
+    linked = [cell for cell in cells if cell.ranked and cell.cell.links]
+    by_setting = grouped(linked, lambda cell: setting(cell.cell, without=["links"]))
     measured, wire = measured_links(trials), _wire_bytes(profiles)
     chapters: list[Chapter] = []
     for some in by_setting.values():

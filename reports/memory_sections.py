@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
-from harness.record.plan import MATRIX, Plan
+from harness.record.plan import COLUMNS, MATRIX, Plan
 from harness.record.run_record import RunRecord
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from reports import blocks as ui
-from reports.bar_chart import MOST_ROWS, Bar, Bars, omitted
+from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import data, joined, prose, small
 from reports.columns import (
     ReportColumn,
@@ -34,12 +34,7 @@ from reports.text import MIB, number, plain, plural, scaled, signed, size
 if TYPE_CHECKING:
     from harness.record.store import Results
 
-KINDS = {
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "library": "library_bytes",
-}
+KINDS = {kind: f"{name}_bytes" for kind, name in COLUMNS.items()}
 WITHIN = 0.05
 """Relative distance from the formula that is not marked."""
 MOST_CHARTS = 12
@@ -64,14 +59,13 @@ def state_stacks(
     usual = [end for end in ends if end <= 3 * statistics.median(ends)]
     limit = max(usual, default=1.0) * 1.04 or 1.0
     cut = "▸ the bar, ▹ the peak goes on beyond the axis"
-    first = "; ".join(f"{bar.label} {bar.text}" for bar in bars[:5])
     return Bars(
         name,
         title,
         "fullest rank (MiB)",
         tuple(bars),
         f"States that {plural(len(cells), 'cell')} keep between steps, with their distance from the"
-        f" formula, {title}, least first: {first}",
+        f" formula, {title}, least first: {first_few(bars, 5)}",
         ((cut,) if any(end > limit for end in ends) else ())
         + notes_for(cells)
         + omitted(len(cells)),
@@ -112,7 +106,7 @@ def state_charts(cells: Sequence[CellResult]) -> list[Bars]:
 def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
     """Returns states against the formula, and ranks' peak memory.
 
-    `one_model`: whether cells are comparable.
+    `one_model`: false omits charts, as in a search, whose models differ in size.
     """
     charts = [ui.Chart(bars) for bars in state_charts(cells)[:MOST_CHARTS]] if one_model else []
     states: ui.Blocks = [
@@ -236,14 +230,13 @@ def rank_bars(cells: Sequence[CellResult]) -> Bars | None:
         text = f"{number(imbalance(cell))} · {number(max(peaks) / MIB)} MiB"
         dots = tuple(peak / mean * 100 for peak in peaks)
         bars.append(Bar(chart_name(cell, main), None, text, dots=dots))
-    first = "; ".join(f"{bar.label} {bar.text}" for bar in bars[:5])
     return Bars(
         "ranks",
         "Peak of each rank, the most uneven cells first",
         "peak of each rank (% of the mean of the cell’s ranks)",
         tuple(bars),
         "Peak memory of each rank in % of the mean of its cell, and in words the largest over the"
-        f" mean and the largest: {first}",
+        f" mean and the largest: {first_few(bars, 5)}",
         ("right: largest over mean, largest", *omitted(len(rows), MOST_UNEVEN)),
     )
 
@@ -270,7 +263,7 @@ def _peaks(cell: CellResult) -> ui.Td:
 
 @dataclass(frozen=True)
 class LargestModel:
-    """Largest size (parameters or tokens) and its cell."""
+    """A strategy's largest size (parameters or tokens) and the cell that reached it."""
 
     result: MaxsizeResult
     cell_id: str
@@ -325,12 +318,12 @@ def is_search(run: RunRecord) -> bool:
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Whether a trial is more than a probe of fit; other failures count too."""
+    """Returns whether a trial is a result, not a probe of what fits in memory."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns None if the run was no search, or another version's."""
+    """Returns a search's result; None for other runs and incompatible versions."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -392,7 +385,7 @@ def _largest_bars(lines: Sequence[LargestModel], tokens: bool) -> Bars:
     ordered = sorted(lines, key=lambda line: -(line.result.parameters or 0))
     best = ordered[0].result.parameters
     bars = [_largest_bar(line, best, tokens) for line in ordered]
-    words = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
+    words = first_few(bars, len(bars))
     what = "Longest sequence in" if tokens else "Largest trainable model in millions of"
     unit = "tokens" if tokens else "parameters"
     return Bars(
@@ -422,7 +415,7 @@ def _largest_bar(line: LargestModel, best: int | None, tokens: bool) -> Bar:
 def _largest_table(lines: Sequence[LargestModel], tokens: bool) -> ui.Table:
     unit, what = ("tokens", "sequence") if tokens else ("parameters", "model")
     most, least = ("longest", "shortest") if tokens else ("largest", "smallest")
-    allowed = "largest size by states and a step's temporary memory"
+    allowed = "largest size by states, activations and temporary memory"
     columns: list[ReportColumn[LargestModel]] = [
         figure("Ranks", "devices", lambda ranks: plain(ranks or None)),
         figure("Reached", "result.parameters", plain, unit, f"the {most} {what} that trains"),

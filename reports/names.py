@@ -23,7 +23,7 @@ NOTES = {
 }
 INEXACT = "*"
 NOT_THE_SAME = f"{INEXACT} not exactly the same training as one process"
-TIED = "≈ tied with the one above: no significant difference within rounds"
+TIED = "≈ tied with the one above: either may be the fastest"
 _MOST_FINDINGS = 3
 STATUS = {
     "failed": "failed",

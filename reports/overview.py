@@ -43,7 +43,7 @@ class Entry:
     """Launched cells without a valid result, except expected divergences."""
     cells: int
     before: str
-    """Compared run; empty if no earlier run of the matrix shares a cell."""
+    """Earlier run compared with; empty if none of the matrix shares a cell."""
     change: str
     regressions: int
 
@@ -52,12 +52,12 @@ Earlier = Sequence[tuple[RunRecord, RunSelection]]
 
 
 def entries(store: Store, folder: Path) -> list[Entry]:
-    """Returns all runs, newest first. `folder`: of the index and the reports."""
+    """Returns all runs, newest first. `folder`: holds the index and the reports."""
     return [entry for _, entry in reported(store, folder)][::-1]
 
 
 def reported(store: Store, folder: Path) -> list[tuple[RunReport, Entry]]:
-    """Returns all runs, oldest first. `folder`: of the index and the reports."""
+    """Returns all runs as `entries` does, but oldest first."""
     pairs: list[tuple[RunReport, Entry]] = []
     earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
@@ -127,7 +127,7 @@ def _advised(group: RankedGroup, advised: Answer) -> Pick:
 
 
 def page(store: Store, folder: Path) -> str:
-    """Returns the index page; runs missing from the store are last."""
+    """Returns the index page; pages of runs that the store lacks are last."""
     shown = entries(store, folder)
     own = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
     others = sorted(

@@ -4,15 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.control_levels import ControlLevels, control_levels
 from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
 from reports import blocks as ui
-from reports import run_facts
 from reports.bar_chart import Bar, Bars, omitted
-from reports.blocks import data, joined, phrase, plain_text, prose, prose_under
+from reports.blocks import data, joined, phrase, plain_text, prose
 from reports.columns import cell_table, figure, word
 from reports.line_chart import Losses
 from reports.names import chart_name, main_workload, marks
@@ -31,7 +30,7 @@ CHARTS = {
 
 
 def losses(cells: Sequence[CellResult]) -> list[Losses]:
-    """Returns a figure per reference, most cells first, up to the first non-finite loss."""
+    """Returns a chart per reference, most cells first; curves end at a non-finite loss."""
     by_reference: dict[tuple[float, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.reference_losses:
@@ -47,7 +46,7 @@ def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]
         for cell in cells
         if cell.parity.verdict == "diverged"
     ]
-    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict != "diverged"]
+    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict in VERIFIED]
     first = cells[0]
     title = f"{first.cell.workload_name} · batch {first.cell.global_batch} · {first.cell.optimizer}"
     summary = (
@@ -187,7 +186,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
 
 
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
-    """Omits figures that no cell has."""
+    """Returns how each figure is measured, without figures that no cell has."""
     cells = report.cells
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
@@ -217,7 +216,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
 
 
 def method_blocks(report: RunReport) -> ui.Blocks:
-    """Returns how each figure was measured, and the tolerances with their cells."""
+    """Returns `methods`, and the tolerances with their cells."""
     rows = methods(report)
     every = tolerances(report.cells)
     for place, tolerance in enumerate(every):
@@ -231,11 +230,3 @@ def method_blocks(report: RunReport) -> ui.Blocks:
         words = f"in loss, {tolerance.update} in update{reason}. Holds for "
         rows.append((f"Tolerance {tolerance.loss}", phrase(words, whom, ".")))
     return [ui.Facts(rows)]
-
-
-def environment_blocks(report: RunReport) -> ui.Blocks:
-    return [ui.Facts([(name, data(value)) for name, value in run_facts.environment(report.run)])]
-
-
-def glossary_blocks(_: RunReport) -> ui.Blocks:
-    return [ui.Facts(prose_under("glossary"))]

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
-from harness.planner.local.local_plan import LocalCandidate, LocalPlan
+from harness.planner.local.local_plan import LocalCandidate, LocalPlan, ScalingCurve
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.line_chart import Line, Predicted
 from reports.text import number, plural
 
-if TYPE_CHECKING:
-    from harness.planner.local.local_plan import ScalingCurve
-
-
 MOST_ROWS = 20
-
-
 Bounded = tuple[float, float, float]
 """Predicted value and the bounds of its 80 % interval."""
 
@@ -37,7 +30,7 @@ class WonSquare:
 
 
 WonMap = Mapping[str, Sequence[WonSquare]]
-"""Best choices by model, for each number of devices."""
+"""Best choice for each number of devices, by model."""
 
 
 def plan_page(
@@ -48,7 +41,7 @@ def plan_page(
     rows: Sequence[ui.Row],
     won: WonMap,
 ) -> str:
-    """Returns a plan's page. `unit`: throughput's; `rows`: best first."""
+    """Returns a plan's page. `unit`: of throughput; `rows`: best first."""
     columns = [
         ui.ColumnHead("step"),
         ui.ColumnHead(unit),
@@ -166,7 +159,7 @@ def _points(curves: Sequence[ScalingCurve]) -> ui.Table:
         "predicted (samples/s)",
         "80 % interval",
         "measured here",
-        "devices measured: word",
+        "measured range: word",
     )
     rows = []
     for curve in curves:

@@ -1,4 +1,4 @@
-"""One run as every format reads it: its record, trials, cells and groups."""
+"""Results of one run, as all report formats use them: record, trials, cells and groups."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RunReport:
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
-    """Builds a report from one run's tables; otherwise raises ValueError.
+    """Builds a report from one run's tables; raises ValueError unless there is one run.
 
     `baseline`: by default `baseline_of`.
     """
@@ -108,7 +108,6 @@ def ran(results: Results, baseline: Choice | None = None) -> RunReport:
 
 
 def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
-    """Returns a report per run in these tables; see `ran`."""
     return [ran(only(results, [run_id]), baseline) for run_id in results.runs["run_id"]]
 
 
@@ -124,12 +123,7 @@ def only(results: Results, run_ids: Sequence[str]) -> Results:
 
 def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:
     recorded = {cell.cell_id for cell in cells}
-    planned = []
-    for fields in plan_of(run).get("cells", []):
-        try:
-            planned.append(Cell(**fields))
-        except (TypeError, ValueError):
-            continue  # Written by a version whose cells had other fields.
+    planned = [Cell(**fields) for fields in plan_of(run).get("cells", [])]
     return [cell for cell in planned if cell.id not in recorded]
 
 

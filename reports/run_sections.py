@@ -8,19 +8,14 @@ from typing import ParamSpec, TypeVar
 from reports import blocks as ui
 from reports import closed_lines as lines
 from reports import run_facts
-from reports.blocks import data, prose, strong
+from reports.blocks import data, prose, prose_under, strong
 from reports.cells_sections import cells_blocks, failures_blocks, systems_blocks
 from reports.checkpoint_section import checkpoint_blocks, has_checkpoints
 from reports.comparison_sections import effects_blocks, launchers_blocks, variants_blocks
 from reports.html_writer import PageHead
 from reports.links_section import links_blocks
 from reports.memory_sections import largest_blocks, states_blocks
-from reports.parity_sections import (
-    environment_blocks,
-    glossary_blocks,
-    method_blocks,
-    parity_blocks,
-)
+from reports.parity_sections import method_blocks, parity_blocks
 from reports.run_report import RunReport
 from reports.sections import Section, Written, written_page, written_text
 from reports.settings_section import settings_blocks
@@ -130,15 +125,25 @@ SECTIONS: tuple[Section[RunReport], ...] = (
         fold=lines.variants_line,
     ),
     Section("cells", "All cells", cells_blocks, fold=lines.cells),
-    Section("environment", "Environment", environment_blocks, in_text=True, fold=lines.environment),
+    Section(
+        "environment",
+        "Environment",
+        lambda report: [
+            ui.Facts([(name, data(value)) for name, value in run_facts.environment(report.run)])
+        ],
+        in_text=True,
+        fold=lines.environment,
+    ),
     Section("method", "How it was measured", method_blocks, in_text=True, fold=lines.method),
-    Section("glossary", "Glossary", glossary_blocks, fold=lines.glossary),
+    Section(
+        "glossary", "Glossary", lambda _: [ui.Facts(prose_under("glossary"))], fold=lines.glossary
+    ),
 )
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection during a call, which took an eighth of its time: a page's objects
-    live until it ends."""
+    """Disables garbage collection during a call: it took an eighth of the time, and the objects
+    of a page live until the end anyway."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -173,7 +178,6 @@ def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = F
 
 
 def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
-    """Returns a run's report as Markdown; see `written_text`."""
     run = report.run
     title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
     line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from harness.analysis.compare import RUNS_METHOD, ComparedCell, RunComparison, compare_sides
 from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import MeasuredCell, RunSelection, measured, select
+from harness.analysis.setting import grouped
 from harness.record.run_record import RunRecord
 from harness.spec.errors import UsageError
 from reports import blocks as ui
@@ -121,10 +122,8 @@ class Runs:
 
 def compare_all(results: Results) -> Runs:
     """Raises UsageError if fewer than two runs measured cells."""
-    cells: dict[str, list[MeasuredCell]] = {}
     every = measured(results)
-    for cell in every:
-        cells.setdefault(cell.run_id, []).append(cell)
+    cells = grouped(every, lambda cell: cell.run_id)
     records = [run for run in RunRecord.from_frame(results.runs) if run.run_id in cells]
     if len(records) < 2:
         there = ", ".join(run.run_id for run in records) or "none"
@@ -435,7 +434,6 @@ def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) 
 
 
 def runs_text(runs: Runs, requested: Sequence[str] = ()) -> Written:
-    """Returns the report of several runs as Markdown; see `written_text`."""
     count = plural(len(runs.runs), "run")
     title = f"How do these runs compare? {count}, the newest {runs.newest.run_id}"
     return written_text(runs, [ui.Heading(title, 1)], SECTIONS, requested)

@@ -43,7 +43,7 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _gain(cell: CellResult, advised: Answer | None) -> ui.Td:
-    """Returns the gain that the advice states; without advice, that of the pair alone."""
+    """Returns the advice's gain; without advice, the gain from comparing this pair alone."""
     if advised and (gain := advised.gain):
         return gained(gain.ratio, gain.low, gain.high)
     return over_baseline(cell)

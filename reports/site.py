@@ -15,14 +15,7 @@ from reports import blocks as ui
 from reports import overview, write_report, write_whole
 from reports.blocks import BREAK, data, phrase, prose, small, strong
 from reports.cells_sections import parity_td
-from reports.columns import (
-    ReportColumn,
-    interval,
-    mebibytes,
-    over_baseline,
-    throughput_of,
-    word,
-)
+from reports.columns import ReportColumn, interval, mebibytes, over_baseline, throughput_of, word
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import device_words, named
 from reports.overview import Entry

@@ -47,7 +47,7 @@ def throughput_bars(
     labels: Mapping[str, str] | None = None,
     cells: Sequence[RankedCell] = (),
 ) -> Bars:
-    """Returns throughputs with 95 % intervals; strong if advised or tied.
+    """Charts throughput with 95 % intervals; bars of advised or tied cells are strong.
 
     `labels`: by cell id. `cells`: by default all, fastest first.
     """
@@ -83,7 +83,7 @@ def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
 
 
 def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
-    """Returns peak memory in MiB with its range. `cells`: by default all."""
+    """Charts peak memory in MiB with its range. `cells`: by default all."""
     known = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if not known:
         return None
@@ -116,7 +116,7 @@ def _peak(cell: RankedCell) -> float:
 
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
-    """Returns cells with measured memory; None if fewer than three."""
+    """Charts throughput over memory; None if fewer than three cells have measured memory."""
     front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if len(cells) < 3:
@@ -238,9 +238,8 @@ def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
     curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
-        fits = (
-            cell.cell.regime == regime or cell.cell.devices == 1
-        )  # Regimes coincide on one device.
+        # Regimes coincide on one device.
+        fits = cell.cell.regime == regime or cell.cell.devices == 1
         if cell.ranked and fits and not cell.cell.links:
             group = (*setting(cell.cell, SCALED), *series(cell.cell), batch(cell.cell, regime))
             curves.setdefault(group, {}).setdefault(cell.cell.devices, cell)
@@ -278,7 +277,7 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
 
 def _line(curve: Curve, column: str) -> Line:
     rates = [rate for cell in curve if (rate := cell.throughput(column))]
-    # A curve may go from one node to several; all its cells are of the figure's regime.
+    # The label omits nodes, which may vary along a curve, and the regime, which the title has.
     last = curve[-1].varied(nodes=1, regime="strong")
     return Line(
         named(last),

@@ -56,7 +56,7 @@ class StepProfile:
     peak: Mapping[str, int | None]
     """Bytes at the peak by kind and in total (`tracked`), of the fullest rank."""
     private: int | None
-    """The step's peak bytes as trials measure it."""
+    """Peak bytes of the step, measured as in trials."""
     gpu: GpuTime | None
 
 
@@ -115,14 +115,13 @@ def part_bars(profiles: Sequence[StepProfile]) -> list[Bars]:
 def _part_bars(profiles: Sequence[StepProfile], name: str, title: str) -> Bars:
     bars = [_part_bar(profile) for profile in profiles[:MOST_ROWS]]
     cells = [profile.result for profile in profiles]
-    first = "; ".join(f"{bar.label} {bar.text}" for bar in bars[:5])
     return Bars(
         name,
         title,
         "mean of the ranks (ms)",
         tuple(bars),
         f"Parts of a profiled step of {plural(len(cells), 'cell')}, {title}, shortest first:"
-        f" {first}",
+        f" {first_few(bars, 5)}",
         notes_for(cells) + omitted(len(cells)),
         kinds=COMPONENTS,
         limit=max(max(bar.value or 0.0, bar.target or 0.0) for bar in bars) * 1.04,
@@ -204,7 +203,7 @@ def _seconds(title: str, field: str, attribute: str, tip: str) -> ReportColumn[S
 
 def _part_column(name: str) -> ReportColumn[StepProfile]:
     tips = {
-        "overlapped": "communication in flight during the others; not part of the sum",
+        "overlapped": "communication in flight during other parts; not included in the sum",
         "operators": "part of the step during which an operator ran",
     }
 
@@ -286,12 +285,12 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def sent(cell: CellResult) -> float:
-    """Returns bytes per step of the busiest rank, over the fp32 gradients'."""
+    """Returns bytes sent per step by the busiest rank, in multiples of the fp32 gradients."""
     return (cell.traffic.sent_bytes_per_step or 0.0) / (4.0 * (cell.work.trained_parameters or 1))
 
 
 def bound(cell: CellResult) -> float | None:
-    """Returns 2 (N - 1) / N, the cost of averaging by a ring (Patarasuk and Yuan, JPDC 69, 2009).
+    """Returns a ring all-reduce's cost, 2 (N - 1) / N (Patarasuk and Yuan, JPDC 69, 2009).
 
     None unless each of N ranks has the whole model.
     """
@@ -336,10 +335,8 @@ def _over_bound(cell: CellResult) -> float | None:
 def _traffic_table(cells: Sequence[CellResult]) -> ui.Table:
     groups = by_setting(with_traffic(cells))
     rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
-    parameters, ring = (
-        "4 bytes for each trained parameter",
-        "2 (N - 1) / N for N data-parallel ranks",
-    )
+    parameters = "4 bytes for each trained parameter"
+    ring = "2 (N - 1) / N for N data-parallel ranks"
     columns = [
         word("Workload", "workload"),
         figure("Ranks", "processes", plain),
@@ -378,7 +375,7 @@ def offload_table(cells: Sequence[CellResult]) -> ui.Table:
 def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
     """Returns bytes sent against a ring all-reduce, and bytes to disk.
 
-    `one_model`: whether cells are comparable.
+    `one_model`: see `states_blocks`.
     """
     charts = [ui.Chart(bars) for bars in traffic_bars(cells)[:MOST_CHARTS]] if one_model else []
     limits = bounds_in_words(cells)
@@ -405,7 +402,7 @@ def bubble_theory(stages: int, micro_batches: int) -> float:
 
 
 def bubble_bars(cells: Sequence[CellResult]) -> Bars | None:
-    """Returns measured and theoretical bubbles in %, smallest first."""
+    """Charts measured and theoretical bubbles in %, smallest first."""
     measured = [
         (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
         for cell in cells
@@ -462,7 +459,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Returns tokens by expert of each workload's first cell; equal trainings route equally."""
+    """Charts tokens per expert for each workload's first cell; equal trainings route equally."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:

@@ -9,21 +9,8 @@ from harness.analysis.answer import Answer, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import data, phrase, prose, strong
-from reports.columns import (
-    ReportColumn,
-    cell_table,
-    mebibytes,
-    throughput_column,
-    word,
-    words,
-)
-from reports.groups import (
-    RankedCell,
-    RankedGroup,
-    fairly_timed,
-    of_real_things,
-    tied_with_fastest,
-)
+from reports.columns import ReportColumn, cell_table, mebibytes, throughput_column, word, words
+from reports.groups import RankedCell, RankedGroup, fairly_timed, of_real_things, tied_with_fastest
 from reports.names import cell_name, disturbance, gpu_findings
 from reports.run_report import RunReport
 from reports.text import MIB, number, plain, plural
@@ -128,7 +115,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
 
 
 Roles = list[tuple[CellResult, str]]
-"""Cells of the verdict, each once, with what they are there for."""
+"""Cells of the verdict, each once, with their roles."""
 
 
 def _roles(best: GroupVerdict, advised: Answer | None) -> Roles:

@@ -17,7 +17,6 @@ HEAD = """\
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yields each instruction of a Containerfile and what follows it."""
     for line in text.replace("\\\n", " ").splitlines():
         if line and not line.startswith("#"):
             word, _, rest = line.partition(" ")
@@ -25,7 +24,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def definition(containerfile: str) -> str:
-    """Raises ValueError for an instruction that has no counterpart here."""
+    """Returns apptainer.def; raises ValueError for an instruction without counterpart."""
     found = list(instructions(containerfile))
     arguments = dict(rest.split("=", 1) for word, rest in found if word == "ARG")
 

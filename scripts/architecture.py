@@ -83,7 +83,7 @@ class NodeBox:
     name: str
     row: int
     x: float = 0.0
-    """Middle, in pixels."""
+    """Centre, in pixels."""
 
     @property
     def y(self) -> int:

@@ -1,4 +1,4 @@
-"""Rewrites collected runs of an earlier schema version in the current one.
+"""Converts collected runs of an earlier schema version to the current one.
 
 python -m scripts.convert_results FOLDER [OLD=NEW ...]
 

@@ -31,13 +31,11 @@ from harness.record.trial import TrialRecord
 KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
-"""Measurements per command; the best counts, against disturbances."""
+"""Measurements per command; the fastest counts, as it is the least disturbed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the suite, and its time limit."""
-
     words: tuple[str, ...]
     seconds: float
 

@@ -43,7 +43,7 @@ class Sample:
 
 
 def sample(run: psutil.Process, temporary: Path) -> Sample:
-    """Raises psutil.NoSuchProcess if the run has ended."""
+    """Raises psutil.NoSuchProcess if the run or one of its processes has ended."""
     below = run.children(recursive=True)
     servers = [child for child in below if child.ppid() == run.pid and _is_fork_server(child)]
     return Sample(
@@ -75,14 +75,14 @@ def watched(trials: int, folder: Path) -> list[Sample]:
     recorded = results / "trials" / "long"
     while process.poll() is None:
         done = len(os.listdir(recorded)) if recorded.exists() else 0
-        if 0 < done < trials:  # the run's end loads its results
+        if 0 < done < trials:  # at its end, the run loads its results
             try:
                 samples.append(sample(run, temporary))
             except psutil.NoSuchProcess:  # a rank that has just ended
                 continue
         time.sleep(0.25)
     done = len(list(recorded.glob("*.parquet")))
-    print(f"{done} trials in {time.monotonic() - began:.0f} s, {len(samples)} looks")
+    print(f"{done} trials in {time.monotonic() - began:.0f} s, {len(samples)} samples")
     if process.returncode or done != trials:
         sys.exit(f"the run ended with exit code {process.returncode} and {done} trials")
     # torch keeps compiled code for later processes.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # offline_wheels.sh [--native PYTHON] [FOLDER [PACKAGE...]]: fills FOLDER [default: wheels] with wheels for a GPU machine without a network:
 # pydantic, the strategies' libraries and any further PACKAGEs, at the versions in constraints.txt. The GPU machine must already have torch, pandas,
-# pyarrow, scipy, matplotlib, typer and rich. Run this where pip reaches a package index. It first removes all wheels from FOLDER.
+# pyarrow, scipy, matplotlib, typer, rich, accelerate and what transformers needs. Run this where pip reaches a package index. It first removes
+# all wheels from FOLDER.
 # On the offline machine:
 #   python3 -m pip install --no-index --no-deps --target DIR FOLDER/*.whl
 #   PYTHONPATH=DIR python3 -m bench doctor --gpu-check --out RESULTS

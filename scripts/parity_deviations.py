@@ -1,8 +1,8 @@
-"""Largest deviations of right strategies and their limits: four models, two seeds, two ranks.
+"""Largest deviations of correct strategies, and limits: four models, two seeds, two ranks.
 
 `.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 small cells, which takes ten
-minutes on two idle cores, and prints the table of docs/studies/parity-deviations.md. A folder with
-results is only read.
+minutes on two idle cores, and prints the table of docs/studies/parity-deviations.md. An existing
+folder is only read.
 """
 
 from __future__ import annotations
@@ -49,17 +49,11 @@ IN_BF16: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tensor", {}),
 )
 WITH_IMAGES = (("ddp", {}), ("sync_batch_norm", {}))
-COLUMNS = {
-    "elements": "element",
-    "decays": "decay",
-    "buffers": "buffer",
-    "moments": "moment",
-}
+COLUMNS = {"elements": "element", "decays": "decay", "buffers": "buffer", "moments": "moment"}
 """Column of each kind of deviation, within `parity_max_NAME_deviation`."""
 
 
 def cells() -> Iterator[Cell]:
-    """Yields the cells that are not refused."""
     for model in (*MODELS, "resnet-micro"):
         images = model.startswith("resnet")
         for precision, strategies in (("fp32", STRATEGIES), ("bf16", IN_BF16)):
@@ -96,7 +90,7 @@ def train(folder: Path) -> None:
 
 
 def nearest(found: pd.Series, limits: pd.Series) -> str:
-    """Returns the cells of a row for the trial that is nearest to its limit."""
+    """Returns deviation, limit and headroom of the trial nearest to its limit, as table cells."""
     shares = (found / limits).dropna()
     if shares.empty:
         return "| | |"
@@ -106,7 +100,7 @@ def nearest(found: pd.Series, limits: pd.Series) -> str:
 
 
 def comparisons(trials: pd.DataFrame, precision: str) -> dict[str, str]:
-    """Returns each row's cells, with limits before rounding widens them, except the update's."""
+    """Returns table cells by row. Limits exclude rounding's allowance, except the update's."""
     declared_updates = {cell.id: declared(cell).update for cell in cells()}
     base = trials.cell_id.map(declared_updates)
     loss, update = trials.parity_loss_tolerance, trials.parity_update_tolerance

@@ -67,14 +67,14 @@ class PublishedErrors:
     sources: list[str]
     errors: Floats
     kinds: Floats
-    """Unmeasured kinds of each run."""
+    """Number of each run's `unmeasured_kinds`."""
     within: Floats
-    """Half-width for what the calibration knows."""
+    """Half-width for calibrated properties alone."""
 
     def width(self, left_out: str = "") -> float:
-        """Returns one kind's half-width that holds LEVEL of the runs.
+        """Returns the half-width per kind with which intervals hold LEVEL of the runs.
 
-        Tables weigh the same. Kinds add in squares.
+        Tables have equal weights. Half-widths of kinds add in squares.
         """
         used = np.array([source != left_out for source in self.sources])
         excess = np.maximum(0.0, self.errors**2 - self.within**2) / self.kinds
@@ -84,7 +84,7 @@ class PublishedErrors:
         return float(np.sqrt(excess[order][np.searchsorted(share, LEVEL)]))
 
     def widest(self) -> float:
-        """Returns the largest width without one of the tables, as the next is unseen."""
+        """Returns the largest width without one table, as further tables are unseen."""
         return max(self.width(source) for source in self.sources)
 
     def covered(self, source: str, width: float) -> float:

@@ -1,11 +1,11 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
-`ROUNDS` planned rounds, then the race, in the recorded run's time. Other settings get the recorded
-number of trials. The noise is the recorded trials' deviations from their cells' means, after the
-control. They keep their order but are shifted by a random number of places, which preserves heavy
-tails, slow spells and what neighbours share. Longer trials of the race have less noise, by the root
-of their length.
+`ROUNDS` planned rounds, then the race (further rounds of likely winners), in the recorded run's
+time. Other settings get the recorded number of trials. The noise is the recorded trials' deviations
+from their cells' means, after correction by the control. They keep their order but are shifted by a
+random number of places, which preserves heavy tails, slow spells and what neighbours share. Trials
+of the race are longer, so their noise is divided by the root of their length.
 
 Prints a line each for a clear winner, many close cells, and equal cells. `python -m scripts.power
 RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints how often the
@@ -47,8 +47,6 @@ Throughputs = Mapping[str, float]
 
 
 class Design:
-    """A recorded run's largest setting, and its noise."""
-
     def __init__(self, folder: str, run_id: str) -> None:
         store = Store(folder)
         trials = store.load([run_id or store.run_ids()[-1]], steps=False).trials
@@ -182,7 +180,6 @@ def situations(design: Design) -> dict[str, dict[str, float]]:
 
 
 def coverage(chance: random.Random) -> float:
-    """Returns how often the best set holds the first of equal cells."""
     names = [str(number) for number in range(EQUAL_CELLS)]
     held = 0
     for _ in range(RUNS):

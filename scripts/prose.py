@@ -21,7 +21,7 @@ MOST_WORDS = 25_000
 
 MESSAGE_FOLDERS = ("bench", "harness", "reports", "scripts")
 LEAST_WORDS = 4
-"""Words that make a string literal a message."""
+"""Fewest words of a string literal that is a message."""
 
 WORDS = {
     r"\bt(?:ells?|old|elling)\b.{0,40}\bapart\b": "is tied with; no significant difference from",

@@ -20,7 +20,6 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def findings(root: Path = ROOT) -> Iterator[str]:
-    """Yields a sentence for each module or function that is too long."""
     for folder, most in MODULE_LINES.items():
         for file in sorted((root / folder).rglob("*.py")):
             name, text = str(file.relative_to(root)), file.read_text()

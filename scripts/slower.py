@@ -37,8 +37,6 @@ READY, GO, ENDED = "ready\n", "go\n", "ended\n"
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides train."""
-
     matrix: str
     only: tuple[str, ...]
     settings: tuple[str, ...]
@@ -66,7 +64,6 @@ class Turns(SilentListener):
 
 
 def train(results: str, descriptor: int, work: Work) -> None:
-    """One side's process."""
     from bench.api import run
     from bench.matrix import parse_changes
 

@@ -114,7 +114,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a mistake or refused file; else empty."""
+    """Returns the message for a usage mistake or an unusable file; else empty."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -137,7 +137,7 @@ def _show_warning(
 
 
 def main() -> None:
-    """Runs a command. Mistakes and refused files become a sentence on stderr and exit code 2."""
+    """Runs a command. Mistakes and unusable files print a message to stderr and exit with 2."""
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:

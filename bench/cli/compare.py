@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.analysis.selection import MeasuredCell
 
 WIDTH = 28
-"""Most runs in a cell's history."""
+"""Width of a history chart in characters, one per run."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 Sides: TypeAlias = Annotated[
@@ -39,9 +39,7 @@ Baseline: TypeAlias = Annotated[
 ]
 CellPair: TypeAlias = Annotated[
     tuple[str, str] | None,
-    typer.Option(
-        "--cells", help="Compare two cells of one run round by round; give labels or patterns."
-    ),
+    typer.Option("--cells", help="Compare two cells of one run; give labels or patterns."),
 ]
 ShowHistory: TypeAlias = Annotated[
     bool, typer.Option("--history", help="Show how a cell, or every cell, changed over all runs.")
@@ -53,7 +51,7 @@ FailOn: TypeAlias = Annotated[
     Literal["regression"] | None,
     typer.Option(
         "--fail-on",
-        help="Exit code 1 if a cell is slower, missing, newly failing or needs more memory.",
+        help="Exit code 1 on a regression, such as a slower, missing or failing cell.",
     ),
 ]
 Format: TypeAlias = Annotated[
@@ -220,15 +218,9 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
 
 
 def _colour(regression: bool, kind: str) -> str:
-    return (
-        "red"
-        if regression
-        else "green"
-        if kind in ("faster", "fixed")
-        else "yellow"
-        if kind == "not compared"
-        else ""
-    )
+    if regression:
+        return "red"
+    return {"faster": "green", "fixed": "green", "not compared": "yellow"}.get(kind, "")
 
 
 def _show_history(
@@ -339,11 +331,8 @@ def _cells(out: Console, all_series: list[Series]) -> None:
 
 def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
+    if not high > low:
+        return _BLOCKS[3] * len(values)
     return "".join(
-        (
-            _BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))]
-            if high > low
-            else _BLOCKS[3]
-        )
-        for value in values
+        _BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))] for value in values
     )

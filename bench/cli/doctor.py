@@ -281,7 +281,7 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """Returns `ready`, or the first missing requirement and its command, by strategy."""
+    """Returns `ready`, or why it cannot run here, by strategy."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError

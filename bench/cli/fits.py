@@ -98,7 +98,7 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         f"{result.verdict}: {question.shape.name}, {question.method}, on {question.gpus} x"
         f" {question.gpu.host_name}{on} needs {result.peak_bytes / GIB:.1f} of"
         f" {result.usable_bytes / GIB:.1f} GiB on each GPU (margin"
-        f" {result.margin_bytes / GIB:+.1f} GiB, fits with {result.fits:.0%})"
+        f" {result.margin_bytes / GIB:+.1f} GiB, {result.fits:.0%} likely to fit)"
     )
     lines = [first]
     if result.verdict != "no":

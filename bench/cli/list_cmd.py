@@ -3,14 +3,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from bench.cli.options import Json
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class StrategyEntry:
 
 @dataclass(frozen=True)
 class WorkloadEntry:
-    """A workload, a suffix, or a kind of name."""
+    """A workload, a suffix such as `+lora`, or a form such as `hf:PATH_OR_ID`."""
 
     name: str
     kind: str
@@ -84,17 +81,13 @@ def _strategies() -> Sequence[Entry]:
 
     entries = []
     for name, cls in strategies().items():
-        options = {
-            option: f"{_default(field)}. {field.description or ''}".strip()
-            for option, field in cls.model_fields.items()
-        }
+        options = {}
+        for option, field in cls.model_fields.items():
+            default = "required" if field.is_required() else json.dumps(field.default)
+            options[option] = f"{default}. {field.description or ''}".strip()
         description = (cls.__doc__ or "").strip().splitlines()[0]
         entries.append(StrategyEntry(name, description, options, list(cls.requires)))
     return entries
-
-
-def _default(field: FieldInfo) -> str:
-    return "required" if field.is_required() else json.dumps(field.default)
 
 
 def _workloads() -> Sequence[Entry]:

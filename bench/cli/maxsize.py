@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from bench.matrix import Axes, Matrix
     from harness.analysis.maxsize import MaxsizeResult
     from harness.record.plan import Plan
-    from harness.record.store import Store
     from harness.record.trial import TrialRecord
     from harness.run.runner import Runner
     from harness.spec.cell import Cell
@@ -29,9 +28,9 @@ HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
 """Matrix of the searched strategies, by what grows."""
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""Default memory per rank. Step time grows with the square of sequence length."""
+"""Default memory per rank; less for sequences, whose step time grows with length squared."""
 LONG_TOKENS = 4096
-"""Tokens whose activations about fill the budget at the default width."""
+"""Sequence length whose activations about fill the budget at the default hidden size."""
 
 Grow: TypeAlias = Annotated[
     Literal["model", "sequence"] | None,
@@ -41,8 +40,8 @@ Budget: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Memory budget of each rank: on a GPU in total, on a CPU beyond what its imports"
-        " take. By default 1GiB; for sequences 256MiB.",
+        help="Memory budget of each rank: on a GPU for torch's allocator, on a CPU beyond what its"
+        " imports take. By default 1GiB; for sequences 256MiB.",
     ),
 ]
 Ranks: TypeAlias = Annotated[
@@ -51,7 +50,7 @@ Ranks: TypeAlias = Annotated[
         "--ranks",
         min=1,
         help="Number of devices for strategies that use several; by default 2 on a CPU, else all"
-        " GPUs, at most 8.",
+        " GPUs, at most 8, as a power of two.",
     ),
 ]
 Hidden: TypeAlias = Annotated[
@@ -87,6 +86,7 @@ def maxsize(
     Example: [bold]python -m bench maxsize --budget 1GiB --only fsdp2[/bold]
     """
     from bench.cli import terminal
+    from harness.record.plan import MATRIX, resumable
     from harness.record.store import Store
     from harness.run.maxsize import Search
     from harness.run.runner import Runner
@@ -102,7 +102,7 @@ def maxsize(
                 "--resume continues a search as it was planned: leave out --grow, --budget,"
                 " --only, --ranks, --hidden, --set and --cells"
             )
-        runner = Runner(store, _plan_to_resume(store))
+        runner = Runner(store, resumable(store, MATRIX))
     else:
         console.print("counting parameters, states and activations")
         what = grow or "model"
@@ -117,12 +117,6 @@ def maxsize(
         console.print(f"interrupted; continue with: python -m bench maxsize --resume{where}")
         raise typer.Exit(130)
     raise typer.Exit(0 if all(_ended_well(row) for row in rows) else 1)
-
-
-def _plan_to_resume(store: Store) -> Plan:
-    from harness.record.plan import MATRIX, resumable
-
-    return resumable(store, MATRIX)
 
 
 def _ended_well(row: MaxsizeResult) -> bool:
@@ -188,7 +182,7 @@ class SearchRequest:
     file: Path
 
     def budget_on(self, host: Host) -> int:
-        """Raises UsageError if the host has less."""
+        """Returns the budget in bytes; raises UsageError if the host has less."""
         from bench.matrix import parse_bytes
         from harness.spec.errors import UsageError
 
@@ -221,7 +215,7 @@ def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A matrix to search, and labels in their theoretical order."""
+        """A search's matrix, and chains of cell labels in the order that theory predicts."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -275,9 +269,8 @@ class SearchProgress:
         from harness.analysis.maxsize import millions
 
         number, total = self.place[cell.label], len(self.plan.cells)
-        share = (
-            number + (0.9 if trial.trial else 0.5)
-        ) / total  # a strategy's probes are half done on average
+        # On average, half of a strategy's probes are done.
+        share = (number + (0.9 if trial.trial else 0.5)) / total
         left = (time.monotonic() - self.began) * (1 - share) / share
         if trial.status == "ok":
             words = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"

@@ -32,7 +32,7 @@ Settings: TypeAlias = Annotated[
 ]
 Trials: TypeAlias = Annotated[
     int | None,
-    typer.Option("--trials", min=1, help="Number of trials of each cell; by default the matrix's."),
+    typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's, else 10."),
 ]
 RunId: TypeAlias = Annotated[
     str, typer.Option("--run", help="Id of the run to start, or to continue if it exists.")
@@ -41,7 +41,7 @@ Nodes: TypeAlias = Annotated[
     int | None, typer.Option("--nodes", min=1, help="Number of nodes (see docs/cluster.md).")
 ]
 Resume: TypeAlias = Annotated[
-    bool, typer.Option("--resume", help="Continue the newest one as planned.")
+    bool, typer.Option("--resume", help="Continue the newest run, search or check.")
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
@@ -81,8 +81,7 @@ BaselineCell: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OutFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--out", help="File to write; its suffix also chooses the format."),
+    Path | None, typer.Option("--out", help="File to write; its suffix also chooses the format.")
 ]
 OutFolder: TypeAlias = Annotated[
     Path | None,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from harness.planner.follow_up import StrategyOptions
 
 MAX_EXPORTED = 1000
-"""Number of best layouts that are searched for one with an export."""
+"""Number of best layouts among which one that can be exported is searched."""
 TRIED_MATRIX = "full"
 """Matrix whose options are tried for each strategy."""
 
@@ -176,7 +176,7 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
         console.print(escape(sentence))
     dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
-        f"{answer.considered} layouts, left out because they would not run: {dropped or 'none'}"
+        f"{answer.considered} layouts considered; left out, as they cannot run: {dropped or 'none'}"
     )
     console.print(escape(f"constants: {source}"))
     for sentence in written:

@@ -35,8 +35,7 @@ MAX_REASONS = 6
 """Most reasons for left-out strategies on a terminal."""
 
 Unseen: TypeAlias = Annotated[
-    bool,
-    typer.Option("--unseen", help="Predict as if no cell of the model had been measured."),
+    bool, typer.Option("--unseen", help="Predict as if no cell of the model had been measured.")
 ]
 
 

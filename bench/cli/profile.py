@@ -106,35 +106,30 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:
-    """Replaces the folder's traces; returns the new paths."""
     for old in (*folder.glob("rank*.json.gz"), folder / "all.json.gz"):
         old.unlink(missing_ok=True)
     return [file.replace(folder / file.name) for file in files]
 
 
 def name_ranks(folder: Path) -> list[Path]:
-    """Names ranks' processes in their traces; writes their timeline, all.json.gz."""
+    """Labels processes with their rank; also merges several traces into all.json.gz."""
+
+    def rank_of(file: Path) -> int:
+        return int(file.name.removeprefix("rank").partition(".")[0])
+
     traces = {}
-    for file in sorted(
-        folder.glob("rank*.json.gz"),
-        key=lambda f: int(f.name.removeprefix("rank").partition(".")[0]),
-    ):
-        rank = int(file.name.removeprefix("rank").partition(".")[0])
+    for file in sorted(folder.glob("rank*.json.gz"), key=rank_of):
+        rank = rank_of(file)
+        names = {
+            "process_name": {"name": f"rank {rank}"},
+            "process_sort_index": {"sort_index": rank},
+        }
         trace = json.loads(gzip.decompress(file.read_bytes()))
         own = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
         for event in trace["traceEvents"]:
-            if (
-                event.get("ph") == "M"
-                and event.get("name") == "process_name"
-                and event.get("pid") == own
-            ):
-                event["args"] = {"name": f"rank {rank}"}
-            if (
-                event.get("ph") == "M"
-                and event.get("name") == "process_sort_index"
-                and event.get("pid") == own
-            ):
-                event["args"] = {"sort_index": rank}
+            name = event.get("name")
+            if event.get("ph") == "M" and name in names and event.get("pid") == own:
+                event["args"] = names[name]
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), 5))
         traces[file] = trace
     if len(traces) < 2:
@@ -150,8 +145,10 @@ def name_ranks(folder: Path) -> list[Path]:
 
 
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
-    """Returns the profiled step's GPU time and this host's peak rate (measured in about 8 s). None
-    for CPU cells and failures."""
+    """Returns how the GPU spent the profiled step; None for CPU cells and failures.
+
+    Measures the GPU's peak rate first, in about 8 s.
+    """
     from harness.analysis.utilization import gpu_time
     from harness.measure.hardware_benchmark import measure_apart
     from harness.run.rows import peaks_of

@@ -25,7 +25,7 @@ def publish(
 ) -> None:
     """Write results for TensorBoard, MLflow, W&B or Prometheus.
 
-    Skips results that are already there.
+    Skips results already there, but replaces Prometheus's file.
 
     Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
     """

@@ -29,12 +29,7 @@ def reproduce(
 
     Example: [bold]python -m bench reproduce torchtitan-8b-fsdp --dry-run[/bold]
     """
-    from bench.reproduce import (
-        differences,
-        predicted_figures,
-        published_figures,
-        published_rows,
-    )
+    from bench.reproduce import differences, predicted_figures, published_figures, published_rows
     from harness.host.packages import TRAINING, require
     from harness.spec.errors import UsageError
 

@@ -47,7 +47,7 @@ TimeBudget: TypeAlias = Annotated[
             "Time budget, such as 45min. Once it is spent, no round is added. Without"
             " --precision, planned rounds from the third on are skipped too. By default 1h with"
             " --precision, none with --trials, else the matrix's, else a quarter more than the"
-            " planned rounds take. Rounds are added for cells that may be the fastest, unless"
+            " planned rounds take. Rounds are added for cells that may be the best, unless"
             " --trials fixes their number."
         ),
     ),
@@ -68,7 +68,7 @@ TimedSeconds: TypeAlias = Annotated[
         help=(
             "Seconds of timed steps per trial on CPUs, interleaved with a control that corrects"
             " for changes in the machine's speed. 0: the matrix's number of steps, without a"
-            " control. By default the matrix's, usually 2."
+            " control. By default the matrix's."
         ),
     ),
 ]

@@ -16,11 +16,7 @@ from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, sho
 from bench.cli.run_progress import RunProgress
 from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, execute, prepare
 from bench.planning import PlanOptions
-from harness.analysis.answer import (
-    nothing_to_choose,
-    what_more_would_buy,
-    why_no_more_trials,
-)
+from harness.analysis.answer import nothing_to_choose, what_more_would_buy, why_no_more_trials
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import too_wide
 from harness.analysis.setting import timed

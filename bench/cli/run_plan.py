@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """Parses `1/4` to (1, 4): share, counted from 0, and number of shares. Raises UsageError."""
+    """Parses `1/4` to (1, 4): index from 0, and number of shares. Raises UsageError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
     if not match or int(match[1]) >= int(match[2]):
         raise UsageError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 AS_EXPECTED = 0.1
-"""Share of a run's expected seconds assumed to go as expected: a first trial that builds a library
-predicts little."""
+"""Weight of the initial estimate, as a share of the run's expected seconds: a first trial that
+builds a library predicts little."""
 
 
 class RunProgress:
@@ -92,7 +92,7 @@ class RunProgress:
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:
         self.current = cell
         if not self.done:
-            self.last_end = time.monotonic()  # until now, references were trained
+            self.last_end = time.monotonic()  # reference runs took the time until now
         self._draw(cell.name, f"{duration(self.seconds_left)} left")
 
     def step(self, step: int, seconds: float) -> None:

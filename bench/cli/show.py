@@ -37,7 +37,7 @@ def show(
 ) -> None:
     """Show one cell: trials, steps, memory, where time goes, parity.
 
-    Example: [bold]python -m bench show 'ddp llama-mini x2 fp32*'[/bold]
+    Example: [bold]python -m bench show 'ddp llama-micro x2 fp32*'[/bold]
     """
     from bench.select import find_recorded_cell, find_run
     from harness.record.store import Store
@@ -119,16 +119,11 @@ def _throughput(out: Console, detail: CellDetail) -> None:
     out.print(table)
     if cell.speed.samples_per_second is not None:
         low, high = cell.speed.samples_per_second_low, cell.speed.samples_per_second_high
-        interval = (
-            "1 trial: no interval"
-            if low is None
-            else f"95 % interval {number(low)} to {number(high)}"
-        )
-        tokens = (
-            ""
-            if cell.speed.tokens_per_second is None
-            else f", {number(cell.speed.tokens_per_second)} tokens/s"
-        )
+        interval = "1 trial: no interval"
+        if low is not None:
+            interval = f"95 % interval {number(low)} to {number(high)}"
+        rate = cell.speed.tokens_per_second
+        tokens = "" if rate is None else f", {number(rate)} tokens/s"
         out.print(f"  mean {number(cell.speed.samples_per_second)} samples/s{tokens}, {interval}")
     if text := utilization(cell):
         out.print(f"  {text}")
@@ -136,13 +131,10 @@ def _throughput(out: Console, detail: CellDetail) -> None:
         alike = f", tied with place {place.place - 1}" if place.same_as_above else ""
         out.print(f"  place {place.place} of {place.of}{alike}: {clean(place.setting)}")
         if place.ratio is not None:
-            ends = (
-                ""
-                if place.ratio.low is None
-                else f" ({number(place.ratio.low)} to {number(place.ratio.high)})"
-            )
+            ratio, low, high = place.ratio.ratio, place.ratio.low, place.ratio.high
+            ends = "" if low is None else f" ({number(low)} to {number(high)})"
             out.print(
-                f"  {number(place.ratio.ratio)} x the fastest{ends},"
+                f"  {number(ratio)} x the fastest{ends},"
                 f" {clean(place.fastest)}: {place.ratio.verdict}"
             )
 
@@ -181,11 +173,8 @@ def _memory(out: Console, detail: CellDetail) -> None:
             scaled(kind.formula_bytes, 1 / MIB),
             bar(kind.bytes, most),
         )
-    off = (
-        ""
-        if cell.states.formula_deviation is None
-        else f" ({signed(cell.states.formula_deviation)})"
-    )
+    away = cell.states.formula_deviation
+    off = "" if away is None else f" ({signed(away)})"
     sum_of_kinds = scaled(cell.states.state_bytes, 1 / MIB) + off
     table.add_row(
         "together",
@@ -278,19 +267,12 @@ def _compared(out: Console, parity: Parity) -> None:
     from reports.text import deviation
 
     if parity.max_element_deviation is None:
-        return  # recorded before they were compared
-    buffers = (
-        f", buffers {deviation(parity.max_buffer_deviation)}"
-        if parity.max_buffer_deviation is not None
-        else ""
-    )
-    states = (
-        f", optimizer states {deviation(parity.max_moment_deviation)}"
-        if parity.max_moment_deviation is not None
-        else ""
-    )
+        return
+    of_buffers, of_states = parity.max_buffer_deviation, parity.max_moment_deviation
+    buffers = "" if of_buffers is None else f", buffers {deviation(of_buffers)}"
+    states = "" if of_states is None else f", optimizer states {deviation(of_states)}"
     out.print(
-        f"  single elements {deviation(parity.max_element_deviation)}, along the weights"
+        f"  single elements {deviation(parity.max_element_deviation)}, component along the weights"
         f" {deviation(parity.max_decay_deviation)}{buffers}{states}"
     )
     if parity.moments_skipped_reason:
@@ -303,11 +285,8 @@ def _checkpoint(out: Console, cell: CellResult) -> None:
     facts = cell.checkpoint
     if facts.checkpoint_bytes is None:
         return
-    loaded = (
-        "in set-up"
-        if facts.checkpoint_load_seconds is None
-        else f"in {scaled(facts.checkpoint_load_seconds, 1e3)} ms"
-    )
+    seconds = facts.checkpoint_load_seconds
+    loaded = "in set-up" if seconds is None else f"in {scaled(seconds, 1e3)} ms"
     out.print(
         f"[bold]checkpoint[/bold]  {cell.cell.checkpoint}, saved by"
         f" {cell.cell.checkpoint_from or 'the same ranks'}:"
@@ -341,7 +320,7 @@ def bar(value: float | None, most: float) -> str:
 
 
 def sparkline_of(values: Sequence[float | None]) -> str:
-    """Returns a block per value, or for the largest value in each of STEPS stretches."""
+    """Returns a block per value; of more than STEPS, the largest of each of STEPS groups."""
     from bench.cli.compare import sparkline
 
     known = [value for value in values if value is not None and math.isfinite(value)]

@@ -29,7 +29,7 @@ Account: TypeAlias = Annotated[str | None, typer.Option("--account", "-A", help=
 TimeLimit: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--time", "-t", help="Time limit of a job; the run then continues in another job."
+        "--time", "-t", help="Time limit of a job, which then requeues itself and continues."
     ),
 ]
 Array: TypeAlias = Annotated[
@@ -50,10 +50,7 @@ SiteFile: TypeAlias = Annotated[
         help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
 ]
-To: TypeAlias = Annotated[
-    Target,
-    typer.Option("--to", help="What starts the nodes."),
-]
+To: TypeAlias = Annotated[Target, typer.Option("--to", help="What starts the nodes.")]
 JobOrRun: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -157,7 +154,7 @@ def _submit(site: Site, job: ClusterJob, json_output: bool) -> None:
     if json_output:
         print(submission.as_json())
     else:
-        what = f"run {job.run_id}" if job.run_id else "a night"
+        what = f"run {job.run_id}" if job.run_id else "a nightly run"
         print(
             f"submitted job {job_id}: {what} of matrix {job.matrix}; see: python -m bench slurm"
             f" status {job_id}"
@@ -267,7 +264,7 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """`forgotten`: whether SLURM has dropped the jobs."""
+    """`forgotten`: whether SLURM no longer lists the jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -289,4 +286,4 @@ def _show(
         again = f", restarted {job.restarts} times" if job.restarts else ""
         console.print(f"job {job.job_id}: {job.state}{reason}{where}, {job.elapsed}{again}")
     if forgotten:
-        console.print("SLURM has dropped its jobs")
+        console.print("SLURM no longer lists its jobs")

@@ -23,13 +23,11 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Returns a console with colour only on terminals; silent if a machine reads stdout."""
+    """Returns a console that uses colour only on terminals; a `quiet` one prints nothing."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    return (
-        chosen
-        if chosen.is_terminal
-        else Console(quiet=quiet, highlight=False, soft_wrap=True, width=160)
-    )
+    if chosen.is_terminal:
+        return chosen
+    return Console(quiet=quiet, highlight=False, soft_wrap=True, width=160)
 
 
 def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
@@ -44,7 +42,7 @@ def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints and returns why GPUs are unused; on stderr unless people read `out`."""
+    """Prints and returns why GPUs are unused; on stderr unless `out` is a terminal."""
     from harness.host.environment import unused_gpus
 
     reason = unused_gpus()
@@ -86,14 +84,11 @@ def stop_signals() -> Iterator[None]:
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     """Prints `cells`, in ranking order, per workload, then the unranked ones with the reason."""
-    from harness.analysis.setting import systems
+    from harness.analysis.setting import grouped, systems
     from harness.analysis.trials import CAUSES
 
-    ranked: dict[str, list[CellResult]] = {}
-    for cell in cells:
-        if cell.ranked:
-            ranked.setdefault(cell.cell.workload_name, []).append(cell)
-    for workload, group in ranked.items():
+    ranked = [cell for cell in cells if cell.ranked]
+    for workload, group in grouped(ranked, lambda cell: cell.cell.workload_name).items():
         out.print(_ranked(workload, group))
         if all(cell.cell.devices == 1 for cell in group) and len(group) > 1:
             out.print(

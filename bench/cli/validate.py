@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from harness.planner.cluster.calibrate import ClusterScores, MeasuredRuns, PartErrors
     from harness.planner.cluster.hardware import Cluster
-    from harness.planner.local.cpu_prediction import CellFacts, Observation
+    from harness.planner.local.cpu_prediction import Observation
     from harness.planner.local.local_calibration import CpuScores, FirstChoice
     from harness.planner.local.measurements import LocalMeasurements
 
@@ -223,7 +223,9 @@ def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
     observations = [cell.observation for cell in measured.cells]
     held = {
         "each workload predicted from all others": leave_out(observations, base_of),
-        "each emulated link predicted from all others": leave_out(observations, _link),
+        "each emulated link predicted from all others": leave_out(
+            observations, lambda facts: facts.links
+        ),
     }
     held = {name: rows for name, rows in held.items() if rows}
     if not held:
@@ -247,10 +249,6 @@ def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
     for name in held:
         console.print(_local_scores(name, scores[name]))
         console.print(_choices(choices[name]))
-
-
-def _link(facts: CellFacts) -> str:
-    return facts.links
 
 
 def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:

@@ -37,8 +37,7 @@ class ClusterJob:
 
 
 def batch_script(site: Site, job: ClusterJob) -> str:
-    """Returns the site's directives and setup, then a script of slurm/, with all options of
-    sbatch."""
+    """Returns a batch script: sbatch's options, the site's setup, and a script of slurm/."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -62,7 +61,7 @@ def batch_script(site: Site, job: ClusterJob) -> str:
 
 
 def _lines(site: Site, job: ClusterJob) -> list[str]:
-    """Lets a job continue after a warning, a lost node or a requeue."""
+    """Returns sbatch's options; the job survives a time-limit warning, lost node or requeue."""
     log = "%A_%a" if job.tasks else "%j"
     return [
         f"--job-name={job.name}",
@@ -147,11 +146,8 @@ def states(job_id: str) -> list[JobState]:
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)
-    return (
-        []
-        if done.returncode
-        else [parse(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
-    )
+    lines = [] if done.returncode else done.stdout.splitlines()
+    return [parse(line) for line in lines if line.startswith("JobId=")]
 
 
 def parse(line: str) -> JobState:

@@ -22,7 +22,7 @@ from harness.spec.errors import UsageError
 
 SECRET_FOLDER, SECRET_KEY = "/run/parallelism-bench", "key"
 MISTAKE, FAILED_CELLS = 2, 1
-"""Exit codes after which another start would change nothing."""
+"""Exit codes after which a restart would not help."""
 
 
 class _Record(BaseModel):
@@ -200,7 +200,7 @@ Manifest: TypeAlias = Service | KubernetesJob | TrainJob | SkyTask
 
 
 def manifests(target: Target, site: Site, job: ClusterJob) -> list[Manifest]:
-    """Raises UsageError if the site lacks a setting."""
+    """Returns a target's manifests; raises UsageError if the site lacks a setting."""
     if not site.pods.image:
         raise UsageError(
             f"--to {target.value} needs an image that has the suite: set pods.image in the site"
@@ -230,7 +230,7 @@ def _name(job: ClusterJob) -> str:
 
 
 def _command(site: Site, job: ClusterJob, host: str, number: str, listen: str = "") -> str:
-    """Returns the shell command of a node. `listen`: where node 0 listens; empty: at its name."""
+    """Returns a node's shell command. `listen`: address for node 0's listener; empty: its own."""
     python, port = site.python, site.pods.port
     wait = ["--timeout", str(site.pods.wait_seconds)]
     wait += ["--interface", site.interface] if site.interface else []
@@ -322,7 +322,7 @@ def _job(
 
 
 def _train_job(site: Site, job: ClusterJob) -> TrainJob:
-    """Kubeflow's runtime sets PET_* as for torchrun; agents use its address and number."""
+    """Agents read address and node number from PET_*, which Kubeflow sets for torchrun."""
     name = _name(job)
     key = SecretKey(name=site.pods.secret, key=SECRET_KEY)
     trainer = Trainer(

@@ -112,7 +112,7 @@ class Site(BaseModel):
     """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
     node."""
     warn_seconds: int = Field(default=120, ge=1)
-    """Seconds before the time limit at which a job stops and resubmits."""
+    """Seconds before the time limit at which a job stops and requeues itself."""
     requeues: int = Field(default=20, ge=0)
     """Most requeues, or a trial longer than the limit would requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
@@ -149,8 +149,10 @@ class Site(BaseModel):
 
 
 def read_site(file: Path | None, **given: object) -> Site:
-    """Returns the site of this file, of the variable, of slurm/site.yaml, or the default,
-    overridden by `given`; raises UsageError with file and key."""
+    """Reads `file`, else the environment variable's file, else slurm/site.yaml, else defaults.
+
+    `given` overrides settings. Raises UsageError with file and key.
+    """
     named = file or (Path(path) if (path := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
         raise UsageError(f"there is no site file {str(named)!r}; see slurm/sites for examples")

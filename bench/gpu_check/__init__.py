@@ -1,1 +1,2 @@
-"""The first minutes on a GPU: probes, a gate, lanes side by side, then timed steps alone."""
+"""Checks the suite on a GPU: probes, a gate step that must train, lanes (queues of steps) in
+parallel, and timed steps one at a time."""

@@ -27,24 +27,22 @@ from harness.host.cuda import HIDE_GPUS
 
 LEAST_SECONDS = 15.0
 COLLECT_SECONDS = 30.0
-"""Most seconds of records lost when a call is cut off."""
+"""Seconds between copies to the results folder."""
 REHEARSAL_FACTOR = 3.0
-"""Factor on GPUs' time limits in a rehearsal on a CPU."""
+"""Factor by which a rehearsal on a CPU extends time limits."""
 TAIL = 20
 CORES_PER_LANE = 2
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One call's limits, in seconds."""
-
     budget_seconds: float
     stop_seconds: float = STOP_SECONDS
     least_seconds: float = LEAST_SECONDS
 
 
 class CheckDriver:
-    """Runs unsettled steps; writes the report around each."""
+    """Runs unfinished steps; writes the report before and after each."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class CheckDriver:
         say: Callable[[str], None],
         again: Collection[str] = (),
     ) -> None:
-        """`again`: settled steps to repeat."""
+        """`again`: names of finished steps to repeat."""
         self.plan, self.report, self.folders, self.timing = plan, report, folders, timing
         self._say, self._again = say, frozenset(again)
         self._began = time.monotonic()
@@ -65,7 +63,7 @@ class CheckDriver:
         self._late: set[str] = set()
         """Steps that used all of their time without finishing."""
         self.at_the_gate = False
-        """Whether nothing trained, which ended the check."""
+        """Whether the check ended because the gate step trained nothing."""
         self._section = {step.name: section for section, step in plan.steps()}
         self._cores = allowed_cores()
         self.report = replace(
@@ -123,7 +121,7 @@ class CheckDriver:
         return step.limit_seconds * (REHEARSAL_FACTOR if self.report.stand_in else 1.0)
 
     def _lanes(self, lanes: Sequence[Sequence[Step]], end: float) -> None:
-        """Runs lanes until `end` (time.monotonic), side by side if they share a GPU."""
+        """Runs lanes until `end` (time.monotonic), in parallel unless there are several GPUs."""
         open_lanes = [[s for s in lane if self._is_open(s)] for lane in lanes]
         open_lanes = [sorted(lane, key=self._was_late) for lane in open_lanes if lane]
         if not open_lanes:
@@ -170,7 +168,7 @@ class CheckDriver:
         return before is not None and before.seconds >= self._limit(step)
 
     def _step(self, step: Step, end: float | None = None, cores: Sequence[int] = ()) -> None:
-        """`end`: deadline (time.monotonic); None: the call's."""
+        """Runs a step if time is left. `end`: deadline (time.monotonic); None: the call's."""
         if not self._is_open(step):
             return
         left = (self._end if end is None else end) - time.monotonic() - self.timing.stop_seconds
@@ -248,7 +246,7 @@ class CheckDriver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop running steps, which record results."""
+        """Makes SIGTERM and Ctrl-C stop running steps, which record their results."""
 
         def stop(*_: object) -> None:
             self._stop.set()

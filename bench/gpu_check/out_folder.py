@@ -1,6 +1,6 @@
 """The results folder of a check: few files, always complete, small enough to send.
 
-Steps write to a folder in the cache, so the next call can resume without this one.
+Steps write to a folder in the cache, so a later call can resume even without this folder.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_BYTES = 15 * 2**20
-"""Largest file that all machines send back."""
+"""Size limit of an archive, so that any machine can send it back."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
-"""Part of the working folder, by archive."""
+"""Subfolder of the working folder, by archive."""
 REPORT = "report.json"
 MOST_OF_A_REASON = 160
 """Most characters of a reason in cells.txt."""
@@ -139,8 +139,8 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """Returns a folder's archive (empty without files), and the largest files, omitted to respect
-    the limit."""
+    """Returns a folder as tar.gz (empty without files), and the names of the largest files, left
+    out to respect the limit."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
         with contextlib.suppress(OSError):  # a step removes its temporary files

@@ -48,9 +48,9 @@ class CheckPlan(BaseModel):
     gate: Step | None = None
     """Step that ends the check if nothing trains."""
     lanes: tuple[tuple[Step, ...], ...] = ()
-    """Steps that run side by side, each lane on its own cores."""
+    """Queues of steps; on one GPU they run in parallel, on separate cores."""
     alone: tuple[Step, ...] = ()
-    """Timed steps, which run alone, after a first pass over the lanes."""
+    """Timed steps, one at a time; the lanes before them leave enough time."""
     later: tuple[tuple[Step, ...], ...] = ()
     """Lanes that run after the timed steps and the other lanes."""
 

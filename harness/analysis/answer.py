@@ -15,7 +15,7 @@ from harness.spec.cell import BASELINE, TECHNIQUES
 SAME_MEMORY = 0.05
 """Peaks within this fraction of the lowest count as equal."""
 NEARLY_AS_FAST = 0.03
-"""Fraction of throughput that the simplest strategy may cost."""
+"""Fraction by which the strategy advised as simplest may be slower."""
 MOST_NAMED = 5
 MIB = 2**20
 
@@ -40,19 +40,19 @@ class Answer:
     """Recommended cell, then alternatives."""
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells that include the fastest (95 % confidence) and train alike."""
+    """Cells of the same training, one of which is the fastest (95 % confidence)."""
     baseline: CellResult | None
     """Usual choice, recommended unless another cell is known to beat it."""
     gain: Comparison | None = None
-    """Recommended cell's throughput over the baseline's; the interval allows for the selection."""
+    """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
     """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
-    """Likely reason for the gain, by profiles or traffic; may be empty."""
+    """Likely reason for the gain, from profiles or bytes sent; may be empty."""
 
     @property
     def caveat(self) -> str:
-        """Warnings to heed; may be empty."""
+        """Warnings about the recommendation; may be empty."""
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
@@ -78,7 +78,7 @@ class Answer:
 
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns ranked cells without stand-ins and with a core per rank, fastest first."""
+    """Returns ranked cells without emulated parts and with a core per rank, fastest first."""
     chosen = [
         cell
         for cell in cells
@@ -119,7 +119,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns each undecided setting's cells that compete for more trials."""
+    """Returns the cells that compete for trials, for each setting with a choice."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -192,7 +192,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
         return ""
     minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
     return (
-        f"{count} cells may still be the fastest or are compared with those: up to {more} more"
+        f"{count} cells may be the fastest, or are the baseline of such cells: up to {more} more"
         f" trials of each ({minutes}) would resolve differences of {percent}"
     )
 
@@ -233,10 +233,10 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 
 
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
-    """Returns gains over the baseline by cell id.
+    """Returns throughputs over the baseline's by cell id.
 
-    Those of cells that may still win the race hold jointly; cells far behind are never chosen, so
-    they do not widen these intervals.
+    Intervals of cells near the fastest hold jointly for these alone. Cells far behind do not widen
+    them, because they are never recommended.
     """
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from harness.analysis.cell_result import CellResult, Speed
 from harness.analysis.ranking import compare
-from harness.analysis.setting import SCALED, batch, by_setting, series, setting
+from harness.analysis.setting import SCALED, batch, by_setting, grouped, series, setting
 from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE
 
@@ -26,12 +26,9 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
-    runs: dict[str, list[CellResult]] = {}
-    for cell in cells:
-        runs.setdefault(cell.run_id, []).append(cell)
     baselines = {
         (cell.cell_id, cell.run_id): baseline
-        for of_run in runs.values()
+        for of_run in grouped(cells, lambda cell: cell.run_id).values()
         for group in by_setting(of_run)
         if (baseline := baseline_of(group, chosen))
         for cell in group

@@ -1,5 +1,3 @@
-"""A cell's results."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,8 +22,8 @@ UNVERIFIED = "unverified"
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst"]
-"""How trials become one value: shared, median or largest of finished trials, or of the trial that
-deviates most."""
+"""How trials become one value: any trial's, the median or largest of finished ones, or that of the
+trial with the worst parity."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
@@ -155,7 +153,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Costs of the checkpoint that training resumed from; medians over finished trials."""
+    """Costs of the checkpoint that training resumed from; seconds are medians over trials."""
 
     checkpoint_ranks: int | None = of_trials("shared", None)
     checkpoint_bytes: int | None = of_trials("largest", None)
@@ -238,7 +236,7 @@ class CellResult:
     reason: str = ""
     """Worst trial's reason, with a count if others ended differently."""
     expected: bool = False
-    """Whether the matrix expects this status."""
+    """Whether this status is expected."""
     verified: bool = False
     """Whether parity holds in every ok trial."""
     ranked: bool = False

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from harness.analysis.ranking import compare
 from harness.analysis.selection import MeasuredCell, RunSelection
+from harness.analysis.setting import grouped
 from harness.analysis.stats import (
     CONTROL_MISMATCH,
     PAIR_CONFIDENCE,
@@ -22,6 +23,9 @@ from harness.spec.errors import UsageError
 
 MEMORY_EFFECT = 0.05
 """Smallest relative difference in peak memory that counts."""
+MEMORY_EFFECT_BYTES = 2 * 2**20
+"""Smallest difference in peak memory that counts. Ranks inherit their fork server's heap, whose
+free space differs between runs but not between trials, so trials do not show it."""
 
 Kind = Literal[
     "slower",
@@ -57,7 +61,10 @@ class ComparedCell:
     def memory_verdict(self) -> MemoryVerdict | None:
         if self.memory is None:
             return None
+        sides = (self.first, self.second)
+        before, after = (side.peak or 0.0 if side else 0.0 for side in sides)
         small = abs(self.memory.ratio - 1) < MEMORY_EFFECT
+        small |= abs(after - before) < MEMORY_EFFECT_BYTES
         if small or self.memory.verdict == "no difference seen":
             return "no difference seen"
         return "more memory" if self.memory.ratio > 1 else "less memory"
@@ -124,8 +131,8 @@ RUNS_METHOD = (
     " once; if both runs have a control, its throughput is multiplied by the control's time. The"
     " interval is Welch's t of the logarithms (Biometrika 34, 1947),"
     f" {PAIR_CONFIDENCE * 100:g} %. It allows for steps that follow the machine's speed"
-    f" {CONTROL_MISMATCH:.0%} more or less than the control does. If the torch versions differ, the"
-    " interval covers the ratio with and without the control"
+    f" {CONTROL_MISMATCH * 100:g} % more or less than the control does. If the torch versions"
+    " differ, the interval covers the ratio with and without the control"
 )
 FALSE_ALARM_RATE = round(1 - PAIR_CONFIDENCE, 6)
 MEMORY_METHOD = (
@@ -173,8 +180,8 @@ class RunComparison:
             "Test": self.test,
             "Peak memory": MEMORY_METHOD,
             "Smallest effect that counts": (
-                f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % in peak"
-                " memory"
+                f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % and"
+                f" {MEMORY_EFFECT_BYTES // 2**20} MiB in peak memory"
             ),
             "False alarms": (
                 f"at most one in {one_in} comparisons of equal cells; {count} were made here, so"
@@ -194,6 +201,7 @@ class RunComparison:
             "false_alarm_rate": FALSE_ALARM_RATE,
             "memory_test": MEMORY_METHOD,
             "memory_smallest_effect": MEMORY_EFFECT,
+            "memory_smallest_effect_bytes": MEMORY_EFFECT_BYTES,
             "differences": list(self.differences),
             "cells": [line.as_json() for line in self.lines],
         }
@@ -205,7 +213,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
     """Compares B (second) with A (first) by cell; raises UsageError without a common cell."""
-    before, after = _by_id(first.cells), _by_id(second.cells)
+    before, after = (grouped(side.cells, lambda cell: cell.cell_id) for side in (first, second))
     if not before.keys() & after.keys():
         raise UsageError(
             f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"
@@ -224,13 +232,6 @@ def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
         f"{name} {was} → {now}" for name, (was, now) in versions.items() if was != now
     )
     return RunComparison(first.name, second.name, _ordered(lines), RUNS_METHOD, differences)
-
-
-def _by_id(cells: Iterable[MeasuredCell]) -> dict[str, list[MeasuredCell]]:
-    by_id: dict[str, list[MeasuredCell]] = {}
-    for cell in cells:
-        by_id.setdefault(cell.cell_id, []).append(cell)
-    return by_id
 
 
 def compare_cells(

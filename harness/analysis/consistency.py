@@ -1,4 +1,4 @@
-"""Checks that recorded rows agree with themselves, such as a verdict with its deviations."""
+"""Checks that the values of each recorded row agree, such as a verdict and its deviations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ HEX = {"data_fingerprint": r"[0-9a-f]{64}", "git_commit": r"[0-9a-f]{7,40}\+?"}
 NEAR = 1e-6
 """Relative difference up to which two figures are equal."""
 CYCLES = 2.0
-"""Factor by which a strategy's cycle of steps may move throughput from that of a step."""
+"""Largest factor between recorded throughput and that by step time: some strategies communicate
+only every few steps."""
 
 
 def check(path: Path) -> Checked:
@@ -74,7 +75,7 @@ def _checked_file(file: Path) -> Checked:
 
 def _checked_store(store: Store) -> Checked:
     checked = check_folder(store)
-    problems = [_within(store, problem) for problem in checked.problems]
+    problems = list(checked.problems)
     skipped = {problem.file for problem in problems}
     runs = {file.stem for file in (store.folder / "runs").glob("*.parquet")}
     missing = set()
@@ -84,16 +85,10 @@ def _checked_store(store: Store) -> Checked:
         if table != "runs" and file.parent.name not in runs:
             missing.add(file.parent)
     problems += [
-        Problem(folder, f"runs/{folder.name}.parquet is missing, without which it is not read")
+        Problem(folder, f"runs/{folder.name}.parquet is missing, so this folder is not read")
         for folder in sorted(missing)
     ]
     return Checked(checked.files, tuple(problems))
-
-
-def _within(store: Store, problem: Problem) -> Problem:
-    return Problem(
-        store.folder / problem.file, problem.what, problem.damaged, problem.column, problem.row
-    )
 
 
 def row_problems(table: str, file: Path) -> Iterator[Problem]:
@@ -164,7 +159,7 @@ def _run_texts(run: RunRecord) -> Iterator[Finding]:
 
 
 def _identity(trial: TrialRecord) -> Iterator[Finding]:
-    """A redacted cell cannot be compared, and a library may replace a cell's launcher."""
+    """Skips redacted cells, which cannot be compared, and launchers, which libraries replace."""
     if REDACTED in trial.cell:
         return
     try:

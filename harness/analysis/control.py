@@ -1,7 +1,7 @@
 """Adjusts step times by the control.
 
-The control is a small fixed computation between steps (harness/worker/control_process.py). Nothing
-is fitted, so adjusted times carry over to other runs.
+The control is a small fixed computation between steps that shows the machine's speed
+(harness/worker/control_process.py). Nothing is fitted, so adjusted times carry over to other runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """Log seconds of consecutive timed steps."""
+    """Log mean seconds over consecutive timed steps."""
 
     step: float
     control: float
@@ -23,8 +23,9 @@ class Window:
 @dataclass(frozen=True)
 class Adjustment:
     spread_before: float
+    """Standard deviation of log step time between trials."""
     spread_after: float
-    """Standard deviation of the log ratio of step time to control time."""
+    """Standard deviation after division by the control's time."""
 
     @property
     def helps(self) -> bool:

@@ -1,4 +1,4 @@
-"""Asks whether the control's time depends on the strategy or the launcher next to it."""
+"""Tests whether the control's time depends on the strategy or launcher that it runs with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK = 12
-"""Most consecutive trials among which the machine's speed counts as constant."""
+"""Most consecutive trials in which the machine's speed counts as constant."""
 SHUFFLES = 2000
 LEAST_PROBABILITY = 0.01
 FEWEST_LABELS = 2
@@ -28,6 +28,7 @@ FEWEST_LABELS = 2
 class ControlLevel:
     launcher: str
     ratio: float
+    """Control time over neighbouring trials' median."""
     low: float
     high: float
     """95 % interval of the ratio."""
@@ -69,7 +70,7 @@ def _label(trial: TrialRecord) -> str:
 
 
 def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
-    """Returns blocks of consecutive trials whose controls compute the same."""
+    """Returns blocks of consecutive trials whose controls run the same computation."""
     alike: Mapping[Hashable, list[TrialRecord]] = defaultdict(list)
     for trial in sorted(trials, key=lambda trial: trial.started_at):
         if windows_of(trial) and not trial.oversubscribed:

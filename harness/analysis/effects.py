@@ -127,8 +127,8 @@ def _effect(
 
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
-    """Returns the geometric mean of throughput ratios, with an error at least the pairs' scatter;
-    the interval of two pairs spans both."""
+    """Returns the geometric mean of throughput ratios, with an error of at least the pairs'
+    scatter; with two pairs, the interval spans both."""
     speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs

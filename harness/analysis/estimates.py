@@ -1,4 +1,4 @@
-"""Estimates throughputs of a run's cells, with spreads moderated over all of them.
+"""Estimates throughputs of a run's cells, with variances shrunk towards a common one.
 
 Cells' variances scatter about a common one as a scaled inverse chi-square (Smyth, Statistical
 Applications in Genetics and Molecular Biology 3 (2004), section 3). The common one is a power of
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
-"""Fewest cells with a spread for a prior; fewer are pooled."""
+"""Fewest cells with a variance for a prior; fewer are pooled."""
 USUAL_POWER = -1.0
-"""Exponent of steps per trial in the variance, if too few cells show it: independent steps."""
+"""Exponent of steps per trial in the variance, if few cells show it; -1: independent steps."""
 FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
 WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
 ALLOWANCE = 0.006
-"""Standard deviation of a cell's effect on its control, in logarithms: the 95 % upper bound from 20
-trials of twelve cells, among them four launchers (docs/studies/overhead.md).
-"""
+"""Standard deviation of a cell's log effect on its control: the 95 % upper bound from 20 trials of
+twelve cells with four launchers (docs/studies/overhead.md)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ class VariancePrior:
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one, which cells without a degree of freedom get.
+    """Returns variances shrunk towards the common one; cells with a single trial get that one.
 
-    Fewer than three others are pooled.
+    Variances of fewer than three cells are pooled.
     """
     common = prior(spreads)
     if common is None:
@@ -218,8 +217,8 @@ def log_estimates(
 ) -> dict[str, LogEstimate]:
     """Returns estimates by cell id, without an allowance.
 
-    `steps`: of each trial. `lengths`: timed length of each trial, to which its weight is
-    proportional.
+    `steps`: timed steps of each trial. `lengths`: windows of each trial, which determine its
+    weight.
     """
     weighted = {
         cell_id: _weighted(values, _weights(lengths[cell_id]), statistics.fmean(steps[cell_id]))
@@ -249,8 +248,8 @@ def _weighted(
 
 
 def _weights(lengths: Sequence[int]) -> list[float]:
-    """Returns weights with mean 1 in ratios of powers of two: smaller differences in length come
-    from the machine's speed."""
+    """Returns weights with mean 1, rounded to ratios of powers of two, because smaller differences
+    in length come from the machine's speed."""
     middle = statistics.median(lengths)
     powers = [2.0 ** round(math.log2(length / middle)) for length in lengths]
     return [power / statistics.fmean(powers) for power in powers]
@@ -277,7 +276,6 @@ class _Kind(NamedTuple):
     on_disk: bool
     """Whether trials wait for a disk."""
     oversubscribed: bool
-    """Whether ranks share cores."""
 
 
 def _kind(trial: TrialRecord) -> _Kind:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.analysis.compare import MEMORY_EFFECT
 from harness.analysis.selection import MeasuredCell
+from harness.analysis.setting import grouped
 from harness.analysis.stats import Estimate, estimate
 
 if TYPE_CHECKING:
@@ -214,9 +215,7 @@ class Series:
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
     """Returns a series per cell. `cells`: oldest run first."""
-    by_id: dict[str, list[MeasuredCell]] = {}
-    for cell in cells:
-        by_id.setdefault(cell.cell_id, []).append(cell)
+    by_id = grouped(cells, lambda cell: cell.cell_id)
     return [series for every in by_id.values() if (series := _series(every, figure))]
 
 

@@ -26,12 +26,10 @@ def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) 
     gaps = []
     for step, expected in enumerate(reference):
         loss = losses[step] if step < len(losses) else None
-        usable = loss is not None and math.isfinite(loss)
-        gaps.append(
-            abs(loss - expected) / max(abs(expected), 1e-12)
-            if usable and loss is not None
-            else math.inf
-        )
+        if loss is None or not math.isfinite(loss):
+            gaps.append(math.inf)
+        else:
+            gaps.append(abs(loss - expected) / max(abs(expected), 1e-12))
     return gaps
 
 

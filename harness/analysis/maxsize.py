@@ -12,7 +12,7 @@ from harness.record.plan import (
     NOT_A_SIZE_LIMIT,
     Plan,
     SearchPlan,
-    base_cell,
+    cell_at_size,
     steps_of,
 )
 from harness.record.store import Results
@@ -36,7 +36,7 @@ class Holding:
 class MaxsizeResult:
     label: str
     status: str
-    """found, none fits, all fit, unfinished, stopped (a probe failed, but not by memory),
+    """found, none fits, all fit, unfinished, stopped (a probe failed, but not for lack of memory),
     unavailable, refused."""
     reason: str
     workload: str
@@ -44,13 +44,13 @@ class MaxsizeResult:
     tokens: bool = False
     """Whether sizes are tokens instead of parameters."""
     step: int | None = None
-    """Parameters added per search step."""
+    """Size added per search step."""
     parameters: int | None = None
     """Largest size that trains."""
     next_parameters: int | None = None
     """Smallest size that does not."""
     predicted: int | None = None
-    """Number of parameters that fit according to the formula."""
+    """Largest size that fits according to the formula."""
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
@@ -90,7 +90,7 @@ class MaxsizeResult:
     def fill(self) -> dict[str, float]:
         """Bytes that filled the budget, by kind; empty if memory did not run out.
 
-        `temporaries`: the failed operation's. `rest`: saved activations, C++ buffers, Python.
+        `temporaries` are the failed operation's, `rest` is saved activations, C++ buffers, Python.
         """
         if self.holding is None:
             return {}
@@ -103,8 +103,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
-        budget."""
+        """Names and bytes of memory beyond ZeRO's model states, largest first, if at least 1 % of
+        the budget."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -194,10 +194,10 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Predicted step, size, and activations of the first and each further step, by cell."""
+    """Predictions by cell id: step, size, and activations of the first and each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     unlimited: Sequence[TrialRecord]
-    """Trials repeated without a memory limit, after other failures."""
+    """Trials repeated without a memory limit, after failures not due to memory."""
     tokens: int = 0
     """Tokens added per step; 0 if a step adds a block."""
 
@@ -210,7 +210,7 @@ class FinishedSearch:
         last = {(trial.cell_id, trial.trial): trial for trial in trials}
         by_cell: dict[str, list[TrialRecord]] = {}
         for trial in last.values():
-            cell = base_cell(Cell(**json.loads(trial.cell)), tokens)
+            cell = cell_at_size(Cell(**json.loads(trial.cell)), 1, tokens)
             by_cell.setdefault(cell.id, []).append(trial)
         unlimited = [trial for trial in trials if trial.memory_limit_bytes is None]
         return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)

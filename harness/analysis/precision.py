@@ -50,8 +50,8 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 
 def too_wide(cells: Sequence[CellResult], precision: float) -> dict[str, float]:
-    """Returns relative half widths above `precision`, or from too few trials, by cell. Interleaved
-    cells use their widest interval in the setting."""
+    """Returns relative half widths above `precision`, or from too few trials, by cell. For
+    interleaved cells, the widest comparison in the setting counts."""
     ranked = [cell for cell in cells if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
     few = {cell.cell_id for cell in ranked if cell.trials < LEAST_TRIALS}

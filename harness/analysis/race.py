@@ -1,9 +1,9 @@
 """Chooses the cells that get the next trials: a race for the fastest of each setting.
 
-After its first trial, a cell drops out if noise cannot explain its distance. The others get
-three trials each. Further ones go to the largest undecided setting, to leaders and challengers
-drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research 68, 2020).
-Lowest memory is a separate race.
+After its first trial, a cell drops out if noise cannot explain its distance from the fastest.
+The others get three trials each. Further trials go to the largest undecided setting, to leaders and
+challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
+68, 2020). Cells with the lowest memory race separately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate
 
 FAR_BEHIND = 4.5
-"""Standard deviations behind the fastest at which a cell drops out."""
+"""Standard errors behind the fastest at which a cell drops out."""
 MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Trials of each contender before leaders and challengers are drawn."""
@@ -61,8 +61,7 @@ def _is_open(setting: Entrants) -> bool:
 
 
 def _more_would_decide(speeds: Sequence[LogEstimate]) -> bool:
-    """Whether any number of trials with these means would do more than those so far; allowances
-    remain."""
+    """Whether unlimited further trials with these means would decide more; allowances remain."""
     if is_decided(speeds):
         return False
     certain = [replace(speed, error=0.0) for speed in speeds]
@@ -104,7 +103,7 @@ def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns the ids of cells not far behind; without a spread, all."""
+    """Returns the ids of cells not far behind the fastest; without a spread, all."""
     if not any(speed.degrees > 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)

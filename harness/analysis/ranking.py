@@ -7,8 +7,9 @@ American Statistical Association 50, 1955).
 Differences of throughputs have t distributions, given moderated spreads (Smyth, Statistical
 Applications in Genetics and Molecular Biology 3, 2004). Intervals are balanced: each alone would
 hold with the same probability (Beran, Journal of the American Statistical Association 83, 1988), so
-cells with few trials do not widen the intervals of others. The probability integrates over the
-common cell (Edwards and Hsu, Journal of the American Statistical Association 78, 1983).
+cells with few trials do not widen the intervals of others. The probability integrates over the cell
+shared by all comparisons (Edwards and Hsu, Journal of the American Statistical Association 78,
+1983).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def half_widths(
     others: Sequence[LogEstimate],
     two_sided: bool = False,
 ) -> list[float]:
-    """Returns the log ratios that make other cells' differences from this one jointly
+    """Returns the log ratios from which each other cell's difference from this one is jointly
     significant."""
     from scipy.optimize import brentq
 
@@ -107,7 +108,7 @@ _FURTHEST = 8.0
 class _Joint:
     """Joint distribution of several cells' differences from one cell.
 
-    A score is a difference in standard errors whose t distribution has been made normal.
+    A score is a difference in standard errors, mapped from its t to the normal distribution.
     """
 
     def __init__(self, cell: LogEstimate, others: Sequence[LogEstimate], two_sided: bool) -> None:

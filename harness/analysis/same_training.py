@@ -4,19 +4,17 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from harness.analysis.cell_result import WORST_VERDICT_FIRST, CellResult
-from harness.analysis.setting import series, setting
+from harness.analysis.setting import grouped, series, setting
 from harness.spec.training import HALF_PRECISIONS, emulated, rounding_alone
 
 _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches", "nodes", "links")
-"""Fields in which a twin may differ, such as the model's size."""
+"""Fields in which an fp32 twin may differ, such as the model's size."""
 
 
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Fills in `same_training` and `fp32_twin`. `cells`: all cells, including twins."""
-    twins: dict[tuple[object, ...], list[CellResult]] = {}
-    for cell in cells:
-        if cell.cell.precision == "fp32" and cell.parity.verdict is not None:
-            twins.setdefault(_key(cell), []).append(cell)
+    """Fills in `same_training` and `fp32_twin`. `cells` must include the fp32 twins."""
+    judged = [cell for cell in cells if cell.parity.verdict is not None]
+    twins = grouped((cell for cell in judged if cell.cell.precision == "fp32"), _key)
     return [_judged(cell, twins.get(_key(cell), ())) for cell in cells]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _SAME_MEMORY = 0.02
-"""Relative tolerance for memory, because kernels reserve different amounts."""
+"""Relative tolerance for memory, because operating systems reserve different amounts."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """Returns the run of an id, unique prefix, `latest` or `latest~N`. Raises UsageError."""
+    """Returns a run's id, given an id, unique prefix, `latest` or `latest~N`; raises UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
         store.load()  # raises NoRuns
@@ -254,7 +254,7 @@ def _latest(store: Store, word: str) -> str:
 
 
 def two_sides(first: str, second: str, results: Path) -> tuple[RunSelection, RunSelection]:
-    """Resolves both sides of a comparison; folders exclude the other side's run. Raises
+    """Resolves both sides of a comparison; a folder excludes the other side's run. Raises
     UsageError."""
     a, b = (_resolve(word, results) for word in (first, second))
     if a.folder == b.folder and a.run_id == b.run_id:

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from harness.analysis.cell_result import CellResult
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.cell import TECHNIQUES, Cell, without_folder
 from harness.spec.link import over
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """`gpt2-mini in fp32 on 2 ranks over 1gbit (emulated), 8 samples of 64 tokens a step`."""
+        """Readable form, such as `gpt2-mini in fp32 on 2 ranks, 8 samples of 64 tokens a step`."""
         ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
         on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
         threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
@@ -61,10 +71,7 @@ def setting(cell: Cell, without: Collection[str] = ()) -> tuple[object, ...]:
 
 
 def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
-    groups: dict[Setting, list[CellResult]] = {}
-    for result in results:
-        groups.setdefault(Setting.of(result.cell), []).append(result)
-    return list(groups.values())
+    return list(grouped(results, lambda result: Setting.of(result.cell)).values())
 
 
 def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
@@ -73,7 +80,7 @@ def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResu
 
 
 class GroupSize(NamedTuple):
-    """Criteria for choosing the group that heads a run."""
+    """Criteria for choosing the group that a report shows first."""
 
     timed: bool
     workload: str
@@ -110,7 +117,7 @@ def batch(cell: Cell, regime: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """Cells of one system; a cell without one is its own."""
+    """Cells of one system; a cell without one forms its own."""
 
     name: str
     cells: tuple[CellResult, ...]
@@ -125,12 +132,10 @@ class System:
 
 def systems(cells: Sequence[CellResult]) -> list[System]:
     """Returns systems in the order of their leading numbers."""
-    grouped: dict[str, list[CellResult]] = {}
-    for cell in cells:
-        grouped.setdefault(cell.cell.system or cell.cell.label, []).append(cell)
+    by_name = grouped(cells, lambda cell: cell.cell.system or cell.cell.label)
 
     def number(name: str) -> int:
         digits = re.match(r"\d{1,9}", name)
         return int(digits.group()) if digits else 10**9
 
-    return [System(name, tuple(grouped[name])) for name in sorted(grouped, key=number)]
+    return [System(name, tuple(by_name[name])) for name in sorted(by_name, key=number)]

@@ -10,15 +10,14 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
-"""Fewest trials for a narrow interval: two may agree by chance."""
+"""Fewest trials whose interval counts as narrow; two may agree by chance."""
 PAIR_CONFIDENCE = 0.995
 """Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
 SINGLE_TRIAL = 0.04
-"""Additional standard deviation of a single trial, in logarithms, between runs: one trial in 200 of
-the reference run is 13 % off, twice as much as normal values, and no other trial shows it.
-"""
+"""Additional standard deviation of a single trial's log throughput between runs, for outliers: one
+trial in 200 of the reference run is 13 % off, twice as far as normal values."""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -65,9 +64,8 @@ class Estimate:
 
     @property
     def precision(self) -> float | None:
-        return (
-            None if self.half_width is None or not self.value else self.half_width / abs(self.value)
-        )
+        half = self.half_width
+        return None if half is None or not self.value else half / abs(self.value)
 
 
 MOST_DEGREES = 1000.0
@@ -102,10 +100,10 @@ class LogEstimate:
         return min(MOST_DEGREES, self.degrees * (1 + (self.allowance / self.error) ** 2) ** 2)
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
-        """Returns the value with Student's t interval, given a degree of freedom."""
+        """Returns the value with Student's t interval; none without a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
-        half = _students_t((1 + confidence) / 2, self.degrees) * self.error
+        half = _students_t(confidence, self.degrees) * self.error
         return Estimate(
             math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half), self.trials
         )
@@ -122,7 +120,7 @@ def ratio(
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
     error = math.hypot(first.whole_error, second.whole_error)
-    half = _students_t((1 + confidence) / 2, min(first.whole_degrees, second.whole_degrees)) * error
+    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees)) * error
     return comparison(mean, half, count)
 
 
@@ -134,9 +132,9 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval covers steps that follow the machine's speed differently and outliers among single
-    trials. Without `same_control`, or if a run's trials were not adjusted, it also covers the
-    unadjusted ratio, which is returned if trials were not adjusted. Degrees of freedom: Welch
+    The interval allows for outliers among single trials, and for steps that slow down more or less
+    than the control. Without `same_control`, or if a run's trials were not adjusted, it also covers
+    the unadjusted ratio, which is returned in the latter case. Degrees of freedom: Welch
     (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
@@ -150,7 +148,7 @@ def between_runs(
     degrees = errors**2 / parts if parts else min(first.degrees, second.degrees)
     singles = (first.trials == 1) + (second.trials == 1)
     error = math.sqrt(errors + singles * SINGLE_TRIAL**2 + (CONTROL_MISMATCH * drift) ** 2)
-    found = comparison(mean + drift, _students_t((1 + confidence) / 2, degrees) * error, count)
+    found = comparison(mean + drift, _students_t(confidence, degrees) * error, count)
     adjusted = first.adjusted and second.adjusted
     if not drift or (same_control and adjusted):
         return found
@@ -173,17 +171,15 @@ def median_error(trials: int) -> float:
     return math.sqrt(math.pi * trials / (2 * trials + (0.95 if trials % 2 else 2.65)))
 
 
-def quantile(confidence: float, trials: int) -> float:
-    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval of a mean."""
-    return _students_t((1 + confidence) / 2, trials - 1)
-
-
 @functools.cache
-def _students_t(share: float, degrees: float) -> float:
-    """Returns a quantile without `scipy.stats.t.ppf`, whose import takes almost a second."""
+def _students_t(confidence: float, degrees: float) -> float:
+    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval.
+
+    Does without `scipy.stats.t.ppf`, whose import takes almost a second.
+    """
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, share))
+    return float(stdtrit(degrees, (1 + confidence) / 2))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -192,12 +188,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
-    half = (
-        quantile(CONFIDENCE, count)
-        * median_error(count)
-        * statistics.stdev(values)
-        / math.sqrt(count)
-    )
+    half = _students_t(CONFIDENCE, count - 1) * median_error(count) * statistics.stdev(values)
+    half /= math.sqrt(count)
     return Estimate(median, median - half, median + half, count)
 
 
@@ -212,11 +204,9 @@ class Comparison:
 
     @property
     def precision(self) -> float | None:
-        return (
-            None
-            if self.low is None or self.high is None
-            else (self.high - self.low) / 2 / self.ratio
-        )
+        if self.low is None or self.high is None:
+            return None
+        return (self.high - self.low) / 2 / self.ratio
 
     @property
     def verdict(self) -> SpeedVerdict:
@@ -245,11 +235,9 @@ def compare_rounds(
     if not logs:
         return None
     mean, count = statistics.fmean(logs), len(logs)
-    half = (
-        quantile(confidence, count) * statistics.stdev(logs) / math.sqrt(count)
-        if count > 1
-        else None
-    )
+    if count < 2:
+        return comparison(mean, None, count)
+    half = _students_t(confidence, count - 1) * statistics.stdev(logs) / math.sqrt(count)
     return comparison(mean, half, count)
 
 
@@ -290,9 +278,7 @@ def compare_runs(
     degrees = sum(errors) ** 2 / sum(
         e**2 / (len(logs) - 1) for e, logs in zip(errors, (a, b), strict=True)
     )
-    return comparison(
-        mean, _students_t((1 + confidence) / 2, degrees) * math.sqrt(sum(errors)), count
-    )
+    return comparison(mean, _students_t(confidence, degrees) * math.sqrt(sum(errors)), count)
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:
@@ -333,10 +319,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def trend(values: Sequence[float]) -> float:
+def trend(values: Sequence[float]) -> float | None:
     """Returns the relative change over the steps (Theil and Sen's slope) if Kendall's tau shows a
-    trend (p < 0.01), else 0."""
-    if len(values) < 8 or len(set(values)) == 1:
+    trend (p < 0.01), else 0; None for fewer than 8 steps."""
+    if len(values) < 8:
+        return None
+    if len(set(values)) == 1:
         return 0.0
     from scipy.stats import kendalltau, theilslopes
 

@@ -1,5 +1,3 @@
-"""Summarises trials as one result per cell."""
-
 from __future__ import annotations
 
 import functools
@@ -30,6 +28,7 @@ from harness.analysis.cell_result import (
 from harness.analysis.control import Adjustment
 from harness.analysis.estimates import RunEstimates, estimates_of
 from harness.analysis.same_training import with_same_training
+from harness.analysis.setting import grouped
 from harness.analysis.stats import Estimate
 from harness.analysis.trials import (
     CAUSES,
@@ -73,9 +72,7 @@ def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) ->
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
     """Returns one result per run and cell, in recorded order, without baselines."""
-    attempts: dict[tuple[str, str], list[TrialRecord]] = {}
-    for trial in trials:
-        attempts.setdefault((trial.run_id, trial.cell_id), []).append(trial)
+    attempts = grouped(trials, lambda trial: (trial.run_id, trial.cell_id))
     by_cell = {key: last_attempts(of_cell) for key, of_cell in attempts.items()}
     finished: dict[str, list[TrialRecord]] = {}
     for (run_id, _), last in by_cell.items():
@@ -85,15 +82,13 @@ def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
 
 
 def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
-    attempts: dict[str, list[TrialRecord]] = {}
-    for trial in trials:
-        attempts.setdefault(trial.cell_id, []).append(trial)
+    attempts = grouped(trials, lambda trial: trial.cell_id)
     last = [trial for of_cell in attempts.values() for trial in last_attempts(of_cell)]
     return estimates_of(finished_of(last)).adjustment
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Returns the last attempts of those trials of a cell that count."""
+    """Returns the last attempt of each trial, omitting interrupted ones unless all were."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
     return ended([last[number] for number in sorted(last)])
 
@@ -161,7 +156,8 @@ class _Fill:
     def _value(self, summary: Summary, column: str) -> Any:
         match summary:
             case "shared":
-                return getattr(self.first, column)
+                trials = (self.first, *self.finished)
+                return next((v for t in trials if (v := getattr(t, column)) is not None), None)
             case "median":
                 values = _values(self.finished, column)
                 return statistics.median(values) if values else None

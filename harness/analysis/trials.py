@@ -12,15 +12,10 @@ if TYPE_CHECKING:
 
 DISTURBED_CORES = 0.25
 """Foreign load in cores above which a trial is disturbed."""
-
-
 QUIET = 0.8
 """Idle fraction of the cores below which a trial is disturbed."""
 
-
 Cause = Literal["busy", "shared", "throttled"]
-
-
 CAUSES: dict[Cause, str] = {
     "busy": "something else used the machine during",
     "shared": "another process used its GPUs during",

@@ -1,5 +1,3 @@
-"""Device utilisation, and the breakdown of a GPU's step time."""
-
 from __future__ import annotations
 
 import statistics

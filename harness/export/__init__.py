@@ -48,11 +48,11 @@ _AUTO = {
     "causal": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
 }
-"""Class of transformers that builds a model from its config, by kind; no script trains others."""
+"""transformers auto class by workload kind; pretrained models of other kinds have no export."""
 _WHAT = {
     "train.py": "the training script",
     "model.json": "the model's transformers config",
-    "run.sh": "the command line",
+    "run.sh": "the launch command",
     "job.sbatch": "the batch script; your site's directives are at its top",
     "accelerate_config.yaml": "the config of `accelerate launch`",
     "ds_config.json": "DeepSpeed's config",
@@ -60,15 +60,15 @@ _WHAT = {
 
 
 def known_target(to: str) -> str:
-    """Raises UsageError if the target is unknown."""
+    """Returns a target's description; raises UsageError if it is unknown."""
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
     return TARGETS[to]
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
-    """Returns content by file name, and a note on missing requirements; raises UsageError without
-    an export."""
+    """Returns file contents by name, and what this host lacks to run them; raises UsageError if the
+    cell has no export."""
     known_target(to)
     workload, note = make_workload(cell.workload), ""
     try:
@@ -131,7 +131,7 @@ def _require_plain(cell: Cell, workload: Workload) -> None:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's own export; an inherited one would train differently."""
+    """Returns the strategy's export, if any; ignores inherited ones, which train differently."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
@@ -160,8 +160,8 @@ def _spans_nodes(cell: Cell, to: str) -> bool:
 
 
 def taken_by(to: str) -> list[str]:
-    """Returns strategies that export to this target, tried on four devices, which 3D parallelism
-    can divide in two ways."""
+    """Returns strategies that export to this target with default options on four devices, the
+    fewest for 3D parallelism."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()
@@ -188,7 +188,7 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     data = prepare_data(cell.data, workload, cell.sequence_length)
     if workload.kind == "image" and data.tokens_file:
         raise UsageError(
-            f"{cell.name} has no export: a script generates its images; use data: images"
+            f"{cell.name} has no export: scripts can only generate images; use data: images"
         )
     factory, given = Job(
         cell, workload, strategy.layout(cell.devices), torch.device("cpu"), 0, Path()
@@ -241,7 +241,7 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
 
 
 def unsaved(cell: Cell) -> str:
-    """Returns why a script of this cell cannot save its training; empty if it can."""
+    """Returns why the cell's script cannot save checkpoints; empty if it can."""
     if cell.precision == "fp16":
         return "the loss scale of fp16 is not saved"
     if cell.optimizer in EXTRA_OPTIMIZERS:

@@ -1,6 +1,6 @@
 """AMD GPUs under a ROCm build of torch, which calls them `cuda`.
 
-torch lists the GPUs; amd-smi's library, if installed, says what they do.
+torch lists the GPUs; amd-smi's library, if installed, reports their power, clocks and memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ print(json.dumps([vars(described(gpu)) for gpu in gpus]))
 def torch_gpus() -> tuple[TorchGpu, ...]:
     """Returns the GPUs that torch shows, in its order; empty if it finds none.
 
-    Asks another process: one that has initialised HIP cannot fork ranks.
+    Asks in another process, because one that has initialised HIP cannot fork ranks.
     """
     if not amd_gpus():
         return ()
@@ -124,7 +124,7 @@ Handle = NewType("Handle", object)
 
 
 class NoAmdSmi(Exception):
-    """Why amd-smi's library does not answer."""
+    """amd-smi's library does not answer; the message says why."""
 
 
 class AmdSmi:
@@ -178,7 +178,7 @@ class AmdSmi:
         return None if count is None or unit is None else count * unit / 1e6
 
     def watts(self, bus: str) -> float | None:
-        """MI300 reports the current power, MI200 the average."""
+        """Returns the power: MI300 reports the current one, MI200 the average."""
         for field in ("current_socket_power", "average_socket_power"):
             if watts := self.number(bus, "amdsmi_get_power_info", field):
                 return float(watts)

@@ -21,7 +21,8 @@ LEAVE_CUDA_ALONE = frozenset(
 )
 """Packages whose import leaves CUDA alone, as tests/gpu/test_fork_server.py checks.
 
-bitsandbytes queries the compute capability; peft and transformers.trainer import it.
+Not bitsandbytes, which queries the compute capability, nor peft and transformers.trainer, which
+import it.
 """
 
 

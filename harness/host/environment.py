@@ -1,4 +1,4 @@
-"""The environment of a measurement: versions, hardware, commit."""
+"""A run's environment: versions, hardware, commit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def unused_gpus() -> str | None:
 
 
 def _not_found() -> str | None:
-    """Returns why none is usable of the accelerators that the host has without NVIDIA's driver."""
+    """Returns why the host's AMD, Apple or Intel GPUs are unused, if it has any."""
     from harness.host.amd import amd_gpus, rocm_version, torch_build
     from harness.spec.device import OTHER_DEVICES
 
@@ -145,8 +145,8 @@ def _without_code() -> str | None:
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Returns whether a build of torch runs on a GPU of this compute capability.
 
-    Machine code (sm_*) needs the same major version and at least its minor one; PTX (compute_*) any
-    version that is not older (CUDA C++ Programming Guide, compute capability). `built`:
+    Machine code (sm_*) runs on equal or later minor versions of its major version, PTX (compute_*)
+    on all equal or later versions (CUDA C++ Programming Guide, compute capability). `built`:
     harness.host.cuda.architectures(); empty (unknown) means True.
     """
     own = 10 * capability[0] + capability[1]
@@ -248,7 +248,7 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
     from harness.host.memory_limits import memory_bytes
 
     libraries = (*LIBRARIES, *more_libraries)
-    job = allocation()
+    job, nodes = allocation(), numa_nodes()
     used = gpus() if device_type() == "cuda" else ()
     return {
         "host": platform.node(),
@@ -262,7 +262,7 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
         "gpus": [name for name, _ in used],
         "gpu_memory_bytes": used[0][1] if used else None,
         **_gpu_columns(),
-        "numa": json.dumps(numa_nodes()),
+        "numa": json.dumps(nodes) if nodes else None,
         "git_commit": git_commit(),
         "allocation": json.dumps(job) if job else None,
         "suite_version": version_of("parallelism-bench") or "0",

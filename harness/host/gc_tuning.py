@@ -10,8 +10,8 @@ OBJECTS_BEFORE_COLLECTION = 50_000
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Disables the garbage collector within the context, which takes a fifth of the time to import
-    torch and libraries."""
+    """Disables the garbage collector, which takes a fifth of the time of importing torch and
+    libraries."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -73,7 +73,7 @@ _ROCM_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 @functools.cache
 def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[Gpu, ...]:
-    """Cached by the variables that torch reads, because it takes seconds to ask."""
+    """Cached by the variables that torch reads, because asking torch takes seconds."""
     return tuple(
         Gpu(
             index=index,
@@ -127,7 +127,7 @@ def nearby_cores(position: int) -> tuple[int, ...]:
 
 @functools.cache
 def _visible(variable: str | None) -> tuple[Gpu, ...]:
-    """Cached: without persistence mode, each NVML start wakes every GPU for seconds."""
+    """Cached, because starting NVML may take seconds."""
     with nvml() as library:
         if library is None:
             return ()

@@ -29,11 +29,10 @@ class GpuModel:
     host_name: str
     memory_bytes: int
     fp32_flops_per_second: float | None
-    """Dense peak without tensor cores, and thus without TF32."""
+    """Dense peak without tensor cores, so without TF32."""
     bf16_flops_per_second: float | None
     """Dense peak of tensor cores with fp32 sums; None before Ampere."""
     fp16_flops_per_second: float | None
-    """Dense peak of tensor cores with fp32 sums."""
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
     """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
@@ -107,8 +106,8 @@ def _by_name() -> dict[str, GpuModel]:
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """Returns the product with exactly this name, if known; slices (MIG, vGPU) are slower than
-    their GPU."""
+    """Returns the product with exactly this name, if known; slower slices (MIG, vGPU) have other
+    names."""
     if not device_name:
         return None
     return _by_name().get(device_name)
@@ -120,13 +119,13 @@ def peak_flops_per_second(device_name: str | None, precision: str) -> float | No
 
 
 _WORDS = ("nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
-"""Words in a GPU's name that no model needs."""
+"""Words to ignore in a GPU's name."""
 
 
 def gpu_named(text: str) -> GpuModel:
     """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB`.
 
-    Raises UsageError, naming the nearest, if there is none, or several.
+    Raises UsageError with the nearest names if none or several match.
     """
     models = gpu_models()
     parts = [part for part in re.split(r"[\s_\-]+", text.lower()) if part not in _WORDS]

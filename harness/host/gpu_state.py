@@ -283,7 +283,7 @@ def _around(when: str, states: Iterable[GpuState]) -> list[GpuFinding]:
 
 
 def heat(state: GpuState) -> str:
-    """Returns `power brake at 91 °C`, without an unknown temperature."""
+    """Returns text such as `power brake at 91 °C`, without an unknown temperature."""
     degrees = state.temperature_celsius
     return ", ".join(state.slowed) + ("" if degrees is None else f" at {degrees} °C")
 

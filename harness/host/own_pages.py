@@ -12,8 +12,8 @@ _BYTES_PER_ENTRY = 8
 def copy_shared_pages() -> int:
     """Copies each present page that this process may write; returns their bytes.
 
-    Otherwise first writes copy them, which costs a forked rank's first steps about 4 %. Returns 0
-    where the kernel cannot do this (before Linux 5.14).
+    Otherwise a forked rank's first writes copy them, which slows its first steps. Returns 0 before
+    Linux 5.14.
     """
     libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
     copied = 0

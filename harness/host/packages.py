@@ -108,7 +108,6 @@ def hide(package: str) -> None:
 
 
 def show(package: str) -> None:
-    """Undoes `hide`."""
     if _is_hidden(package):
         del _MODULES[package]
 

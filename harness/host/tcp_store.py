@@ -1,6 +1,6 @@
 """A torch.distributed store that listens on a single address.
 
-torch's own listen on all interfaces, so anyone may change the ranks' data.
+torch's own stores listen on all interfaces, so anyone may change the ranks' data.
 
 `python -m harness.host.tcp_store PROGRAM ARGUMENTS...` runs a Python launcher that calls torchrun,
 such as `accelerate launch`, with this store.

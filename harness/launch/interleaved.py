@@ -80,8 +80,8 @@ class InterleavedLauncher:
     ) -> list[Outcome]:
         """Runs all trials interleaved; a first turn includes start, setup and warm-up.
 
-        The others' ranks are stopped meanwhile. Only a trial's turns count in its time limit and
-        wall time. KeyboardInterrupt makes all `interrupted`, since only the whole set is
+        During a turn, other trials' ranks are stopped. Only a trial's turns count in its time limit
+        and wall time. KeyboardInterrupt makes all `interrupted`, since only the whole set is
         comparable.
         """
         with scratch_folder() as folder:

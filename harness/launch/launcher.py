@@ -101,8 +101,8 @@ class Launcher:
         self._start_fork_server()
 
     def _start_fork_server(self) -> None:
-        # The last one keeps imports from initialising CUDA in the fork server, which would make it
-        # unusable in forked ranks.
+        # PYTORCH_NVML_BASED_CUDA_CHECK keeps imports from initialising CUDA in the fork server,
+        # which would make it unusable in forked ranks.
         for_server = {
             LAUNCHER: str(os.getpid()),
             PRELOAD: self._preload,
@@ -123,7 +123,7 @@ class Launcher:
         self.fork_server = _pid_of_fork_server()
 
     def _restart_fork_server(self) -> None:
-        """Restarts a fork server that was killed or lacks these variables."""
+        """Replaces a fork server that was killed, or restarted by Python without our variables."""
         with contextlib.suppress(psutil.Error):
             former = psutil.Process(_pid_of_fork_server())
             if former.ppid() == os.getpid():
@@ -151,7 +151,7 @@ class Launcher:
     ) -> Outcome:
         """Runs a trial; returns its outcome, `interrupted` after KeyboardInterrupt.
 
-        `command`: see `Strategy.own_launcher`. `waited`: seconds outside the time limit.
+        `command`: see `Strategy.own_launcher`. `waited`: returns seconds outside the time limit.
         """
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
@@ -173,7 +173,7 @@ class Launcher:
         stop: threading.Event | None = None,
         waited: Callable[[], float] = float,
     ) -> tuple[RankOutputs, str]:
-        """Runs this node's ranks; returns what they left, and who started them.
+        """Runs this node's ranks; returns their outputs and the launcher's name.
 
         `store`: node 0's rendezvous store; created for a single node. `stop`: ends the ranks.
         """
@@ -246,7 +246,7 @@ class Launcher:
             return left, by
 
     def ignore_pid(self, pid: int) -> None:
-        """Ignores a child process that belongs to no trial."""
+        """Leaves this child process, which belongs to no trial, alive."""
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:

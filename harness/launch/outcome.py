@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def startup_seconds(self) -> float | None:
-        """Returns seconds from launch to the last rank's first instruction, unless the clock was
+        """Returns seconds from launch until the last rank has imported torch, unless the clock was
         set in between."""
         entered = [a.entered_at for a in self.answers if a.entered_at is not None]
         seconds = max(entered) - self.started_at if entered else None
@@ -67,7 +67,7 @@ class RankOutputs:
     oom_kills: int = 0
     """Number of processes in this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended, which alone knows the first rank to end."""
+    """How a library's launcher ended; only it knows which rank ended first."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:

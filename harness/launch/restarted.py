@@ -29,7 +29,7 @@ class RestartedLaunch:
     loads: Launch
     after: int = field(kw_only=True)
     bitwise: bool = False
-    """Whether ranks must get saved tensors back bit by bit; a wide tolerance would hide losses."""
+    """Whether loaded tensors must equal saved ones bitwise; a wide tolerance would hide errors."""
 
     @property
     def same(self) -> bool:
@@ -93,7 +93,7 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 def checkpoint_facts(
     manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
 ) -> CheckpointFacts:
-    """Returns a trial's checkpoint columns, null for loading if it failed.
+    """Returns a trial's checkpoint columns; those about loading are null if it failed.
 
     `same`: whether the same strategy on the same number of ranks saved it.
     """
@@ -139,7 +139,7 @@ def not_restored(
 def joined(saved: Sequence[SavedAnswer], answers: Sequence[RankAnswer]) -> tuple[RankAnswer, ...]:
     """Returns the new ranks' answers, preceded by the steps before the checkpoint.
 
-    Each of these has its ranks' mean loss, since the number of ranks may differ.
+    These steps have the mean loss over ranks, since the number of ranks may differ.
     """
     ranks = [rank.steps for rank in saved]
     losses = mean_losses([[step.loss for step in steps] for steps in ranks])

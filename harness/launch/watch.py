@@ -58,7 +58,7 @@ class Hang:
 
 
 class Silence:
-    """How long each rank has been silent while it could run, neither suspended nor out of turn.
+    """Seconds since each rank's last heartbeat, without those in which it was suspended.
 
     Before the first step, use of a core or disk is a sign of life, since imports and compilation
     have no steps.
@@ -195,7 +195,7 @@ def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -
     waiting = [rank for rank, text in stacks.items() if _communicates(text)]
     absent = sorted((stacks.keys() | groups.keys()) - set(waiting))
     if waiting and absent:
-        return f"{_ranks(absent)} is not where the others wait for each other"
+        return f"{_ranks(absent)} did not reach the point where the others wait for each other"
     return ""
 
 
@@ -280,7 +280,7 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 class Watch:
     """Ends the ranks at the time limit or on a hang, after asking for their stacks.
 
-    `waited`: seconds that do not count. Others: see Silence.
+    `waited`: returns the seconds that do not count. Others: see Silence.
     """
 
     def __init__(

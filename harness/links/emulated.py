@@ -121,7 +121,7 @@ class EmulatedNodes:
             {"cores": cores, "gpus": gpus} for cores, gpus in shares(self.count)
         ]
         self._switch.ask({"nodes": parts, "rendezvous_file": str(rendezvous_file)})
-        # Only after the answer, when the nodes' interfaces are up.
+        # Listen only now: the nodes' interfaces are up.
         self._nodes = nodes = Nodes(
             self.count, rendezvous_file, socket_file=rendezvous_file.with_name("socket")
         )
@@ -226,7 +226,7 @@ class LinksLauncher:
         if not cell.links:
             return self.inner.run(cell, data, processes, on_progress=on_progress, **more)
         try:
-            # Before the agents import packages, which keeps cores busy.
+            # Measure before the agents import packages, which keeps cores busy.
             columns = self.emulated.use(cell.links)
             over = NodesLauncher(self.emulated.ready(), self.packages)
         except KeyboardInterrupt:

@@ -1,5 +1,5 @@
 """python -m harness.links.switch: a network namespace with a bridge, and the nodes' agents as
-children, each with a namespace and host name.
+children, each with its own namespace and host name.
 
 Namespaces are unnamed and processes die with their parent, so the kernel cleans up. Answers each
 line of JSON on standard input.
@@ -47,8 +47,8 @@ class NodeShare(TypedDict):
 class Request(TypedDict, total=False):
     """Request to start agents, or to set the link's rate and delay, written as in a cell.
 
-    `nodes`: agents to start, which wait for `rendezvous_file`. Empty: check whether links are
-    permitted.
+    `nodes`: agents to start, which wait for `rendezvous_file`. An empty request checks whether
+    links are permitted.
     """
 
     nodes: list[NodeShare]
@@ -75,8 +75,9 @@ def ip(*lines: str, inside: int | None = None) -> None:
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """Returns 64 KiB up to 100 Mbit/s, twice as much per tenfold rate (`burst` of tc-tbf(8)), or
-    the kernel's timer would limit the rate.
+    """Returns the `burst` of tc-tbf(8): 64 KiB up to 100 Mbit/s, twice as much per tenfold rate.
+
+    With less, the kernel's timer would limit the rate.
     """
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 

@@ -126,8 +126,7 @@ def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
 
 
 def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
-    """Writes each operation's time at each size to `scratch`; ends by os._exit, like a trial's
-    rank."""
+    """Writes each operation's seconds per message at each size to `scratch`."""
     import torch
     import torch.distributed as dist
 
@@ -397,7 +396,7 @@ def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Returns the median over rounds too short to fill the launch queue."""
+    """Returns seconds per launch: the median of rounds too short to fill the launch queue."""
     import torch
 
     tiny = torch.zeros(1, device=device)

@@ -58,7 +58,7 @@ def retained_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[R
 def state_bytes(
     tensors: Iterable[Retained], device_type: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns bytes by kind, and of kind `library` by name.
+    """Returns bytes by kind, and those of kind `library` by name.
 
     `host`: tensors on another device type. A storage counts once, for its first tensor.
     """
@@ -94,7 +94,7 @@ def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str |
 
 
 STEPS = 2
-"""Two: the first finds earlier memory that only C++ knows."""
+"""Steps to track; the first one finds older buffers that only C++ knows."""
 
 
 class PeakBreakdown(TypedDict):
@@ -106,12 +106,12 @@ class PeakBreakdown(TypedDict):
     optimizer: int
     activations: int
     library: int
-    """Buffers named by the strategy, C++ buffers that operators write to, and `unseen`."""
+    """Buffers named by the strategy, C++ buffers that operators write to, and `unseen` ones."""
     other: int
     """Tensors created and freed by backward."""
     peak: int
     unseen: dict[str, int]
-    """Named buffers of a size that no operator writes to."""
+    """Library buffers that the strategy reports only as a size, by name."""
 
 
 def peak_split(
@@ -164,8 +164,8 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 
 def _tracker(written: list[Tensor]) -> MemTracker:
-    """Returns torch's tracker, which also appends older tensors that operators write to to
-    `written`, without statistics by module, as a module called twice in a step confuses them.
+    """Returns torch's tracker, which also appends to `written` older tensors that operators write
+    to. It has no statistics by module: a module called twice in a step confuses them.
     """
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType

@@ -48,7 +48,7 @@ class Peak:
     allocated: int | None
     """Peak allocated bytes, on the device with the most."""
     reserved: int | None
-    """Peak held by the CUDA caching allocator, on the device with the most."""
+    """Peak held by the CUDA caching allocator, likewise."""
     method: str
     host: int | None = None
     """A GPU rank's resident memory without file pages, above the baseline after imports. Includes
@@ -58,9 +58,9 @@ class Peak:
 class MemoryMeter:
     """Peak memory of this process above its baseline.
 
-    CPU: peak resident memory (VmHWM) minus file and shared pages at the end, which only grow, and
-    anonymous memory after imports: the peak anonymous memory, or slightly less. CUDA: the caching
-    allocator's counters per device, and host memory.
+    CPU: peak resident memory (VmHWM), minus file and shared pages at the end and anonymous memory
+    after imports. File and shared pages only grow, so this is the peak anonymous memory or slightly
+    less. CUDA: the caching allocator's counters per device, and host memory.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MemoryMeter:
         """Makes glibc map tensors from 128 KiB separately, so that freeing one returns its pages.
 
         By default the threshold grows to 32 MiB and smaller freed blocks stay, so the limit would
-        measure fragmentation: an FSDP2 rank needs 902 MB instead of 592 MB.
+        measure fragmentation.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
@@ -162,7 +162,7 @@ class MemoryMeter:
 
     @staticmethod
     def _trim() -> None:
-        """Returns freed heap memory to the kernel, or setup would count as steps."""
+        """Returns freed heap memory to the kernel, or setup's would count in the steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)

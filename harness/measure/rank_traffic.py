@@ -110,7 +110,7 @@ _OPERATORS = {
 
 
 def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
-    """Returns a mode that counts collectives, also from C++, in `calls` and operators in
+    """Returns a dispatch mode that counts collectives in `calls`, even from C++, and operators in
     `operators[0]`."""
     import torch
 
@@ -233,7 +233,7 @@ def folder_bytes(folder: Path) -> int:
 
 @dataclass
 class RankTraffic:
-    """Bytes over stretches of steps, read between steps; None if unknown."""
+    """Bytes sent, read and written in counted steps; None if unknown."""
 
     over_tcp: bool
     sent: int | None = 0
@@ -249,7 +249,7 @@ class RankTraffic:
         self._start = self._read()
 
     def stop(self, steps: int) -> None:
-        """Ends a stretch of this many steps. If a closed connection lowers a counter, the total
+        """Stops counting after this many steps. If a closed connection lowers a counter, the total
         becomes unknown."""
         if self._start is None:
             return

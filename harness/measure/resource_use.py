@@ -23,8 +23,7 @@ WINDOW_SECONDS = 0.03
 
 
 FRESH_SECONDS = 0.2
-"""Seconds within which a trial's closing share is the next one's opening share; longer than writing
-a record."""
+"""Seconds for which an idle share is reused; longer than writing a record."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
@@ -74,7 +73,7 @@ class Idle:
 
 @dataclass
 class Load:
-    """CPU time of this rank and the machine over stretches of steps."""
+    """CPU time of this rank and the machine in counted steps."""
 
     seconds: float = 0.0
     own: float = 0.0
@@ -135,7 +134,7 @@ NVML's newer counters are unsafe: their numbers changed between releases of its 
 
 
 class RankGpus:
-    """The GPUs that a rank drives, by NVML, which is never shut down."""
+    """The GPUs that a rank drives, read through NVML, which is never shut down."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(device for device in devices if device.type == "cuda")
@@ -171,7 +170,7 @@ class RankGpus:
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
         """Returns each GPU's joules since driver load, by UUID, with the value at which the counter
-        wraps around (0: never); None if any is unknown, as for slices.
+        wraps around (0: never); None if any is unknown, as for MIG slices.
         """
         if self.library is None or not self.complete:
             return None
@@ -213,7 +212,7 @@ class RankGpus:
         return {limiter: seconds for limiter, seconds in counted.items() if seconds is not None}
 
     def use(self) -> GpuUse | None:
-        """Returns GPU use up to the last stretch's end; None on the CPU."""
+        """Returns GPU use in the counted steps; None on the CPU."""
         if not self.devices:
             return None
         throttled: dict[str, float] = {}
@@ -249,7 +248,7 @@ class RankGpus:
 
 
 class RankAmdGpus(RankGpus):
-    """The GPUs that a rank drives under ROCm, as amd-smi sees them, or torch without it."""
+    """The GPUs that a rank drives under ROCm, read through amd-smi, or torch without it."""
 
     def _start(self) -> None:
         import torch
@@ -348,7 +347,7 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules over stretches of steps, of a rank's GPUs or, on each node's first rank, of its CPU
+    """Joules in counted steps, of a rank's GPUs or, on each node's first rank, of its CPU
     packages."""
 
     read: Callable[[], dict[str, tuple[float, float]] | None]

@@ -20,7 +20,7 @@ ExpertTokens = dict[int, tuple[int, ...]]
 def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
     """Returns the routers of transformers' mixtures by block number, even in wrapped models.
 
-    Their last output has shape (tokens, experts per token).
+    Their last output holds the chosen experts: (tokens, experts per token).
     """
     ends = re.compile(
         rf"(?:^|\.){re.escape(workload.block_path)}\.(\d+)\."

@@ -3,8 +3,7 @@
 The training thread's step is cut at event boundaries into pieces with one component each, which sum
 to the step. Overlapped communication is reported separately.
 
-Kernels are classified by the names in torch's NVIDIA libraries (cuBLAS, cuDNN, CUTLASS, Triton,
-FlashAttention, NCCL).
+Kernels are classified by their names in NVIDIA's and torch's libraries.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""Kernels whose names may contain a fused operator's."""
+"""torch's own kernels, whose names may contain a fused operator's."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -266,9 +265,9 @@ def gpu_parts(
     """Returns the seconds of each of GPU_PARTS in [begin, end], prefixed by `gpu_`; empty without
     device events.
 
-    If kernels overlap, the first of GPU_PARTS counts. The optimizer gets compute kernels in its
-    step, idle the time without events. `step_seconds`: the step by the clock, to which the parts
-    sum.
+    If kernels overlap, the first of GPU_PARTS counts. Compute kernels in the optimizer's step count
+    as `optimizer`, time without events as `idle`. `step_seconds`: the measured step time, to which
+    the parts sum.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:

@@ -120,8 +120,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """Waits for the first `count` nodes; returns fewer if some do not come. Repeated waits are
-        short."""
+        """Waits for the first `count` nodes; returns fewer if some do not come. After a failed
+        wait, waits only 1 s."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:

@@ -1,11 +1,12 @@
 """A trial's reference and data: sent to nodes that lack them, and verified by digest.
 
-Agents ask for one chunk at a time, which bounds memory, and cache files by the coordinator's names.
+Agents ask for one chunk at a time, which bounds memory.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import dataclasses
 import functools
 import hashlib
@@ -100,13 +101,14 @@ class OwnFiles:
             try:
                 if not _is_copy(file, fact):
                     _receive(file, fact, functools.partial(chunk, number))
-            except OSError as error:
-                self.problem = f"cannot keep {str(file)!r}: {error.strerror or error}"
+            except (OSError, binascii.Error) as error:
+                reason = error.strerror if isinstance(error, OSError) else None
+                self.problem = f"cannot keep {str(file)!r}: {reason or error}"
                 return
 
 
 def _is_copy(file: Path, fact: FileFact) -> bool:
-    """Compares size and age first: a shared disk's file is the coordinator's own."""
+    """Compares digests only if modification times differ, which they never do on a shared disk."""
     try:
         of = file.stat()
     except FileNotFoundError:

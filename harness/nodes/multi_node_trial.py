@@ -15,14 +15,14 @@ from harness.worker.spec import TrialSpec
 OTHERS_SECONDS = 3.0
 """Seconds other nodes have to report a failure's effect before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds in which a coordinator notices that the job is ending, and interrupts the trial."""
+"""Seconds to wait after losing a node, for an interrupt in case the whole job is ending."""
 ANSWER_SECONDS = 15.0
 """Seconds for a node to answer after a kill or the time limit; then it is lost."""
 
 
 class Trial:
-    """Runs each node's part, ends the others if one fails, and shifts clocks to the
-    coordinator's."""
+    """Runs each node's part, ends the others if one fails, and shifts times to the coordinator's
+    clock."""
 
     def __init__(
         self,

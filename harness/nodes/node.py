@@ -133,8 +133,8 @@ EMPTY_MESSAGES, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
 def measured_link(line: NodeConnection) -> dict[str, float]:
-    """Measures the median round trip of an empty message, and a large one's rate without it, best
-    of three."""
+    """Measures the median round trip of empty messages, and the best of three large messages'
+    rates without it."""
 
     def took(payload: int) -> float:
         begin = time.perf_counter()

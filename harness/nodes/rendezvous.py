@@ -15,7 +15,7 @@ import psutil
 from harness.spec.errors import UsageError
 
 KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
-"""Environment variables with the key of a run, and with the path of a file with it."""
+"""Environment variables: a run's key, or the path of a file with it."""
 LEAST_KEY_DIGITS = 32
 _ADDRESS = re.compile(r"([\w.-]*):(\d{1,5})", re.ASCII)
 _ROUTE_UP = 1
@@ -119,7 +119,7 @@ def machine_id() -> str:
 
 def addresses_of(interface: str | None = None) -> list[str]:
     """Returns IPv4 addresses of this host or one interface: the host name's first, loopback last.
-    Raises UsageError for an unknown one."""
+    Raises UsageError for an unknown interface."""
     by_interface = {
         name: [a.address for a in known if a.family == socket.AF_INET]
         for name, known in psutil.net_if_addrs().items()

@@ -33,9 +33,9 @@ def deviations_from(
 ) -> Deviations:
     """Returns the deviations of this rank's tensors; call on all ranks.
 
-    `decay`: share of the weights that decayed in the segment, in half precision. `ahead`: compares
+    `decay`: fraction by which weights decay in the segment; 0 in fp32. `ahead`: whether to compare
     with the replay ahead (`Reference.save_ahead`). `replicas`: how many normalise separately; None
-    unless this rank is the first of them, whose buffers count. `share`: number of this rank's
+    unless this rank belongs to the first, whose buffers count. `share`: number of this rank's
     replica, if the reference emulates several. Directions with an analytically zero gradient are
     exempt: AdamW turns their rounding noise into full-size steps.
     """
@@ -97,7 +97,7 @@ class _Comparison:
         return without(name, tensor.float()) - without(name, expected)
 
     def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float, float]:
-        """Returns its deviations of the update, an element, and along the weights twice."""
+        """Returns a parameter's deviations: update, element, decay and direction."""
         import torch
 
         known = self.known(name)
@@ -141,7 +141,7 @@ class _Comparison:
         return found
 
     def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float]:
-        """Returns its deviation, and the share of its numbers that only it has in 16 bits."""
+        """Returns an optimizer state's deviations `moments` and `coarse`."""
         known = self.known(name)
         expected = self.expected(f"{kind}/{known}", tensor)
         if expected is None:

@@ -14,19 +14,19 @@ class Deviations:
     elements: Mapping[str, float] = field(default_factory=dict)
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
-    """Deviation in the direction of the weights, over the norm of the update: wrong weight decay
-    goes there, rounding does not.
+    """Error along the weights, over the norm of the update: wrong weight decay has this direction,
+    rounding has none.
     """
     directions: Mapping[str, float] = field(default_factory=dict)
-    """The error's part along the weights in half precision, in standard deviations of an error
-    without a direction; only where decay is at least `LEAST_DECAY`.
+    """Error along the weights in half precision, in standard deviations of an error without
+    direction; 0 if it is below `LEAST_DECAY` of the decay.
     """
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)
     """Norm of (optimizer state - reference) over the norm of the reference's."""
     coarse: Mapping[str, float] = field(default_factory=dict)
-    """Share of an optimizer state's numbers that have 16 bits, beyond that of the reference."""
+    """Share of an optimizer state's numbers that fit in 16 bits, beyond the reference's share."""
 
     def merged(self, other: Deviations) -> Deviations:
         return Deviations(

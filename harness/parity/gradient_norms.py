@@ -10,8 +10,11 @@ from harness.parity.verdict import ParityVerdict
 LARGEST_DEVIATION = 1e-5
 """Limit for |norm - reference| / |reference| in fp32."""
 
+LEAST_NORM = 1e-12
+"""Smallest norm that deviations are divided by."""
+
 TIMES_LOSS = 10.0
-"""Limit as a multiple of a wider loss tolerance."""
+"""Limit as a multiple of the loss tolerance, if that is wider."""
 
 
 def norm_deviations(
@@ -25,8 +28,9 @@ def norm_deviations(
     deviations: dict[int, float] = {}
     for step, norm in zip(training_steps, norms, strict=True):
         if step < len(expected):
-            usable = norm is not None and math.isfinite(norm)
-            gap = abs(norm - expected[step]) / expected[step] if usable and norm else math.inf
+            gap = math.inf
+            if norm is not None and math.isfinite(norm):
+                gap = abs(norm - expected[step]) / max(expected[step], LEAST_NORM)
             deviations[step] = max(gap, deviations.get(step, 0.0))
     return deviations
 

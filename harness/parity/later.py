@@ -58,7 +58,7 @@ def envelope(
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
     """Raises a convolutional net's reference drift: in ReLU and max pooling, rounding can change a
-    gradient at once (docs/studies/parity-deviations.md).
+    gradient abruptly (docs/studies/parity-deviations.md).
     """
     least = UNKNOWN / TIMES_OWN
     later = enumerate(drift[segment:], 1)

@@ -26,7 +26,7 @@ VERSION = 6  # raise it when the contents of reference files change meaning
 
 @dataclass(frozen=True)
 class Noise:
-    """Deviation by rounding alone, between references that round differently."""
+    """Deviation between two reference runs that round differently."""
 
     loss: float
     """Largest |difference| / |loss| in the segment."""
@@ -39,7 +39,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Reference:
-    """Reference run on disk: losses of the segment, trained tensors after it, and update norms.
+    """Reference run on disk: losses of the parity segment, trained tensors after it, update norms.
 
     Keeps digests of frozen tensors, which must stay bitwise identical.
     """
@@ -114,7 +114,7 @@ class Reference:
         )
 
     def save_ahead(self, train_state: TrainState, losses: list[float]) -> None:
-        """Writes the segment's end with optimizers and schedules far ahead."""
+        """Writes the result of replaying the segment's end with optimizers and schedules ahead."""
         facts = self.facts
         states = (train_state, *train_state.replicas)
         self._save_tensors(states, facts["frozen"], {}, self.ahead_file)

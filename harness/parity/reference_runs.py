@@ -40,7 +40,7 @@ def reference_cell(cell: Cell) -> Cell:
     """Returns the reference: the training in one process.
 
     On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
-    in the tokens, get the parts of the batch that they get in the cell.
+    in the tokens, see the batch in the same parts as in the cell.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
@@ -64,8 +64,8 @@ def reference_cell(cell: Cell) -> Cell:
 def is_noisy(reference: Cell) -> bool:
     """Returns whether a second run measures the reference's noise.
 
-    In fp32 on a CPU, EXACT holds without it, unless BatchNorm amplifies rounding and its ranks add
-    up parts of a batch.
+    In fp32 on a CPU, EXACT holds without it, unless BatchNorm spans all ranks and amplifies the
+    rounding of their sums.
     """
     if _tokens(reference, 1) > NOISE_TOKENS:
         return False

@@ -12,9 +12,9 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """Follows a reference run's BatchNorm layers, for strategies whose replicas see fewer samples.
+    """Derives from a reference run the BatchNorm statistics of the first of N replicas.
 
-    The first of N replicas sees the first Nth of the parts, and DDP broadcasts its statistics.
+    This replica sees the first 1/N of the batch's parts, and DDP broadcasts its statistics.
     """
 
     def __init__(self, model: nn.Module, parts: int) -> None:

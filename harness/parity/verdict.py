@@ -17,7 +17,7 @@ from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
-# Deviation from a reference in the same precision, over at most 20 steps; measured in
+# Allowed deviation from a reference in this precision, over at most 20 steps; measured in
 # docs/studies/parity-deviations.md.
 PRECISION = {
     "bf16": Tolerance(
@@ -87,7 +87,7 @@ class Kind:
     reason: str
     """What a deviation means; a format with tensor and deviation."""
     absolute: bool = False
-    """Whether the limit is the number itself, whatever the update's."""
+    """Whether `in_fp32` and `in_half` are limits themselves, independent of the update's."""
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
@@ -114,7 +114,7 @@ KINDS = (
     ),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.2e} of its change"),
     Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.2e} of its norm"),
-    Kind("coarse", 0.5, 0.5, "optimizer state {} has 16 bits in {:.0%} of it", absolute=True),
+    Kind("coarse", 0.5, 0.5, "optimizer state {} has only 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
 
@@ -139,8 +139,8 @@ def parity_verdict(
 ) -> ParityVerdict:
     """Returns the verdict on a trial's losses and deviations.
 
-    `ranks`: each rank's deviations. `noise`: the reference's, in the reason if beyond the
-    tolerance.
+    `ranks`: each rank's deviations. `noise`: the reference's; the reason names it if it exceeds
+    the tolerance.
     """
     tied = tied or {}
     gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)
@@ -152,7 +152,7 @@ def parity_verdict(
 
     excesses = _nearest_to_limits(found, limit, precision)
     exact = _nearest_to_limits(found, lambda name: EXACT.update, "fp32")
-    # Strategies that declare a different training may deviate in more than their parameters.
+    # Only the parameters of a strategy that declares a different training are judged.
     judged = excesses if allowed.update <= CAPPED_ABOVE else excesses[:1]
     off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
@@ -189,7 +189,7 @@ def parity_verdict(
 def _nearest_to_limits(
     found: Deviations, limit: Callable[[str], float], precision: str
 ) -> list[_Excess]:
-    """`limit`: that of updates."""
+    """Returns each kind's tensor nearest to its limit. `limit`: a tensor's update limit."""
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)

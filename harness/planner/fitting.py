@@ -64,9 +64,9 @@ def fit(
 ) -> tuple[Constants, Floats]:
     """Returns the constants and effects that bring log predictions closest to measurements.
 
-    `predict` returns the shape and unit of `measured`. Effects have prior 0 and standard deviation
-    `effect_spread`, one for all or one each. `effects` (shape [measured, kinds]) numbers each row's
-    effects from 0. The search begins at the prior, or at `start`.
+    `predict` returns the shape and unit of `measured`. Effects are unknowns shared by rows, with
+    prior 0 and standard deviation `effect_spread`, one for all or one each. `effects` (shape
+    [measured, kinds]) has each row's, numbered from 0. The search begins at the prior or `start`.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())

@@ -1,4 +1,4 @@
-"""Writes cells that would settle a prediction's open questions."""
+"""Turns predicted layouts into cells to measure, export or rehearse."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def cells_of_layout(
 ) -> list[Cell]:
     """Returns the cells that train with a layout.
 
-    Prefers few packages, then an export. `tried`: options besides the defaults.
+    Prefers few packages, then an export. `tried`: options beyond the defaults.
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
@@ -132,7 +132,7 @@ def cells_of_layout(
         )
     ]
     if _gathers_bf16(question, layout):
-        fitting = [pair for pair in fitting if _mixed(pair[0])] or fitting
+        fitting = [pair for pair in fitting if pair[0].options.get("mixed_precision")] or fitting
     fewest = min((len(strategy.requires) for _, strategy in fitting), default=0)
     plain = [pair for pair in fitting if len(pair[1].requires) == fewest]
     exported = [pair for pair in plain if _has_export(pair[0])]
@@ -177,10 +177,6 @@ def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
     Under autocast, FSDP gathers fp32 parameters, and backward keeps a bf16 copy of all of them.
     """
     return question.precision == "bf16" and layout.data > 1 and layout.zero >= 2
-
-
-def _mixed(cell: Cell) -> bool:
-    return bool(cell.options.get("mixed_precision"))
 
 
 def _whole_gradients(strategy: Strategy) -> bool:

@@ -26,7 +26,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files of a checkpoint; written after them."""
+    """List of a checkpoint's files; written last."""
 
     step: int
     ranks: int

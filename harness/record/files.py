@@ -39,7 +39,7 @@ _MAGIC = b"PAR1"
 class DamagedFile(Exception):
     """A file is damaged or belongs to another table; the message says what is wrong.
 
-    `column`: the column that is wrong, if it is one.
+    `column`: the column at fault, if any.
     """
 
     def __init__(self, what: str, column: str = "") -> None:
@@ -171,8 +171,8 @@ def frame_of(table: str, tables: Sequence[pa.Table]) -> pd.DataFrame:
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Returns rows as plain Python values, with times in UTC, without importing pandas as arrow's
-    `to_pylist` does."""
+    """Returns rows as plain Python values, with times in UTC. Unlike arrow's `to_pylist`, does not
+    import pandas."""
     import pyarrow as pa
 
     times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
@@ -211,7 +211,7 @@ class RunFiles:
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns a run's gathered copy if it is complete or all that is left, else a file per
+        """Returns a run's gathered copy if it is complete or nothing else exists, else a file per
         trial."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
@@ -244,7 +244,7 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a gathered copy into a file per trial, before later trials."""
+        """Splits a gathered copy into a file per trial, so that trials can be added."""
         for table in ("steps", "trials"):
             copy = self.copy(table, run_id)
             if not copy.exists():

@@ -17,9 +17,8 @@ class DeviceSpeed:
     copy_bytes_per_second: float
     """Bytes read plus bytes written by a copy within the device's memory."""
     host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by type of host memory, `pinned` or `pageable`; empty on a CPU."""
     device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rate by type of host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rates in both directions by type of host memory, `pinned` or `pageable`; empty on a CPU."""
     launch_seconds: float = 0.0
     """Time to enqueue a tiny kernel; on a CPU, to run a tiny operator."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.record.files import DamagedFile, OtherSchema, parquet_schema, read_file
@@ -39,15 +39,12 @@ class Checked:
 
 
 def check_folder(store: Store) -> Checked:
-    """Returns the damaged files and those of another schema version, relative to the folder."""
+    """Returns the damaged files and those of another schema version."""
     problems: list[Problem] = []
     count = 0
     for table, file in files_of(store.folder):
         count += 1
-        problems += (
-            replace(problem, file=file.relative_to(store.folder))
-            for problem in file_problems(table, file)
-        )
+        problems += file_problems(table, file)
     return Checked(count, tuple(problems))
 
 
@@ -88,17 +85,14 @@ def table_of(file: Path) -> tuple[str, list[Problem]]:
 
 
 def quarantine(store: Store, file: Path) -> Path:
-    """Moves a file to the quarantine folder; returns its new path. Never overwrites.
-
-    `file`: path within the results folder.
-    """
-    target = store.folder / QUARANTINE / file
+    """Moves a file to the quarantine folder; returns its new path. Never overwrites."""
+    target = store.folder / QUARANTINE / file.relative_to(store.folder)
     number = 0
     while target.exists():
         number += 1
         target = target.with_name(f"{file.name}.{number}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    (store.folder / file).rename(target)
+    file.rename(target)
     return target
 
 
@@ -133,7 +127,7 @@ def _check(table: str, file: Path) -> None:
 
 
 def _folder(file: Path) -> str:
-    """Empty for a file elsewhere."""
+    """Returns the name of a file's table folder, if any."""
     names = (file.absolute().parent.name, file.absolute().parents[1].name)
     return next((name for name in names if name in (*TABLES, GATHERED)), "")
 

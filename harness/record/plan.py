@@ -23,20 +23,16 @@ NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
 LEAST_ROUNDS = 2
 """Number of rounds that ignore the time budget, the minimum for a spread between trials."""
 FURTHER_TIMES = 4.0
-"""Factor on the timed seconds of trials beyond the planned ones, which cost less than further
-launches and average as much noise (docs/studies/run-precision.md)."""
+"""Factor on the timed seconds of unplanned trials. Longer trials cost less than more launches and
+average out as much noise (docs/studies/run-precision.md)."""
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
     """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`. `tokens`:
-    added per step; 0 adds a block."""
+    tokens added per step; 0 adds a block."""
     if tokens:
         return cell.model_copy(update={"sequence_length": steps * tokens})
     return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
-
-
-def base_cell(cell: Cell, tokens: int = 0) -> Cell:
-    return cell_at_size(cell, 1, tokens)
 
 
 def steps_of(cell: Cell, tokens: int = 0) -> int:
@@ -61,7 +57,7 @@ class Plan:
     left_out: tuple[LeftOut, ...] = ()
     order_seed: int = 0
     search: SearchPlan | None = None
-    """Settings of a search (harness/run/maxsize.py), whose cells are model families."""
+    """Settings of a search, whose cells are model families."""
     precision: float | None = None
     """Relative half width of throughput intervals at which extra rounds stop; None: no extra
     rounds."""
@@ -106,7 +102,7 @@ class Plan:
         """Returns (cell, trial) pairs in shuffled rounds over all cells, so that drift affects all
         alike.
 
-        A cell's first trial in a round has its number; others are numbered from `trials` on.
+        A cell's first trial in a round has the round's number, others those from `trials` on.
         """
         further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
         of_round = [

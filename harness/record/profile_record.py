@@ -35,17 +35,17 @@ class ProfileRecord(Record):
     profiled_step_seconds: float | None = None
     """duration of the profiled step, slowest rank"""
     compute_seconds: tuple[float, ...] = ()
-    """by rank: forward, backward and their preparation"""
+    """by rank: forward and backward, including Python"""
     communication_seconds: tuple[float, ...] = ()
     """by rank: exposed communication, i.e. not overlapped by compute"""
     optimizer_seconds: tuple[float, ...] = ()
     """by rank: updating parameters and clearing gradients"""
     data_seconds: tuple[float, ...] = ()
-    """by rank: loading the batch"""
+    """by rank: getting the batch"""
     bubble_seconds: tuple[float, ...] = ()
     """by rank: waiting for another pipeline stage"""
     offload_seconds: tuple[float, ...] = ()
-    """by rank: waiting for state transfers to or from host memory or disk"""
+    """by rank: waiting for transfers to or from host memory or disk"""
     other_seconds: tuple[float, ...] = ()
     """by rank: rest of the step"""
     overlapped_seconds: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ class ProfileRecord(Record):
     gpu_kernels_seconds: tuple[float, ...] = ()
     """by GPU rank: running any other compute kernel"""
     gpu_communication_seconds: tuple[float, ...] = ()
-    """by GPU rank: running a collective's kernel with nothing overlapping it"""
+    """by GPU rank: running a communication kernel, but no compute kernel"""
     gpu_copy_seconds: tuple[float, ...] = ()
     """by GPU rank: copying between host and device, with nothing else running"""
     gpu_idle_seconds: tuple[float, ...] = ()
@@ -83,9 +83,9 @@ class ProfileRecord(Record):
     algorithm_bytes: tuple[float, ...] = ()
     """by rank: bytes that the backend's algorithm sends for these collectives, without headers"""
     sent_bytes: tuple[float, ...] = ()
-    """by rank: payload sent over TCP per step, without the profiler"""
+    """by CPU rank: TCP payload sent per step, without the profiler"""
     peak_tracked_bytes: tuple[Int64, ...] = ()
-    """by rank: peak bytes of tracked tensors, the sum of the columns below"""
+    """by rank: peak bytes of tracked tensors, sum of the next six columns"""
     peak_parameters_bytes: tuple[Int64, ...] = ()
     """parameters at the peak, including gathered ones"""
     peak_gradients_bytes: tuple[Int64, ...] = ()
@@ -102,7 +102,7 @@ class ProfileRecord(Record):
     memory_reason: str | None = None
     """why there is no breakdown of the peak; empty if there is one"""
     private_bytes: tuple[Int64, ...] = ()
-    """by rank: peak memory of that step, measured as in trials (above the level after imports)"""
+    """by rank: peak memory of the tracked steps, measured as in trials"""
     formula_parameter_bytes: float | None = None
     """the strategy's formula for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = None

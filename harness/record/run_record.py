@@ -10,7 +10,7 @@ from harness.record.table import Int32, Int64, Record
 class RunRecord(Record):
     schema_version: Int32
     run_id: str
-    """start time and four random characters"""
+    """UTC time and 4 hex digits, or `--run`"""
     started_at: datetime
     """UTC"""
     matrix: str
@@ -19,19 +19,19 @@ class RunRecord(Record):
     """JSON: cells, trials, seed of the order, and cells left out, with status and reason"""
     host: str
     operating_system: str
-    """kernel and distribution"""
+    """kernel and C library"""
     python_version: str
     torch_version: str
     libraries: str
-    """JSON: versions of the libraries that strategies use"""
+    """JSON: versions of libraries that the suite can use"""
     cpu_model: str | None = None
     cpu_cores: Int32
-    """number of cores available to this process, one hardware thread each"""
+    """number of hardware threads that this process may run on"""
     memory_bytes: Int64
-    """memory available to the run: the host's, or its container's or job's limit"""
+    """memory that the run may use: the host's, or its container's or job's limit"""
     gpus: tuple[str, ...] = ()
     gpu_memory_bytes: Int64 | None = None
-    """memory of one GPU"""
+    """memory of GPU 0"""
     gpu_facts: str | None = None
     """JSON: for each GPU, its UUID, bus id, compute capability, NUMA node, nearby cores, MIG, ECC,
     persistence, power limits"""
@@ -39,17 +39,17 @@ class RunRecord(Record):
     """JSON: connection of each pair of GPUs: NVLink (version, number of links) or the common PCIe
     ancestor"""
     gpus_unused: str | None = None
-    """why the host's GPUs are not used; null if they are, or if it has none"""
+    """why torch cannot use the host's GPUs; null if it can or none exist"""
     device_speed: str | None = None
     """JSON: rates of GPU 0 before the first trial: FLOP/s of matrix products by precision, bytes/s
-    of copies, seconds per kernel launch; or why they were not measured"""
+    of copies, seconds per kernel launch; or why not; null: no GPU cell"""
     numa: str | None = None
-    """JSON: CPU cores of each NUMA node of the host"""
+    """JSON: CPU numbers of each NUMA node"""
     driver_version: str | None = None
     driver_cuda_version: str | None = None
     """newest CUDA version that the driver supports"""
     torch_cuda_version: str | None = None
-    """CUDA version that torch is built for; `HIP 7.0` for ROCm, where nccl_version is RCCL's"""
+    """torch's CUDA version; `HIP 7.0` for ROCm, where nccl_version is RCCL's; null: no GPUs"""
     nccl_version: str | None = None
     cudnn_version: str | None = None
     git_commit: str | None = None
@@ -68,10 +68,10 @@ class ConclusionRecord(Record):
     concluded_at: datetime
     """UTC"""
     wall_seconds: float
-    """from the start of the command to its last trial; for a resumed run, the last command's"""
+    """from the command's start to its last trial or profile; if resumed, the last command's"""
     trials: Int32
     compared_cells: Int32 = 0
-    """number of verified cells with a core per rank and a baseline in their setting"""
+    """number of verified cells with a core per rank and an interval over a baseline"""
     half_width_median: float | None = None
     """median relative half width of the 95 % intervals of throughput over the baseline's; null
     without intervals"""
@@ -92,9 +92,9 @@ class StepRecord(Record):
     rank: Int32
     step: Int32
     phase: str
-    """warmup, settling (after the parity check, and at the start of a turn), timed"""
+    """warmup, settling (first step after a check, rewind, restart or wait), timed"""
     data_seconds: float
-    """loading the batch and moving it to the device"""
+    """getting the batch, without its copy to a GPU"""
     step_seconds: float
     """whole step, including data, between two device synchronisations"""
     loss: float | None = None
@@ -103,7 +103,7 @@ class StepRecord(Record):
     """duration of the control after the step (one sample's forward and backward in a separate
     process on the rank's cores); null without one"""
     left_over_seconds: float | None = None
-    """CPU time that the rank's threads spend on leftover work after the step; included in
+    """CPU time per thread that the rank spends on leftover work after the step; part of
     step_seconds"""
     training_step: Int32 | None = None
     """number of the training step, from 0; less than step after a rewind"""

@@ -1,5 +1,3 @@
-"""Parquet schemas of all tables."""
-
 from __future__ import annotations
 
 import functools

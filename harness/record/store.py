@@ -2,7 +2,7 @@
 
 - runs/RUN.parquet: one row, written before the first trial
 - trials/RUN/CELL-tTRIAL-aATTEMPT.parquet: one row, which commits the trial
-- steps/RUN/CELL-tTRIAL-aATTEMPT.parquet: the trial's steps, written before its row
+- steps/RUN/CELL-tTRIAL-aATTEMPT.parquet: the trial's steps
 - explained/RUN/CELL-aATTEMPT.parquet: one profile of a cell
 - conclusions/RUN/N.parquet: one row, written when the run ends for the N-th time
 - gathered/RUN/trials.parquet, steps.parquet: copies of a run's rows, faster to read
@@ -195,7 +195,6 @@ class Store:
         return read_undamaged(table, files, columns)
 
     def steps_of(self, run_id: str, cell_id: str) -> pd.DataFrame:
-        """Reads only this cell's files."""
         single, copy = self._files.single("steps", run_id), self._files.copy("steps", run_id)
         files = (
             [file for file in single if file.stem.startswith(f"{cell_id}-")]

@@ -1,7 +1,7 @@
 """Base class of tables, and the conversion of rows from and to arrow.
 
-A table is a frozen dataclass whose fields are columns, described by their docstrings. Unknown is
-null, never a guess.
+A table is a frozen dataclass whose fields are columns, described by their docstrings. Unknown
+values are null, never guesses.
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ _CONVERTED: dict[str, Callable[[Any], object]] = {
     "string": str,
     "bool": bool,
     "timestamp": lambda time: time.to_pydatetime() if hasattr(time, "to_pydatetime") else time,
-    "list<string>": _items,
-    "list<int64>": _items,
-    "list<double>": _items,
+    **dict.fromkeys(("list<string>", "list<int64>", "list<double>"), _items),
 }
 
 
@@ -135,10 +133,8 @@ def arrow_schema_of(table: type[Record]) -> pa.Schema:
         "string": pa.string(),
         "bool": pa.bool_(),
         "timestamp": pa.timestamp("us", tz="UTC"),
-        "list<string>": pa.list_(pa.string()),
-        "list<int64>": pa.list_(pa.int64()),
-        "list<double>": pa.list_(pa.float64()),
     }
+    arrow |= {f"list<{name}>": pa.list_(kind) for name, kind in arrow.items()}
     return pa.schema(
         [pa.field(c.name, arrow[c.type], nullable=c.nullable) for c in table.columns()]
     )
@@ -151,15 +147,7 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_pylist([_without_secrets(vars(row)) for row in rows], schema=schema)
 
 
-_NEVER_REDACTED = {
-    "run_id",
-    "cell_id",
-    "status",
-    "phase",
-    "parity_verdict",
-    "strategy",
-    "device",
-}
+_NEVER_REDACTED = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
 """Columns that hold only the suite's own names, by which rows are found."""
 
 

@@ -25,35 +25,35 @@ class TrialRecord(Record):
     trial: Int32
     """number of the trial within its cell, from 0"""
     attempt: Int32 = 1
-    """1; higher if earlier attempts were interrupted"""
+    """1; more after interruptions or failed probes"""
     position: Int32
-    """position in the run's shuffled order"""
+    """position in the run; -1 if left out"""
 
     # How it ended.
 
     status: str
     """ok, unavailable, refused, skipped, out_of_memory, failed, timeout, interrupted, diverged"""
     reason: str = ""
-    """what happened and what to do; empty if ok"""
+    """what went wrong; empty if ok and verified"""
     expected: bool = False
-    """whether the status is expected: known to diverge, or declared to deviate too far for
-    verification"""
+    """whether the status is expected: known to diverge, or not verifiable despite a reference
+    run"""
     log_tail: str = ""
-    """end of the log of the rank that failed first"""
+    """log tail of the first failed rank, or rank 0"""
     stacks: str = ""
     """stacks of the ranks after a timeout"""
     started_at: datetime
     """UTC"""
     wall_seconds: float | None = None
-    """whole trial, including starting and stopping its processes"""
+    """from launch to the last process's end; null: not launched"""
     startup_seconds: float | None = None
-    """from the launch to the last rank's first instruction"""
+    """from launch until the last rank has imported torch"""
     setup_seconds: float | None = None
     """creating the process group and the model, and wrapping it; slowest rank"""
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
     compile_seconds: float | None = None
-    """torch.compile's time during the first steps, slowest rank; null if nothing is compiled"""
+    """torch.compile's time during warm-up, slowest rank; null if nothing is compiled"""
 
     # What is trained.
 
@@ -61,11 +61,11 @@ class TrialRecord(Record):
     """system that the matrix lists the cell under"""
     strategy: str
     options: str
-    """JSON: options of the strategy"""
+    """JSON: options the cell sets"""
     workload: str
     data: str
     data_fingerprint: str | None = None
-    """sha256 of the tokens"""
+    """digest of the data"""
     sequence_length: Int32
     """tokens per sample"""
 
@@ -82,7 +82,7 @@ class TrialRecord(Record):
     """requested emulated link between nodes: none (unshaped), or rate and one-way delay; null: real
     network"""
     link_bits_per_second: float | None = None
-    """payload rate of one TCP stream between the first two nodes, before the link's first trial"""
+    """emulated link's TCP payload rate between the first two nodes, before its first trial"""
     link_latency_seconds: float | None = None
     """half the median round-trip time of one byte between them"""
     link_emulation: str | None = None
@@ -128,20 +128,20 @@ class TrialRecord(Record):
     optimizer: str
     seed: Int64
     launcher: str
-    """elastic (torchrun's agent), spawn, or the command of a library's launcher"""
+    """elastic (torchrun's agent), spawn, or a library's command, such as mpirun"""
     packages: tuple[str, ...] = ()
     """packages that the strategy needs in addition to torch"""
     wraps_ddp: str | None = None
-    """library, if this strategy is its equivalent of DDP"""
+    """library or launcher by which it runs plain DDP"""
     threads_per_device: Int32
-    """CPU cores, and intra-op threads, per device"""
+    """cores, and intra-op threads, per CPU device"""
     memory_limit_bytes: Int64 | None = None
     stand_in: str | None = None
     """what was emulated or replaced, if anything"""
     oversubscribed: bool
-    """whether ranks outnumber cores, so that times tell you nothing about real hardware"""
+    """whether ranks lack hardware threads, so times say nothing about real hardware"""
     rank_cores: tuple[str, ...] = ()
-    """CPU cores that each rank was pinned to, such as 0-7,16"""
+    """by rank: CPU numbers it was pinned to, such as 0-7,16"""
 
     # States that each rank keeps between steps, and the strategy's formulas.
 
@@ -176,7 +176,7 @@ class TrialRecord(Record):
     # Traffic.
 
     sent_bytes_per_step: tuple[float, ...] = ()
-    """by rank: payload sent over TCP per timed step, including control messages"""
+    """by CPU rank: TCP payload sent per timed step, libraries' headers included"""
     offload_read_bytes_per_step: float | None = None
     """bytes read from block devices per timed step, all ranks; only with states offloaded to
     disk"""
@@ -193,12 +193,12 @@ class TrialRecord(Record):
     step_seconds_p95: float | None = None
     step_seconds_mean: float | None = None
     data_seconds_p50: float | None = None
-    """median time to load the batch, slowest rank"""
+    """median time to get the batch, slowest rank"""
     samples_per_second: float | None = None
     """global_batch / step_seconds_p50; if a strategy communicates only every few steps, over whole
     cycles"""
     tokens_per_second: float | None = None
-    """null for images"""
+    """null: no tokens"""
     window_step_seconds: tuple[float, ...] = ()
     """mean step time of each window of consecutive timed steps, with equal weight for each position
     of the strategy's cycle; empty without a control"""
@@ -213,11 +213,11 @@ class TrialRecord(Record):
     # Other load on the host, and the state of its GPUs.
 
     idle_before: float | None = None
-    """idle fraction of the cores just before the trial"""
+    """idle fraction of node 0's cores before the trial"""
     idle_after: float | None = None
-    """idle fraction of the cores just after it"""
+    """idle fraction of these cores just after"""
     foreign_load_cores: float | None = None
-    """mean number of cores other processes kept busy during the timed steps"""
+    """mean cores that others kept busy in timed steps, on the busiest host"""
     gpu_before: str | None = None
     """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
     temperature, power, errors, processes"""
@@ -239,9 +239,9 @@ class TrialRecord(Record):
     checkpoint_blocked_seconds: float | None = None
     """part of checkpoint_save_seconds in which the slowest rank could not train"""
     checkpoint_load_seconds: float | None = None
-    """time to load it into a new model and optimizer, slowest rank"""
+    """time to load it, slowest rank; null: loaded during set-up"""
     checkpoint_restores_random: bool | None = None
-    """whether loading restored torch's random state on every rank; null with checkpoint_from"""
+    """whether loading restored each rank's CPU random state; null with checkpoint_from"""
     checkpoint_restores_bits: bool | None = None
     """whether loading restored every rank's parameters and optimizer states bit for bit; null with
     checkpoint_from"""
@@ -249,22 +249,22 @@ class TrialRecord(Record):
     # Efficiency.
 
     energy_joules_per_sample: float | None = None
-    """energy of the trial's GPUs by NVML, or of its nodes' CPU packages by RAPL; null without
+    """energy of its GPUs (NVML, amd-smi) or its nodes' CPU packages (RAPL); null without
     counters"""
     trend: float | None = None
-    """relative change of step time over the timed steps if significant (Kendall, p < 0.01), because
-    warm-up was too short; else 0"""
+    """relative change of step time over the timed steps if significant (Kendall, p < 0.01), else 0;
+    null: fewer than 8 steps"""
     flops_per_step: float | None = None
-    """FLOPs of the model, see `how it was measured`"""
+    """model FLOPs, all ranks, without recomputation"""
     hardware_flops_per_step: float | None = None
-    """FLOPs including recomputation; null if the model's are unknown"""
+    """flops_per_step plus recomputation"""
     mfu: float | None = None
-    """model FLOPs utilisation; null if the device's peak is unknown"""
+    """model FLOPs utilisation; null on CPUs and for unknown peaks"""
     matmul_utilization: float | None = None
-    """model FLOPs as a fraction of the device's measured rate (column `device_speed` of the run);
-    null if not measured"""
+    """model FLOPs as a fraction of the GPU's measured rate (column `device_speed` of the run); null
+    if not measured"""
     bubble_fraction: float | None = None
-    """fraction of stage time spent waiting, measured in a separate pass"""
+    """fraction of stage time without computation, in a separate pass"""
     expert_tokens: str | None = None
     """JSON: tokens per expert in each mixture-of-experts block, counted in the last warm-up step"""
     expert_imbalance: float | None = None
@@ -276,11 +276,11 @@ class TrialRecord(Record):
     """largest peak of a rank"""
     peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     reserved_memory_bytes: Int64 | None = None
-    """memory reserved by the CUDA caching allocator, largest rank"""
+    """peak reserved by the CUDA caching allocator, largest rank"""
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """reserved memory by rank, on its fullest device"""
+    """by rank: this peak, on its fullest device"""
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """by rank: process memory according to NVML after the timed steps; empty: unknown"""
+    """by rank: its memory by NVML or amd-smi after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """by rank: NVML memory minus what the allocator reserved, i.e. CUDA context, communication
     buffers and libraries; empty: unknown"""
@@ -315,7 +315,7 @@ class TrialRecord(Record):
     parity_max_norm_deviation: float | None = None
     """largest |gradient norm - reference| / reference"""
     gradient_norms: tuple[float, ...] = ()
-    """2-norm of all gradients before clipping, by step"""
+    """norm before clipping by step; empty: no clipping"""
     parity_max_update_deviation: float | None = None
     """|parameters - reference| / |reference's update| of parity_worst_tensor"""
     parity_max_element_deviation: float | None = None
@@ -333,7 +333,7 @@ class TrialRecord(Record):
     parity_moments_skipped_reason: str | None = None
     """why some or all optimizer states were not compared"""
     later_steps_verified: Int32 | None = None
-    """number of steps with a verified loss after the parity segment"""
+    """number of steps after the parity segment with a compared loss"""
     later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = None
@@ -343,9 +343,9 @@ class TrialRecord(Record):
     rewind_skipped_reason: str | None = None
     """why the state was never rewound"""
     rewind_loss_deviation: float | None = None
-    """largest |loss - reference| / |reference| of a retrained step"""
+    """largest parity_max_loss_deviation with retrained steps"""
     rewind_update_deviation: float | None = None
-    """largest |parameters - reference| / |reference's update| of a tensor after retrained steps"""
+    """largest parity_max_update_deviation after retrained steps"""
     parity_worst_tensor: str | None = None
     """name of the tensor whose update deviation is closest to its limit"""
     reference_loss_noise: float | None = None

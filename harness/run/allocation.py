@@ -31,15 +31,14 @@ class PlannedHeadline:
     cells: tuple[Cell, ...]
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be advised: no stand-ins, and declared to train like one process."""
+    """Cells that may be recommended: no stand-ins, and declared to train like one process."""
 
 
 def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
     """Returns the trials per round by cell id, for cells with more than one.
 
     A baseline compared with k cells gets the square root of k, rounded down, which makes all k
-    intervals narrowest (Dunnett, Journal of the American Statistical Association 50, 1955, section
-    5).
+    intervals narrowest (Dunnett, JASA 50, 1955, section 5).
     """
     return {
         baseline.id: launches
@@ -64,7 +63,7 @@ def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, l
 
 
 def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
-    """Returns the group that will lead the run if its cells run; None without cells to compare."""
+    """Returns the group of cells that will lead the report; None if nothing can be compared."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -116,18 +115,18 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds as a fraction of the planned ones', without a time budget."""
+"""Time for further rounds, as a fraction of the planned ones', if there is no time budget."""
 
 
 class FurtherRound(NamedTuple):
     cell_ids: set[str]
     why: str
-    """Continuation of `cells that`."""
+    """Text that completes `cells that ...`."""
 
 
 def worth_launching(plan: Plan, trials: Sequence[TrialRecord]) -> FurtherRound:
-    """Returns the cells, run more than once, whose interval is too wide, or that are still in the
-    race."""
+    """Returns the cells worth another trial: their interval is too wide, or they may still be the
+    fastest."""
     cells = summarised(trials)
     if plan.precision is not None:
         wide = set(too_wide(cells, plan.precision))
@@ -157,9 +156,8 @@ class TimeBudget:
         self.left_out = 0
 
     def leaves_out(self, position: int, cell: Cell) -> bool:
-        """Returns whether to drop a planned trial: it and all shorter ones exceed the remaining
-        time.
-        """
+        """Returns whether to drop a planned trial, because it and all shorter ones together exceed
+        the remaining time."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
@@ -174,7 +172,7 @@ class TimeBudget:
         return self.took.get(cell.id, 0.0)
 
     def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Returns the cells of a further round that fit, shortest first. `seconds`: by cell id."""
+        """Returns ids of the shortest cells that fit the remaining time. `seconds`: by cell id."""
         spent = self.now() - self.began
         if self.first_rounds_seconds is None:
             self.first_rounds_seconds = self.planned_before + spent

@@ -36,11 +36,12 @@ class Inputs:
     step_seconds: float
     """Per micro-batch: Python, kernel launches, latency of collectives."""
     fp32_flops_per_second: float
-    """Rate of a device (a CPU core) in fp32, or its fraction of a GPU's peak if known."""
+    """Rate of a CPU core, or of a GPU whose peak is unknown."""
     bf16_flops_per_second: float
     fp16_flops_per_second: float
     fp32_share_of_peak: float
     half_share_of_peak: float
+    """Reached fraction of a known peak in bf16 and fp16."""
     link_bytes_per_second: float
     """Rate between two devices of a node."""
     moved_bytes_per_second: float
@@ -65,8 +66,8 @@ CPU = Inputs(
     moved_bytes_per_second=1e9,
     compared_bytes_per_second=1e9,
 )
-"""Source: fitted to the 585 and 657 trials of two runs of `full` on two cores of an Intel Xeon with
-AMX and AVX-512 FP16, without which fp16 is ten times slower."""
+"""Source: fitted to 1,242 trials of two runs of `full` on two cores of an Intel Xeon with AMX and
+AVX-512 FP16. Without the latter, fp16 is ten times slower."""
 
 
 GPU = Inputs(
@@ -97,11 +98,11 @@ CONTEXT_SECONDS = 2.5
 
 
 CONTROL_SHARE = 0.12
-"""Time of the control relative to its steps', in `full`."""
+"""Time of controls relative to the steps between them, in `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""Time limit over predicted time, to end hangs, not slow machines."""
+"""Time limit over predicted time, large enough for slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -202,7 +203,7 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the references and their total time; noisy ones run twice."""
+    """Returns the number, total time and disk space of references; noisy ones run twice."""
     from harness.parity.reference_runs import is_noisy, kept_bytes, reference_cell, reference_key
     from harness.parity.verdict import in_fp32
 
@@ -221,7 +222,7 @@ MOST_RUNS = 20
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns medians by cell id, from the newest run with any."""
+    """Returns median seconds by cell id, each from the newest run with any."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         by_cell: dict[str, list[float]] = {}
@@ -256,9 +257,10 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """Returns the approximate bytes that a trial holds per GPU from its first step on: the
-    formula's states and temporary memory, a micro-batch's activations (torch's allocator keeps
-    them), and the CUDA context.
+    """Returns the approximate bytes that a trial holds per GPU from its first step on.
+
+    Sums the formula's states and temporary memory, a micro-batch's activations (torch's allocator
+    keeps them), and the CUDA context.
     """
     from harness.workloads.operators import activation_bytes
 

@@ -43,28 +43,27 @@ OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """Returns the largest hidden size in heads of 64 whose block (12 hidden^2 parameters, AdamW's
-    fp32 states, buckets) takes at most 2.5 % of the budget.
+    """Returns the largest hidden size, a multiple of 64, whose block takes at most 2.5 % of the
+    budget: 12 hidden^2 parameters of 20 bytes (AdamW's fp32 states, buckets).
     """
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
 def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
-    """Returns the largest hidden size of a four-block model for long sequences, in heads of 64 that
-    divide among the ranks.
+    """Returns the largest hidden size of a four-block model for long sequences, a multiple of 64
+    for each rank.
 
     AdamW's fp32 states (16 bytes for each of 12 hidden^2 parameters per block) take at most a tenth
-    of the budget. Activations take about 136 bytes per token, block and hidden unit; 34 in half
-    precision by Korthikanti et al. (arXiv 2205.05198, section 4.1), partly for dropout.
+    of the budget. Activations take about 136 bytes per token, block and hidden unit. Korthikanti
+    et al. (arXiv 2205.05198, section 4.1) count 34 in half precision.
     """
     most = min(math.sqrt(budget / 10 / (4 * 12 * 16)), budget / (4 * 136 * tokens))
     return 64 * ranks * max(1, int(most) // (64 * ranks))
 
 
 def wide_size(ranks: int) -> int:
-    """Returns the smallest hidden size in heads of 64 whose matrices have 1 MiB of fp32 per rank,
-    so that libraries offload more to disk.
-    """
+    """Returns the smallest hidden size, a multiple of 64, whose square matrices have 1 MiB of fp32
+    per rank, so that libraries offload more to disk."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
@@ -74,7 +73,7 @@ def largest(
     """Returns the largest size that fits (0: none), and the smallest that does not (None: all up to
     `most` fit).
 
-    Doubles strides from the guess until it is bracketed, then bisects.
+    Doubles strides from the guess until that size is bracketed, then bisects.
     """
     low, high = 0, most + 1
     size = min(max(1, guess), most)
@@ -98,9 +97,9 @@ class Prediction:
     """Parameters of one block, or tokens, per search step."""
     blocks: int | None
     parameters: int | None
-    """Parameters, or tokens, of these steps."""
+    """Parameters, or tokens, after `blocks` search steps."""
     activations: tuple[int, int]
-    """Peak bytes besides model and gradients: after the first step, and per further step."""
+    """Peak activation bytes: at the first search step, and added by each further one."""
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
@@ -120,12 +119,12 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
     Adds the larger of activations and temporary memory to the states, since gradients grow as
     activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's
-    activations remain until the last gradient. From the second micro-batch on, all gradients exist.
-    `activations`: see Prediction; `tokens`: see `cell_at_size`.
+    activations remain until the last gradient. From the second micro-batch on, all gradients exist,
+    so both are added. `activations`: see Prediction; `tokens`: see `cell_at_size`.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
-    # States only need the sizes among these.
+    # Only the model's sizes are used, which are equal at any sequence length.
     facts = model_facts(workload, tokens or cell.sequence_length)
     states = strategy.costs.states(cell, layout, facts)
     if states is None:
@@ -146,15 +145,13 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size at which a cell trains, from its one-step cell.
-
-    `tokens`: see `cell_at_size`.
-    """
+    """Predicts the largest size that fits the budget. `cell`: at one search step; `tokens`: see
+    `cell_at_size`."""
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Uses an unsplit model without a formula, for a first guess."""
+        """Returns activation bytes; without a formula, an unsplit model's, for a first guess."""
         probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -180,7 +177,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
-    """Returns the most search steps; for sequences, the model's positions limit it."""
+    """Returns the most search steps; the model's positions limit sequences."""
     positions = make_workload(cell.workload).max_tokens if tokens else 0
     return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
@@ -194,7 +191,7 @@ def plan_of(
 ) -> Plan:
     """Plans a search with one cell per strategy.
 
-    `order`: chains of labels by theoretical size; `tokens`: see `cell_at_size`.
+    `order`: lists of labels in increasing theoretical size; `tokens`: see `cell_at_size`.
     """
     predicted = {}
     for cell in cells:
@@ -220,9 +217,9 @@ def plan_of(
 
 
 def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
-    """Returns the steps to start with: the formula's, less a rank's other memory.
+    """Returns the search steps to try first: the formula's, reduced for memory outside tensors.
 
-    Without a formula: 16 bytes per parameter, or activations that fill the budget.
+    Without a formula, assumes 16 bytes per parameter, or that activations fill the budget.
     """
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
@@ -288,8 +285,8 @@ class Search:
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
         """Returns whether a probe trains.
 
-        After two other failures it is too large if it trains without the limit; otherwise raises
-        Stopped. On refused memory, libraries may crash or wait for a failed rank.
+        If it fails twice for another reason, it is too large if it trains without the limit;
+        otherwise raises Stopped. Libraries may crash or hang when memory is refused.
         """
         status = self._status(launcher, cell, 0)
         if (

@@ -22,7 +22,7 @@ from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)
 WINDOW_STEPS = 8
-"""Timed steps per window; slow spells of a machine last longer."""
+"""Timed steps whose times are averaged; slow spells of a machine last longer."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def with_metrics(
     trial = _with_states(trial, ranks)
     trial = _with_traffic(trial, ranks)
     trial = _with_experts(trial, ranks)
-    losses = _losses(ranks)
     norms = first_known([[step.gradient_norm for step in rank.steps] for rank in ranks])
-    joules = all_known([rank.joules_per_step for rank in ranks])
+    joules = _joules_per_step(answers, cell.device)
     return replace(
         trial,
         setup_seconds=max(rank.setup_seconds for rank in ranks),
@@ -63,12 +62,32 @@ def with_metrics(
         compile_seconds=max(all_known([rank.compile_seconds for rank in ranks]), default=None),
         restarts=max(rank.restarts for rank in ranks),
         steps_taken=len(ranks[0].steps),
-        losses=tuple(math.nan if loss is None else loss for loss in losses),
-        gradient_norms=tuple(norm for norm in norms if norm is not None),
+        losses=_with_gaps(_losses(ranks)),
+        gradient_norms=() if norms.count(None) == len(norms) else _with_gaps(norms),
         rank_cores=tuple(rank.cores for rank in ranks),
         foreign_load_cores=_foreign_load(answers),
-        energy_joules_per_sample=sum(joules) / cell.global_batch if joules else None,
+        energy_joules_per_sample=None if joules is None else joules / cell.global_batch,
     )
+
+
+def _joules_per_step(answers: Sequence[RankAnswer], device: str) -> float | None:
+    """Sums the ranks' energy. Nodes of one machine count the same CPU packages, so one counts."""
+    nodes: dict[str | None, dict[int | None, float]] = {}
+    for answer in answers:
+        if answer.trained:
+            joules = answer.trained.joules_per_step
+            if joules is None:
+                return None
+            of_machine = nodes.setdefault(answer.machine, {})
+            of_machine[answer.node] = of_machine.get(answer.node, 0.0) + joules
+    return sum(
+        max(of_nodes.values()) if device == "cpu" else sum(of_nodes.values())
+        for of_nodes in nodes.values()
+    )
+
+
+def _with_gaps(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(math.nan if value is None else value for value in values)
 
 
 def _losses(ranks: Sequence[TrainedAnswer]) -> list[float | None]:
@@ -126,7 +145,7 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
         within = _pauses([together[at] for at in timed[part]])
         if not within:
             return trial
-        # Assumes that the machine was as fast in its first steps as just before them.
+        # The control before a window also shows how fast the machine is in its first steps.
         pauses = _pauses(together[: timed[part][0]])[-1:] + within
         numbers = [together[at][0].step for at in timed[part]]
         steps.append(mean_of_cycles(seconds[part], numbers, cycle))
@@ -149,8 +168,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
     finishing this one.
 
-    The ranks' maximum would count waits twice, so times are summed per rank from a common start:
-    after a pause, or at the first timed step. `by_rank`: all steps of each rank.
+    Each step's maximum over ranks would count waits twice. Instead, times are summed per rank from
+    a common start: the first timed step, or the first after a pause. `by_rank`: each rank's steps.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -167,7 +186,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
 def _time_slices(
     begins: Sequence[tuple[int, float]], steps: Sequence[float], numbers: Sequence[int], cycle: int
 ) -> list[tuple[float, float]]:
-    """Returns (start, typical step in seconds) of each turn. `numbers`: of the timed steps."""
+    """Returns each turn's start, in seconds after the epoch, and typical step seconds. `numbers`:
+    step numbers of `steps`."""
     slices = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
         own = [i for i, number in enumerate(numbers) if first <= number < end]
@@ -178,7 +198,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds peaks of ranks measured alike, since a server's host memory is not GPU memory."""
+    """Adds the peaks of ranks measured like rank 0: not a parameter server's host memory."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
@@ -190,7 +210,8 @@ def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
         memory_imbalance=imbalance(list(peaks)) if peaks else None,
         reserved_memory_bytes=max(reserved, default=None),
         setup_peak_memory_bytes=max(
-            all_known([rank.setup_peak_memory_bytes for rank in ranks]), default=None
+            all_known([r.setup_peak_memory_bytes for r in ranks if r.memory_method == method]),
+            default=None,
         ),
     )
 

@@ -25,17 +25,17 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Fraction of available memory that copies of ranks' states may fill for a rewind."""
+"""Largest fraction of available memory for copies of ranks' states (harness/worker/rewind.py)."""
 
 
 SAMPLES_PER_CONTROL = 8
-"""A rank's samples per control; in `full`, every second step has one. Ranks start together after
-it, which favours frequent synchronisation."""
+"""Samples that a rank trains between controls; every second step of `full` has one. Ranks restart
+together after one, which favours frequent synchronisation."""
 
 
 LAUNCHES_PER_REWIND = 3
 """One trial in this many rewinds the state, which takes a second."""
-REWOUND_ELSEWHERE = "another launch of the cell is"
+REWOUND_ELSEWHERE = "another trial of the cell is rewound"
 
 
 class PreparedTrial:
@@ -50,7 +50,7 @@ class PreparedTrial:
         launches: int = 1,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
-        and key decide when to rewind."""
+        and `key` decide whether and when it rewinds."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -101,7 +101,7 @@ class PreparedTrial:
         if cell.checkpoint != "none":
             return "its state is saved and loaded instead"
         if timed_seconds is None:
-            return "its launches are not timed by seconds"
+            return "no minimum duration is set for its timed steps"
         if cell.parity_steps < 2:
             return "the parity segment has one step"
         if cell.memory_limit_bytes is not None:
@@ -127,8 +127,8 @@ class Surroundings:
     idle_after: float | None
 
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
-        """Adds these observations to a trial that used `gpus` GPUs, whose ranks may still be
-        ending."""
+        """Adds these observations to a trial that used `gpus` GPUs, ignoring its own ranks, which
+        may still be exiting."""
         own = {answer.pid for answer in outcome.answers}
         return replace(
             trial,
@@ -140,7 +140,7 @@ class Surroundings:
 
 
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
-    """Returns whether `cell` is `other` with a larger model, batch or sequence, or on fewer
+    """Returns whether `cell` equals `other`, except for a larger model, batch or sequence, or fewer
     devices."""
     sizes = {"workload", "global_batch", "sequence_length", "devices"}
     if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):

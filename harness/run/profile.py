@@ -66,8 +66,8 @@ def profile_record(
     theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """Returns a profile's record, however it ended. `servers`: trailing ranks that compute
-    little."""
+    """Returns a profile's record, however it ended. `servers`: number of parameter servers,
+    the last ranks."""
     record = ProfileRecord(
         run_id=run_id,
         cell_id=cell.id,
@@ -100,7 +100,7 @@ def profile_record(
 def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
-    """Adds the components of the step with the median slowest rank."""
+    """Adds the components of the median step, by the time of its slowest rank."""
     profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARE_STEPS = 1.25
-"""Factor on a reference's steps, for trials beyond the parity segment."""
+"""Factor on a reference's steps, because trials may take more than planned."""
 FLOPS_FOR_THREADS = 1e9
-"""FLOPs of a step from which on a reference uses all cores."""
+"""FLOPs per step above which a longer reference run uses all cores."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ReferenceRuns:
             announce(
                 f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
             )
-            # On a GPU, a batch meant for eight takes long enough.
+            # One GPU already takes long for a batch meant for eight.
             spare = SPARE_STEPS if cell.device == "cpu" else 1.0
             longer = _with_steps(training, math.ceil(spare * training.total_steps))
             outcome = _launch(launcher, longer, data, reference_output=reference.folder)
@@ -110,7 +110,7 @@ class ReferenceRuns:
             elif known := _losses_of(outcome):
                 reference.note_losses(known)
         if is_noisy(training) and reference.exists and reference.noise is None:
-            announce("the same with its samples split or ordered differently, to measure rounding")
+            announce("second reference run, with samples split or reordered, to measure rounding")
             again = rounded_differently(training, data)
             outcome = _launch(launcher, *again, reference=reference.folder)
             if outcome.status == "ok" and (found := outcome.trained[0].deviations):
@@ -125,13 +125,12 @@ class ReferenceRuns:
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        """Adds the deviations of ranks that exchange nothing, if the cell's limit is wide."""
+        """Measures how far ranks that exchange nothing deviate, if the cell's limit is wide."""
         alone, ranks = without_exchange(cell)
         if ranks == 1 or declared(cell).update <= CAPPED_ABOVE or reference.no_exchange(ranks):
             return
         announce(
-            f"the same on {ranks} ranks that exchange nothing, whose deviation every limit must"
-            " exclude"
+            f"reference run on {ranks} ranks that exchange nothing, to bound the cell's limits"
         )
         outcome = _launch(launcher, alone, _data_of(cell), ranks, reference=reference.folder)
         if outcome.status == "ok":
@@ -143,7 +142,7 @@ class ReferenceRuns:
     def verify(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """Returns a trial's verdict, with a reference that covers all its steps."""
+        """Returns a trial's verdict, after extending the reference to all its steps."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
@@ -159,13 +158,13 @@ class ReferenceRuns:
     def _learn_losses(
         self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
     ) -> None:
-        """Relaunches a reference with fewer losses than the trial's training steps; if that fails,
-        keeps it."""
+        """Relaunches the reference with more steps if the trial took more; keeps the old losses if
+        that fails."""
         taken = outcome.trained[0].steps
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
         if len(reference.all_losses) >= steps:
             return
-        # Another cell may take more of them.
+        # Another cell may take even more steps.
         longer = _on_all_cores(_with_steps(reference_cell(cell), math.ceil(SPARE_STEPS * steps)))
         if losses := _losses_of(_launch(launcher, longer, _data_of(cell))):
             reference.note_losses(losses)
@@ -175,7 +174,7 @@ class ReferenceRuns:
         longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
         drift = loss_deviations(again, known) if len(again) == len(known) else []
-        # An empty drift means that both runs rounded alike, which tells you nothing about others.
+        # If both runs rounded alike, the drift tells you nothing about other runs.
         reference.note_drift(drift if any(drift) else [])
 
 
@@ -199,8 +198,8 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores, unless its steps are too short to gain from threads, which on
-    a busy machine wait long for each other."""
+    """Returns the cell on all cores, unless its steps are too short to gain from threads: on a busy
+    machine, these wait long for each other."""
     facts = model_facts(make_workload(reference.workload), reference.sequence_length)
     short = facts.flops_per_sample * reference.global_batch < FLOPS_FOR_THREADS
     if reference.device != "cpu" or short:
@@ -244,7 +243,7 @@ def _ranks_agree(cell: Cell, step: int) -> bool:
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
     """Returns a trial's verdict; unknown without a reference, because of `why_not`.
 
-    Without the reference's drift, later losses must stay in the narrowest envelope.
+    Until the reference's drift is measured, later losses must stay in the narrowest envelope.
     """
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None
@@ -306,7 +305,8 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 def _without_ahead(
     steps: Sequence[int | None], replays_ahead: Sequence[bool], segment: int
 ) -> list[int]:
-    """Returns each step's training step, beyond the segment in replays ahead."""
+    """Returns each step's training step, moved past the segment in replays ahead, so that their
+    norms are not compared."""
     taken: list[int] = []
     replays = -1
     for number, step in enumerate(steps):
@@ -344,7 +344,7 @@ class _Judging:
         return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
 
     def ahead(self, step: int) -> _Judging:
-        """Returns the same for a replay ahead from this step."""
+        """Returns a judge of a replay ahead that begins at this step."""
         assert self.reference is not None
         losses = [*self.reference_losses[:step], *self.reference.ahead_losses]
         return replace(self, reference_losses=losses)

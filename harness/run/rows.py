@@ -35,7 +35,7 @@ from harness.workloads.workload_variants import FLOAT8
 
 
 def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecord:
-    """Builds the row; measures the GPU if any cell needs one."""
+    """Builds the run's row, measuring GPU 0 if any cell needs a GPU."""
     speed = measure_gpu().as_json if plan.needs_gpu else None
     return RunRecord(
         schema_version=VERSION,
@@ -49,12 +49,11 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:
-    """Returns a run's column `device_speed`; None if no cell needs a GPU."""
     return store.run_row(plan.run_id)["device_speed"] if plan.needs_gpu else None
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
-    """Returns this host's rates for a cell. `device_speed`: the run's column."""
+    """Returns a GPU's FLOP/s in a cell's precision. `device_speed`: the run's column."""
     if cell.device != "cuda":
         return Peaks()
     precision = workload.arithmetic or cell.precision
@@ -91,7 +90,7 @@ class RewindCheck:
 
     @classmethod
     def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> RewindCheck:
-        """Summarises all rewinds' verdicts. `why_not`: the reason if there are none."""
+        """`why_not`: the reason if there are no rewinds."""
         losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
         updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
         return cls(
@@ -131,7 +130,7 @@ def trial_record(
         log_tail=outcome.log_tail,
         stacks=outcome.stacks,
         started_at=datetime.fromtimestamp(outcome.started_at, timezone.utc),
-        wall_seconds=outcome.wall_seconds,
+        wall_seconds=outcome.wall_seconds or None,
         startup_seconds=outcome.startup_seconds,
         data_fingerprint=prepared.launch.data.fingerprint,
     )
@@ -211,8 +210,8 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
 
 
 def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool) -> TrialRecord:
-    """Marks an ok trial `diverged` if it trains differently; expected if the strategy's deviation
-    is too wide to be verified."""
+    """Adds the verdict. A trial that trained something else becomes `diverged`; an unknown verdict
+    is expected unless the reference is missing."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":

@@ -47,8 +47,6 @@ class ProgressListener(Protocol):
 
 
 class SilentListener:
-    """Ignores all progress."""
-
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
     def time_is_spent(self, left_out: int) -> None: ...
@@ -76,7 +74,7 @@ class Runner:
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
-    """This run's trials; None before its first further round, which reads them."""
+    """This run's trials; None until the first further round reads them."""
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -84,7 +82,6 @@ class Runner:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """This runner's share; a cell's trials run where its first did."""
         number, of = self.share
         return self.plan.cells[number::of]
 
@@ -120,7 +117,7 @@ class Runner:
         return pending
 
     def make_room(self) -> None:
-        """Raises UsageError, recording nothing, without disk space for references."""
+        """Evicts old references; raises UsageError if new ones do not fit on the disk."""
         make_room(compared([trial.cell for trial in self.open_trials()]))
 
     def begin(self) -> bool:
@@ -128,7 +125,7 @@ class Runner:
         return self.store.write_run(new_run(self.plan, self.measure_gpu))
 
     def run(self, listener: ProgressListener) -> bool:
-        """Runs all open trials; if interrupted, records running ones as such."""
+        """Runs all open trials; returns False if interrupted."""
         recorded = self.store.statuses(self.plan.run_id)
         for left in self.plan.left_out[self.share[0] :: self.share[1]]:
             if TrialKey(left.cell.id, 0) not in recorded:
@@ -164,7 +161,7 @@ class Runner:
                 ]
 
             while pending:
-                # A resumed run's race may need references that none of its open trials did.
+                # In a resumed run, a further round may need references that no open trial did.
                 cells = [trial.cell for trial in pending]
                 missing = [cell for cell in cells if reference_key(cell) not in references]
                 if missing:
@@ -175,9 +172,9 @@ class Runner:
         return True
 
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns a further trial of each cell of `worth_launching`, as far as time allows."""
+        """Returns one more trial of each cell of `worth_launching`, if time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
-            return []  # A share of the cells has no answer of its own.
+            return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
@@ -244,16 +241,16 @@ class Runner:
     def _is_launched(
         self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
     ) -> bool:
-        """Returns whether to launch a trial: False if an earlier one ran out of memory or time, or
-        the time budget is spent.
+        """Returns whether to launch a trial: False if the cell ran out of memory or time, or the
+        time budget is spent.
 
-        Records it as skipped if a cell that needs less memory ran out.
+        If a cell that needs no more memory ran out of it, records this trial as skipped.
         """
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
             return False
-        # Later trials had an earlier one that fitted.
+        # Later trials only run if the first one fitted.
         if key.trial == 0 and (reason := self._needs_more_memory(cell)):
             self._given_up[cell.id] = "skipped"
             trial = left_out_record(
@@ -273,7 +270,7 @@ class Runner:
         todo = [cell for cell in self.cells if cell.id in fine - done]
         launcher = self.start(todo) if todo else None
         for number, cell in enumerate(todo, 1):
-            listener.preparing(f"explaining {number} of {len(todo)}: {cell.name}")
+            listener.preparing(f"profiling {number} of {len(todo)}: {cell.name}")
             assert launcher is not None
             attempt = int(last.get(cell.id, 0)) + 1
             profile = profile_cell(launcher, self.plan.run_id, cell, attempt)
@@ -283,7 +280,6 @@ class Runner:
         return True
 
     def start(self, cells: Sequence[Cell]) -> LauncherProtocol:
-        """Returns a launcher with the cells' packages imported."""
         return self.launcher(packages(cells))
 
     def run_trial(

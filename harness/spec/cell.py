@@ -17,9 +17,9 @@ from harness.spec.link import link_text, over
 BASELINE = "single"
 """Strategy that all others are compared with: one process on one device."""
 TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
-"""Axes that change how a strategy trains but not what; off at their defaults."""
+"""Axes that change how a strategy trains but not the result; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
-"""Optimizer that the reference uses in place of another implementation of it."""
+"""Optimizer of the reference for cells that use another implementation of it."""
 RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight", "documents")
 """Fields of the training recipe."""
 FILLED_IN = ("defaults", "strategy_digest", "workload_digest")
@@ -29,8 +29,7 @@ _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 
 
 def without_folder(name: str) -> str:
-    """Returns `FILE.py:CLASS` for a user's class in `FOLDER/FILE.py:CLASS`, other names as they
-    are."""
+    """Strips the folder from a user's `FOLDER/FILE.py:CLASS`; returns other names unchanged."""
     file, _, rest = name.rpartition(":")
     return f"{Path(file).name}:{rest}" if file.endswith(".py") else name
 
@@ -211,7 +210,7 @@ class Cell(BaseModel):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether samples are sequences of tokens; False for a user's own data."""
+        """Whether samples are sequences of tokens; False for a user's own workload."""
         return not self.data.startswith("images") and not self.workload_digest
 
     @property
@@ -220,8 +219,8 @@ class Cell(BaseModel):
         return max(self.warmup_steps + self.timed_steps, self.parity_steps)
 
     def reference(self, strategy: str = BASELINE, options: Mapping[str, Any] | None = None) -> Cell:
-        """Returns the parity reference: the same training in one process, with `strategy` and
-        `options`, which determine its rounding."""
+        """Returns the parity reference: the same training in one process, by `strategy` with
+        `options`."""
         return self.model_copy(
             update={
                 "strategy": strategy,

@@ -24,7 +24,7 @@ class Link:
 
     @classmethod
     def of(cls, text: str) -> Link:
-        """Parses a link; raises ValueError."""
+        """Parses text such as `1gbit 1ms`; raises ValueError if it is invalid."""
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
@@ -54,7 +54,7 @@ class Link:
 
 
 def over(text: str) -> str:
-    """Formats as `over 1gbit (emulated)`."""
+    """Describes a link in a cell's name: `over 1gbit (emulated)`."""
     return f"over {'unshaped links' if text == UNSHAPED else text} (emulated)"
 
 

@@ -19,7 +19,7 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRETS = re.compile(r"true|false|none|null|auto|\d+|(/[\w.-]+)+/?", re.IGNORECASE)
-"""Harmless values of such variables, as in TOKENIZERS_PARALLELISM=false."""
+"""Harmless values of variables that match SECRET_NAME, as in TOKENIZERS_PARALLELISM=false."""
 _WORD = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key)"
 _FORMS = [
     # GitHub, GitLab, Hugging Face, OpenAI and Anthropic, Slack, AWS, Google, npm, PyPI, W&B
@@ -43,7 +43,7 @@ _IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"\\]+@", re.IGNORECAS
 _NO_STRING = (
     r"(?!(?:-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|-?Infinity|NaN|true|false|null)(?:[\s,}\]]|$)|[\[{])"
 )
-"""Unquoted JSON values, which must stay valid (RFC 8259)."""
+"""Excludes unquoted JSON values (RFC 8259): redacting them would make the JSON invalid."""
 _AFTER_WORD = re.compile(
     rf"(\b(?:[\w-]*[_-])?{_WORD}[\"']?\s*[=:]\s*(?:[\"']|{_NO_STRING})"
     rf"|\bbearer\s+|--[\w-]*{_WORD}\s+)"

@@ -56,7 +56,7 @@ class Layout:
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns a rank's part of the global batch; a server gets the last, unused."""
+        """Returns the index of a rank's part of the global batch; a server's is unused."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 
@@ -75,7 +75,7 @@ class Tolerance:
 
 
 REASONS = "; "
-"""Separator in `Tolerance.reason`, between half precision or model and strategy."""
+"""Separator of reasons in `Tolerance.reason`."""
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
@@ -90,7 +90,7 @@ EXACT = Tolerance(
     loss=1e-6, update=1e-4, reason="the same training; only the order of additions differs"
 )
 WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
-"""Loss and update deviations by precision up to which noise widens a limit."""
+"""Bounds, by precision, up to which noise may widen the limits of (loss, update)."""
 EMULATED = Tolerance(
     EXACT.loss,
     EXACT.update,
@@ -104,11 +104,11 @@ def emulated(reason: str) -> bool:
 
 
 REPLAYED_STEPS = 3
-"""Number of replayed steps, whose losses and final parameters must match the reference."""
+"""Number of steps trained again after a rewind; their losses and final parameters are compared."""
 
 
 def first_replayed(parity_steps: int) -> int:
-    """Returns the training step before which the state is saved."""
+    """Returns the first replayed step, before which the state is copied."""
     return max(parity_steps - REPLAYED_STEPS, 1)
 
 
@@ -123,8 +123,8 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     label_tokens: float | None = None
-    """Divisor of the summed token losses: mean label tokens per part of the global batch. None: its
-    own number of labels."""
+    """Divisor of the summed token losses: mean label tokens per part of the global batch. None: the
+    batch's number of labels."""
     keys: Tensor | None = None
     """(samples, tokens): keys of the dropout masks, the same in every layout; None without
     dropout."""
@@ -169,7 +169,7 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 
 
 Retained = tuple[StateKind, str, "Tensor | int"]
-"""Kind, name, and the tensor, or its size in bytes if the library hides it."""
+"""Kind, name, and the tensor, or its bytes if the library does not expose the tensor."""
 
 
 TrainStep = Callable[[Batch], "Tensor | None"]

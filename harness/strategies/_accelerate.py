@@ -78,8 +78,8 @@ class AccelerateEngine(Strategy):
         if self.engine != "fsdp2" or cell.device != "cpu":
             return None
         return (
-            "Accelerate has FSDP2 on GPUs only; it is told that it is on one, and prepares over"
-            " gloo"
+            "Accelerate has FSDP2 on GPUs only; it is told that the CPU is one, and communicates"
+            " over gloo"
         )
 
     def fsdp2_settings(self, cell: Cell) -> dict[str, object] | None:
@@ -135,11 +135,12 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         if zero := self.strategy.zero:
             return zero.costs.states(cell, layout, facts)
         if self.strategy.engine == "ddp":
-            return whole_model_states(cell, facts)
+            wrapped = cell.device == "cpu" or cell.devices > 1
+            return whole_model_states(cell, facts) if wrapped else model_states(cell, facts)
         states = model_states(cell, facts, shards=cell.devices)
         if cell.micro_batches == 1:
             return states
-        return dataclasses.replace(states, transient=float(facts.trained_bytes))
+        return dataclasses.replace(states, transient=whole_gradient_bytes(cell, facts))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         zero = self.strategy.zero
@@ -150,6 +151,11 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         return zero.costs.messages(cell, layout, facts) if zero else None
 
 
+def whole_gradient_bytes(cell: Cell, facts: ModelFacts) -> float:
+    # Accelerate's FSDP2 accumulates unreduced gradients in the cell's precision.
+    return float(facts.trained_bytes if cell.precision == "fp32" else 2 * sum(facts.sizes))
+
+
 def make_accelerator(
     job: Job,
     fsdp2: Mapping[str, object] | None,
@@ -157,8 +163,8 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP. `launched`: the
-    environment has the settings."""
+    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP. `launched`:
+    `accelerate launch` has put the settings into the environment."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -194,7 +200,7 @@ def make_accelerator(
     made = Accelerator(
         cpu=cpu and not deepspeed,
         gradient_accumulation_steps=job.cell.micro_batches,
-        # Without it, a prepared scheduler steps once per process and update.
+        # Otherwise a prepared scheduler steps once per process and update.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         kwargs_handlers=handlers,
         **given,
@@ -289,12 +295,12 @@ def train_step(
         for part in batch.split(parts):
             with accelerator.accumulate(model):
                 loss = plain.loss(model, part)
-                # Divides by the number of micro-batches; DeepSpeed's also steps.
+                # Divides the loss by the number of micro-batches; with DeepSpeed, also updates.
                 accelerator.backward(loss)
                 if max_norm is not None and accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                     job.recipe.gradient_norm = whole(norm)
-                optimizer.step()  # no-op before the last micro-batch, as is the scheduler's
+                optimizer.step()  # no-op before the last micro-batch, like scheduler.step()
                 if scheduler is not None:
                     scheduler.step()
                 optimizer.zero_grad()

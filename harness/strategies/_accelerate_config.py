@@ -114,7 +114,7 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Returns one engine's script and config file; None for fp16 on CPUs, which run fp32.
+    """Returns one engine's script and config file; None for fp16 on CPUs, which becomes fp32.
 
     `about_deepspeed` has further template values.
     """
@@ -152,10 +152,10 @@ def accelerate_export(
 
 
 def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Export | None:
-    """Returns FSDP2 through Accelerate, if that trains the same.
+    """Returns an export to Accelerate's FSDP2 if that trains the same, else None.
 
     Accelerate computes half precision entirely in half, offloads only on GPUs, needs token
-    embeddings, and cannot prefetch or shard hybridly.
+    embeddings, and cannot prefetch. Its hybrid sharding needs a ParallelismConfig.
     """
     workload = make_workload(cell.workload)
     on_cpu = offload and cell.device == "cpu"

@@ -46,7 +46,7 @@ def fp16_on_cpu() -> bool:
 
 
 def is_in_memory(folder: str) -> bool:
-    """Returns whether a folder, perhaps a future one, is on tmpfs or ramfs."""
+    """Returns whether a folder, even one not yet made, is on tmpfs or ramfs."""
     mounts = (
         [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         if Path("/proc/mounts").exists()
@@ -146,9 +146,9 @@ def _switch_to(accelerator: Any) -> None:
 def keep_dtype(device: str) -> None:
     """Keeps fp32 parameters in fp32 when offloaded to disk.
 
-    DeepSpeed parses `dtype or fp16 if fp16 is supported else bf16` as `(dtype or fp16) if ... else
-    bf16`. Without fp16, parameters below 2 MiB would stay in memory and others return in bf16,
-    which layers reject. So the CPU claims fp16 support.
+    Python parses DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` as `(dtype or fp16) if
+    ... else bf16`. Without fp16, parameters below 2 MiB would stay in memory and others return in
+    bf16, which layers reject. So the CPU claims fp16 support.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

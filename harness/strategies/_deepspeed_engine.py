@@ -47,9 +47,8 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undoes DeepSpeed's initial step with zero gradients on half weights without ZeRO: it decays
-    weights and counts in bias corrections, so the second loss is off by 8e-3.
-    """
+    """Undoes the initial step with zero gradients that DeepSpeed takes without ZeRO in half
+    precision. It decays weights and counts in bias corrections: the second loss is off by 8e-3."""
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
@@ -63,7 +62,7 @@ def engine_step(
 ) -> TrainStep:
     """Returns a step of DeepSpeed's loop, whose engine accumulates gradients.
 
-    `model` calls the engine (default: itself); `divisor` divides the loss.
+    `model`: callable that runs the engine (default: `engine`). `divisor`: divisor of the loss.
     """
     import torch
 

@@ -35,14 +35,14 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """DeepSpeed's layer with the interface of a transformers mixture.
+    """DeepSpeed's `MoE` layer with the interface of transformers' mixture-of-experts layer.
 
-    Disables dropping tokens beyond an expert's capacity and sampling the second expert, which
+    Neither drops tokens beyond an expert's capacity nor samples the second expert: both would
     change training.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
-        """Takes `mixture`'s weights; `ranks` share the experts, and this one's start at `first`."""
+        """Copies `mixture`'s weights; `ranks` share its experts; this rank's start at `first`."""
         super().__init__()
         experts: Any = mixture.get_submodule("experts")
         router = mixture.get_submodule("gate").get_parameter("weight")
@@ -85,7 +85,7 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Replaces each block's mixture by DeepSpeed's layer, in place; returns the layers by path.
+    """Replaces mixtures of experts by DeepSpeed's layer, in place; returns the layers by path.
 
     Neighbouring ranks share experts, as `check_groups` verifies.
     """

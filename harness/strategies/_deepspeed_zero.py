@@ -53,7 +53,7 @@ class Swapping:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Parts in consecutive sub-groups, full at SWAP_ELEMENTS and updated at once."""
+        """Parts in consecutive sub-groups, each closed at SWAP_ELEMENTS and updated as one."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
             if sum(groups[-1]) >= SWAP_ELEMENTS:
@@ -85,7 +85,7 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Returns the elements of a rank's largest part, or a generous bound."""
+    """Returns the elements of a rank's largest part; a generous bound without `sizes`."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -118,8 +118,8 @@ class ZeroOptions(Strategy):
     """Keep partitioned parameters on the device, on the host, or in a folder, until their layer
     runs (stage 3)."""
     folder: str = ""
-    """Folder for `nvme` on an allowed disk (see `require_disk`); empty for the trial's own. Its
-    `parallelism-bench-offload` stays until the next trial."""
+    """Folder for `nvme`; empty for the trial's own. Outside the temporary folder, allow it in
+    $PARALLELISM_BENCH_DISKS. Its `parallelism-bench-offload` stays until the next trial."""
     bucket_elements: int | None = Field(default=None, gt=0)
     """Elements reduced, prefetched and held live at a time; by default an eighth of the model, at
     most 25 MiB."""
@@ -147,8 +147,8 @@ class ZeroOptions(Strategy):
             )
         if cell.precision != "fp32" and workload.kind in ("image", "speech"):
             raise Refused(
-                "DeepSpeed keeps images, spectra and BatchNorm's statistics in fp32 but halves the"
-                " weights, and torch does not mix them; use amp"
+                "DeepSpeed keeps images, spectra and BatchNorm's statistics in fp32 but weights in"
+                " half precision, and torch does not mix them; use amp"
             )
         if cell.recompute == "selective" and self.stage == 3:
             raise Refused(
@@ -233,7 +233,7 @@ class ZeroOptions(Strategy):
     ) -> dict[str, object]:
         """Returns DeepSpeed's JSON config for the cell.
 
-        `sizes` are the elements of each trained parameter; `folder` is for `nvme`.
+        `sizes`: elements of each trained parameter; `folder`: where `nvme` offloads to.
         """
         config = deepspeed_config(cell, layout)
         if self.stage == 0:
@@ -268,9 +268,9 @@ class ZeroOptions(Strategy):
 
 
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
-    """Returns the engine-independent part of DeepSpeed's JSON config.
+    """Returns DeepSpeed's JSON config without ZeRO.
 
-    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0; so is the batch size, which
+    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0. So is the batch size, which
     libraries would derive from a wrong process count.
     """
     config: dict[str, object] = {

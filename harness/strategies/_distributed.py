@@ -1,4 +1,4 @@
-"""transformers' parallel plans, and loading by its `DistributedConfig`."""
+"""transformers' parallel plans, and models that its `DistributedConfig` splits."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class MeshSizes:
 
     @property
     def copies(self) -> int:
-        """Ranks of a replica that hold, and shard, the same experts."""
+        """Number of a replica's ranks that shard the same experts."""
         return self.shards * self.tensor // self.expert
 
 
 @dataclass(frozen=True)
 class Plans:
-    """A model's own plans: style by module or parameter name; `*` matches any block."""
+    """A transformers model's plans: style by module or parameter name; `*` matches any block."""
 
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
@@ -177,8 +177,7 @@ def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]
 
 
 def distributed_config(sizes: MeshSizes) -> DistributedConfig:
-    """Returns the argument of `from_pretrained`, without `tp_plan` if unused: an empty plan raises,
-    although documented."""
+    """Returns the argument of `from_pretrained`."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(
@@ -270,12 +269,12 @@ def tensor_traffic(
 ) -> float | None:
     """Returns the bytes of tensor parallelism without data parallelism.
 
-    All-reduces hidden states in forward after the embedding and each layer split by row, in
-    backward for each layer split by column, such as the head, whose logits are gathered.
+    Hidden states are all-reduced in forward after the embedding and each row-wise layer, in
+    backward for each column-wise layer, including the head. Its logits are gathered.
 
-    Split experts reduce outputs, and gradients of inputs and token weights. Whole experts exchange
-    tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
-    collectives except the last.
+    Experts split over ranks reduce outputs and gradients of inputs and token weights. Whole experts
+    exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its
+    forward collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -305,7 +304,7 @@ def tensor_traffic(
 
 
 class MeshStrategy(Strategy):
-    """Base of strategies that split a model by transformers' plans, and FSDP2 otherwise."""
+    """Base of strategies with FSDP2 and tensor parallelism by transformers' plans."""
 
     capabilities = Capabilities(precisions=("fp32", "bf16"))
 

@@ -17,7 +17,7 @@ WHOLLY = Tolerance(
 def half_throughout(
     cell: Cell, layout: Layout, rounded_masters: bool = False, order: Order = "ranks"
 ) -> Cell:
-    """Returns apex-style O2 of the cell's ranks in one process.
+    """Returns the reference of half-precision cells: AMP's O2 in one process.
 
     For `rounded_masters` and `order`, see `Amp` and `HalfRanks`.
     """

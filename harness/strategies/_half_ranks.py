@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HalfRanks(Amp):
-    """O2 whose half gradients are added in the order of ranks, which rounds as they do."""
+    """AMP O2 in one process, which adds half gradients in the ranks' order, and so rounds alike."""
 
     ranks: int = Field(ge=1)
     order: Order = "ranks"

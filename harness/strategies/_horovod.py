@@ -32,7 +32,7 @@ GRADIENTS_FUSED = 4
 
 @functools.cache
 def built(part: bytes) -> bool:
-    """Returns whether Horovod's extension contains this class; `mpi_built` would load torch."""
+    """Returns whether Horovod's extension has this C++ class; `mpi_built` would load torch."""
     spec = importlib.util.find_spec("horovod")
     folders = spec.submodule_search_locations or [] if spec else []
     return any(

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RANK, FIRST_COMPRESSED = 4, 2
-"""Rank of the approximation, and the first step that uses it, because DDP arranges its buckets in
-the second backward."""
+"""Rank of the approximation, and the first step that uses it. DDP rearranges its buckets in the
+second backward."""
 LEAST_SAVING = 2
 """Factor by which compression must shrink a matrix, as in torch."""
 SEED, SEEDS = 0, 1_000_000_000
-"""torch's seed for the buckets' seeds, and the number of those."""
+"""torch's seed for drawing the buckets' seeds, and their upper bound."""
 
 
 class PowerSgd(Emulation):
     """PowerSGD (arXiv 1905.13727) between ranks that one process trains one after the other.
 
-    Like torch's hook, has error feedback, keeps factors between steps and draws numbers in the
-    order in which gradients are complete.
+    Like torch's hook, uses error feedback, keeps factors between steps and draws random numbers in
+    the order in which gradients are complete.
     """
 
     capabilities = Capabilities(process_group=False)
@@ -153,7 +153,7 @@ def exchange(gradients: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -
 def buckets_of(
     gradients: Sequence[Tensor], first_limit: int, later_limit: int, ranks: int
 ) -> Iterator[Bucket]:
-    """Yields DDP's buckets: each is complete when it has its bytes."""
+    """Yields DDP's buckets: each is full when it reaches its limit in bytes."""
     import numpy as np
 
     seeds = np.random.RandomState(SEED)

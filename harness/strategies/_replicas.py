@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Replicas(Emulation):
     """Replicas that train one after the other, each on its part of the batch, and are averaged.
 
-    With an outer learning rate, they restart from the step of an outer SGD, whose gradient is the
-    mean of what each replica moved.
+    With an outer learning rate, an outer SGD steps instead, and all continue from its result. Its
+    gradient is the mean of (starting point - replica).
     """
 
     capabilities = Capabilities(process_group=False)
@@ -133,7 +133,7 @@ def average(replicas: Sequence[Sequence[Tensor]]) -> None:
 
 
 def step_outside(outer: Optimizer, replicas: Sequence[Sequence[Tensor]]) -> None:
-    """Lets the outer optimizer step from where the period began, and all replicas follow it."""
+    """Steps the outer optimizer from the period's starting point; all replicas get the result."""
     import torch
 
     starts = outer.param_groups[0]["params"]
@@ -153,7 +153,7 @@ def _state(model: nn.Module, optimizer: Optimizer, outer: Optimizer | None) -> T
             names = (name for name, p in model.named_parameters() if p.requires_grad)
             starts = outer.param_groups[0]["params"]
             shared = moments_of(zip(names, starts, strict=True), [outer])
-            # A file cannot hold a tensor twice.
+            # Replicas share these, and a file cannot hold a tensor twice.
             yield from ((name, kind, tensor.clone()) for name, kind, tensor in shared)
 
     return TrainState(model, [optimizer], moments=moments)

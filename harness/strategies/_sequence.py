@@ -27,7 +27,7 @@ Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of this many neighbouring ranks (None: one group); raises
+    """Returns data-parallel groups of `sequence_ranks` neighbouring ranks (None: one group); raises
     Refused if they do not divide the devices."""
     ranks = sequence_ranks or devices
     if devices % ranks:
@@ -69,8 +69,8 @@ class SequencePart:
         return cls(job.rank % job.layout.sequence, job.layout.sequence)
 
     def cut(self, batch: Batch) -> Batch:
-        """Returns this part of a batch, whose labels are already shifted: its last one is the next
-        part's first token."""
+        """Returns this part of a batch. Labels are already shifted: the last one is the next part's
+        first token."""
         return batch.part(self.number, self.parts, dimension=1)
 
     def positions(self, job: Job) -> Tensor:
@@ -116,7 +116,7 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
-    An unknown attention gets no mask, which would take this rank's tokens for a whole sample.
+    transformers passes it no mask, which would take this rank's tokens for a whole sample.
     """
     from transformers import AttentionInterface
 

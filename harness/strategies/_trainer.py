@@ -1,4 +1,4 @@
-"""transformers' Trainer on the harness's batches, its loop turned into steps."""
+"""Runs transformers' Trainer one step at a time, on the harness's batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from harness.workloads.recompute import checkpoint_arguments
 
 Inputs = dict[str, Tensor]
 KEYS = "dropout_keys"
-"""Key of an input that the model does not take."""
+"""Key of dropout keys among the inputs, removed before the model runs."""
 
 
 class Stepped:
@@ -60,7 +60,7 @@ class Stepped:
         return self.trainer
 
     def save(self, folder: Path, step: int) -> None:
-        """Saves as the loop would, which is paused before its next step."""
+        """Saves as the loop would; it is paused before its next step."""
         self.trainer.args.output_dir = str(folder)
         assert self.trainer.model is not None
         self.trainer._save_checkpoint(self.trainer.model, trial=None)
@@ -103,7 +103,7 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its samples are numbers, which reveal the loader's order; the harness's replace them.
+    Its data set is sample numbers, which reveal the loader's order; `_exchange` replaces them.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
@@ -125,9 +125,9 @@ class SteppedTrainer(Trainer):
         return super().get_batch_samples(parts, num_batches, device)
 
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
-        """Returns the part by model input name.
+        """Replaces the loader's sample numbers by the harness's micro-batch; returns model inputs.
 
-        Raises RuntimeError unless the numbers come next; ranks take micro-batches in turn.
+        Raises RuntimeError unless they are this rank's next; ranks take micro-batches in turn.
         """
         size = len(part.inputs)
         first = (
@@ -254,10 +254,8 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
 
 
 def scale_balance(job: Job, model: nn.Module) -> None:
-    """Divides the balancing loss by ranks and micro-batches, in place.
-
-    transformers 5.23 would count it once for each.
-    """
+    """Divides the balancing loss by ranks and micro-batches, in place. transformers 5.23 would
+    add it for each."""
     if job.cell.balance_weight:
         parts = job.layout.data * job.cell.micro_batches
         setattr(model, ROUTER_WEIGHT, job.cell.balance_weight / parts)

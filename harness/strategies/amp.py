@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.spec.training import EXACT, Retained, Tolerance, TrainStep
 from harness.strategies._half import WHOLLY, half_throughout
-from harness.strategies.ddp import wrap_in_ddp
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
 from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.job import loss_scaler, own_precision, standard_step
@@ -32,10 +32,9 @@ class Amp(Strategy):
     Half is the cell's precision; O1 and O2 scale the fp16 loss dynamically. As in apex, O2 keeps
     BatchNorm in fp32. Unlike apex, master weights start unrounded and rotary frequencies stay fp32.
 
-    Each level is compared with itself in one process. From fp32 they deviate by rounding in
-    autocast operators (O1), also in norms and residuals (O2), and by lost updates (O3): in bf16, a
-    norm weight of 1.0 never moves by 1e-3. Pure fp16 with AdamW diverges: a squared gradient below
-    6e-8 becomes zero.
+    Each level is compared with itself in one process. O1 deviates from fp32 by rounding in autocast
+    operators, O2 also in norms and residuals. O3 loses updates: in bf16, a step of 1e-3 never moves
+    a norm weight of 1.0. Pure fp16 with AdamW diverges: a squared gradient below 6e-8 becomes zero.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
@@ -83,7 +82,7 @@ class Amp(Strategy):
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)
         if not masters:
-            job.register(model, optimizer)
+            job.register(model, optimizer, library=lambda: ddp_buckets(model))
             job = own_precision(job) if half else job
             return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
@@ -92,6 +91,11 @@ class Amp(Strategy):
                 parameter.detach().copy_(master.detach())
 
         optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
+
+        def library() -> Iterator[Retained]:
+            yield from ddp_buckets(model)
+            yield from (("library", "fp32 master weights", master) for master in masters)
+
         named = dict(zip(names, masters, strict=True))
         files = StateFiles(job, {"masters": Tensors(named), "optimizer": optimizer, "model": model})
         job.register(
@@ -99,6 +103,7 @@ class Amp(Strategy):
             optimizer,
             gather=lambda: iter(named.items()),
             moments=lambda: moments_of(named.items(), [optimizer]),
+            library=library,
             save=files.save,
             load=files.load,
         )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    Heads do not limit the ranks (arXiv 2310.01889). A rank's chunks from the front and the back
-    balance the causal mask.
+    Ranks may outnumber heads (arXiv 2310.01889). Each rank has a chunk from the front and one from
+    the back, which balances the causal mask.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
@@ -67,7 +67,7 @@ class ContextParallel(Strategy):
 
         def ring_step(batch: Batch) -> Tensor | None:
             positions.resize_(whole_positions.shape).copy_(whole_positions)
-            # Parts of the right size, to be filled with their tokens.
+            # The sharded buffers replace the tensors of this part.
             part = batch.part(0, job.layout.sequence, dimension=1)
             names = ["inputs", "labels", *(["keys"] if batch.keys is not None else [])]
             buffers = [getattr(batch, name).clone() for name in names]

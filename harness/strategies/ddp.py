@@ -91,7 +91,7 @@ class Ddp(Strategy):
 
     def rewind_skipped_reason(self, cell: Cell) -> str:
         early = first_replayed(cell.parity_steps) <= FIRST_COMPRESSED
-        return "PowerSGD's errors begin later" if early and self.comm_hook == "powersgd" else ""
+        return "PowerSGD's errors begin too late" if early and self.comm_hook == "powersgd" else ""
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
@@ -136,7 +136,7 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of gradients and of rank 0's buffers; None for PowerSGD."""
+        """Returns the bytes of gradients and of rank 0's buffer broadcast; None for PowerSGD."""
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
             return None
@@ -218,8 +218,8 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
 
 def factor_bytes(workload: Workload) -> int:
-    """Returns the bytes of PowerSGD's factors of rank 4, of those matrices that they make less than
-    half as large (`_should_compress` in torch's powerSGD_hook.py)."""
+    """Returns the bytes of PowerSGD's rank-4 factors, for matrices that they make less than half as
+    large (`_should_compress` in torch's powerSGD_hook.py)."""
     bytes_kept = 0
     for parameter in workload.on_meta().parameters():
         rows, columns = parameter.shape[0], parameter[0].numel()

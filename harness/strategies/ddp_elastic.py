@@ -9,7 +9,7 @@ from pydantic import Field
 
 from harness.spec.errors import Refused
 from harness.spec.training import Batch, Layout, TrainStep
-from harness.strategies.ddp import wrap_in_ddp
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import Stateful
 from harness.strategy.job import loss_scaler, standard_step
@@ -61,7 +61,7 @@ class DdpElastic(Strategy):
     def setup(self, job: Job) -> TrainStep:
         model = wrap_in_ddp(job, job.model())
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
-        job.register(model, optimizer)
+        job.register(model, optimizer, library=lambda: ddp_buckets(model))
         train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
         parts |= {f"scheduler{i}": part for i, part in enumerate(job.recipe.schedulers)}

@@ -145,7 +145,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 
         Stages 1 to 3 keep an fp32 master partition even for fp32 parameters (stage 3 fails to share
-        it: it compares a device with its name). It also keeps the partition's gradients and
+        it: it compares a device with its name). Stage 3 also keeps the partition's gradients and
         reduction buckets. States offloaded from a GPU do not count.
         """
         chosen = self.strategy
@@ -156,7 +156,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         if chosen.stage == 0:
             masters = 0 if width == 4 else 4 * whole
             kept = (width * whole + frozen, 0, 4 * moments * whole, buffers + masters)
-            return States(*kept, transient=2 * width * whole)
+            return States(*kept, transient=(width + 4) * whole)
         if chosen.stage == 3:
             states = self._states_3(cell, layout, facts)
             return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)
@@ -212,7 +212,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of about 3P elements for stages 1 to 3 (paper, section 7: 2P, 2P, 3P).
+        """Returns the bytes of about 3 elements per parameter (paper, stages 1 to 3: 2, 2, 3).
 
         Stages 1 and 2 all-reduce gradients and gather the updated parameters. Stage 3 gathers for
         forward and backward, except parameters reused soon (`_reused`), and persistent ones after
@@ -246,7 +246,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         """Counts masters and moments in and out, gradients out, parameters out once and, for each
         micro-batch, in twice.
 
-        Bytes to host memory count a tenth of those to disk.
+        Bytes to host memory count a tenth.
         """
         chosen = self.strategy
         share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
@@ -260,7 +260,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
     """Returns the elements that stage 3 keeps for backward, within the reuse distance.
 
-    Persistent parameters, up to the threshold, are never gathered.
+    Persistent parameters (at most `threshold` elements) stay whole, and so do not count.
     """
     between, kept = 0, 0
     for size in reversed(sizes):

@@ -17,10 +17,10 @@ from harness.workloads import Workload, make_workload
 class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
-    Takes over the model's weights; drops no token and draws no expert at random. DeepSpeed 0.19.8
-    clips to the mean of the ranks' norms, although their experts differ, so cells with `clip_norm`
-    are `diverged`. Its gate balances layers separately, so `balance_weight` is refused. Rows are
-    padded to the busiest expert's, so traffic has no formula.
+    Copies the model's weights; drops no token and draws no expert at random. DeepSpeed 0.19.8 clips
+    to the mean of the ranks' norms, although their experts differ, so cells with `clip_norm` are
+    `diverged`. Its gate balances layers separately, so `balance_weight` is refused. Rows are padded
+    to the busiest expert's number, so traffic has no formula.
     """
 
     requires = ("deepspeed",)
@@ -108,5 +108,5 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         if self.strategy.expert == 1:
             return 2.0
-        of_block = 4 if cell.recompute == "none" else 6  # recomputation repeats forward's two
+        of_block = 5 if cell.recompute == "none" else 8  # recomputation repeats forward's three
         return 2.0 + of_block * make_workload(cell.workload).blocks * cell.micro_batches

@@ -88,7 +88,7 @@ class DeepspeedPipeline(Strategy):
         def next_keys(*_: object) -> None:
             job.recipe.masks.keys = keys.pop(0)
 
-        if job.cell.dropout:  # each stage computes the micro-batches in their order
+        if job.cell.dropout:  # each stage computes micro-batches in order
             stage.register_forward_pre_hook(next_keys)
 
         def step(batch: Batch) -> Tensor:
@@ -120,7 +120,7 @@ class DeepspeedPipeline(Strategy):
 def count_in_norm(stage: Stage) -> None:
     """Marks a stage's parameters as model parallel, except copies of the first stage's.
 
-    DeepSpeed's norm counts only these, and all of the first stage, but marks none.
+    DeepSpeed's gradient norm counts only these, and all of the first stage, but it marks none.
     """
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():

@@ -130,8 +130,8 @@ def manager_of(job: Job) -> Manager:
     Losing a replica changes the training, so an uncommitted period is an error. DiLoCo's
     constructor raises ValueError unless `use_async_quorum=False`.
 
-    Everything listens only on the job's interface; torchft's manager would listen on all. So would
-    its checkpoint server, which is left out because no replica joins later.
+    Servers listen only on the job's interface; torchft's manager would listen on all. So would its
+    checkpoint server, unused here because no replica joins later.
     """
     import torchft.manager
     from torchft.coordination import ManagerServer

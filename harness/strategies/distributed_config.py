@@ -37,7 +37,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         super().check(cell, workload)
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns a script, except with tensor parallelism, whose ranks see the same samples."""
+        """Returns a script, except with tensor parallelism: its ranks all train other samples."""
         if to not in ("torchrun", "slurm") or self.tensor > 1:
             return None
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if cell.device == "cpu" else {}

@@ -48,6 +48,11 @@ class FairscaleFsdp(Strategy):
                 "fairscale's flat parameters mix matrices and vectors, which cannot decay"
                 " differently: use decay all, or fsdp1 or fsdp2"
             )
+        if self.cpu_offload and not self.no_sync and cell.micro_batches > 1:
+            raise Refused(
+                "fairscale drops the offloaded gradients of earlier micro-batches: use"
+                " no_sync=true, or micro_batches 1"
+            )
         if cell.device != "cuda":
             raise Unavailable("fairscale's FullyShardedDataParallel needs CUDA streams; use a GPU")
 
@@ -127,7 +132,7 @@ class LocalState:
     def load_state_dict(self, state_dict: StateDict) -> None:
         for module in self.model.modules():
             if isinstance(module, type(self.model)):
-                module._lazy_init()  # usually the first forward's; loading fails without
+                module._lazy_init()  # usually done by the first forward; loading fails without it
         self.model.load_local_state_dict(state_dict)
 
 

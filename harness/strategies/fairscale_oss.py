@@ -31,10 +31,10 @@ BROADCAST = Tolerance(
 
 
 class FairscaleOss(Strategy):
-    """fairscale's OSS and ShardedDataParallel (zero_dp_1): ranks update whole parameters.
+    """fairscale's OSS and ShardedDataParallel (ZeRO-2): ranks update whole parameters.
 
-    Clear gradients through the model (see `clear`). torch's sharded loss scaler replaces
-    fairscale's, disabled without CUDA.
+    Gradients are cleared through the model (see `clear`). torch's sharded loss scaler replaces
+    fairscale's, which is disabled without CUDA.
     """
 
     requires = ("fairscale",)
@@ -138,7 +138,7 @@ def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
 
 
 def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:
-    """Yields buckets before their views."""
+    """Yields retained tensors, buckets before their views."""
     for bucket in model._bucket_list:
         yield "library", "reduce buckets of ShardedDataParallel", bucket.buffer
     for device in optimizer.buckets.values():

@@ -42,11 +42,11 @@ class Fsdp1(Strategy):
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
             reason = "freezes some parameters, and a flat parameter is trained or frozen as a whole"
-            raise Refused(f"{workload.name} {reason}: use_orig_params")
+            raise Refused(f"{workload.name} {reason}: set use_orig_params=true")
         if cell.decay == "matrices" and not self.use_orig_params:
             raise Refused(
                 "FSDP1's flat parameters mix matrices and vectors, which cannot decay differently:"
-                " use_orig_params, or decay all"
+                " set use_orig_params=true, or decay all"
             )
         if self.sharding == "hybrid_shard":
             check_hybrid(cell)
@@ -100,8 +100,8 @@ class Fsdp1Costs(CostModel[Fsdp1]):
     accumulates_whole_gradients = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """A flat parameter has one gradient, also of what is frozen in it; without exchange, whole
-        (torch 2.13: measured on two ranks)."""
+        """Counts gradients of flat parameters, including frozen parts; unsharded with several
+        micro-batches (torch 2.13, measured on two ranks)."""
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
         chosen, whole = self.strategy, cell.micro_batches > 1
         states = model_states(cell, facts, shards)
@@ -117,7 +117,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         blocks = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0
         if self.strategy.sharding == "shard_grad_op":
-            # Without exchange, gathered parameters stay until the last micro-batch.
+            # Under no_sync, gathered parameters stay until the last micro-batch.
             return 2.0 * (blocks + 1)
         return sharded_messages(cell, blocks, True, self.strategy.sharding == "hybrid_shard")
 

@@ -57,14 +57,10 @@ class Fsdp2(Strategy):
                 " use optimizer adamw, or leave mixed_precision out"
             )
         if self.cpu_offload and cell.device == "cuda" and cell.precision == "fp16":
-            raise Refused(
-                "loss scaling would have to reduce infinities of gradients in host memory, which"
-                " NCCL cannot; use bf16"
-            )
+            raise Refused("NCCL cannot reduce the loss scaler's flag in host memory; use bf16")
         if self.cpu_offload and cell.device == "cuda" and cell.clip_norm is not None:
             raise Refused(
-                "clipping would have to reduce the norms of gradients in host memory, which NCCL"
-                " cannot; leave clip_norm out, or cpu_offload"
+                "NCCL cannot reduce norms in host memory; leave out clip_norm or cpu_offload"
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
@@ -108,7 +104,7 @@ class Fsdp2(Strategy):
         )
         shard_block = functools.partial(shard, reshard_after_forward=self.reshard_after_forward)
         blocks = [shard_block(block) for block in job.workload.blocks_of(model)]
-        root = shard(model, reshard_after_forward=False)  # backward needs it first
+        root = shard(model, reshard_after_forward=False)  # backward starts with its parameters
         if self.prefetch:
             prefetch_neighbours(blocks)
         optimizer = job.optimizer_of(model)

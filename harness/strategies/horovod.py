@@ -35,7 +35,7 @@ class Horovod(Strategy):
     )
 
     controller: Literal["gloo", "mpi"] = "gloo"
-    """Communication backend: Gloo's ring, or MPI_Allreduce under mpirun."""
+    """Controller and CPU backend: Gloo's ring, or MPI_Allreduce under mpirun."""
     transport: Literal["auto", "tcp"] = "auto"
     """Transport of MPI (Gloo's is TCP). `auto` uses shared memory within a node, where bytes sent
     are unknown."""
@@ -122,8 +122,8 @@ class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns a full copy, the fusion buffer and, with Adasum, each update's starting point.
 
-        The buffer has its threshold size from two gradients on; on CPUs only what gradients fill
-        counts.
+        Counts the buffer's whole threshold size, although on CPUs only the part that gradients fill
+        takes memory.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
@@ -137,7 +137,7 @@ class HorovodCosts(CostModel[Horovod]):
         return all_reduced(layout.data, facts.trained_bytes / half)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts negotiations and all-reduces of the few gradients ready per cycle."""
+        """Counts a negotiation and an all-reduce for the few gradients of each cycle."""
         tensors, chosen = len(facts.sizes), self.strategy
         fused = _horovod.GRADIENTS_FUSED if chosen.fusion_threshold_mib else 1
         agreed = 0.0 if chosen.controller == "mpi" else tensors / _horovod.GRADIENTS_FUSED

@@ -18,7 +18,7 @@ from harness.workloads import Workload, make_workload
 class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, replicated or not, or tensor parallelism.
 
-    Accelerate rejects it on CPUs (MULTI_CPU), so it is told to be on GPUs and prepares over gloo.
+    Accelerate rejects it on CPUs, so it is told that they are GPUs. Ranks communicate over gloo.
     """
 
     requires = ("accelerate",)
@@ -48,8 +48,8 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         return half_throughout(cell, self.layout(cell.devices)) if wholly else cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
-        real = "Accelerate takes a ParallelismConfig on GPUs only; it is told that it is on one,"
-        return f"{real} and prepares over gloo" if cell.device == "cpu" else None
+        real = "Accelerate takes a ParallelismConfig on GPUs only; it is told that the CPU is one,"
+        return f"{real} and communicates over gloo" if cell.device == "cpu" else None
 
     @property
     def costs(self) -> ParallelismConfigMeshCosts:
@@ -82,7 +82,7 @@ class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
         states = super().states(cell, layout, facts)
         if states is None or cell.micro_batches == 1 or not self.accumulates_whole_gradients:
             return states
-        return dataclasses.replace(states, transient=float(facts.trained_bytes))
+        return dataclasses.replace(states, transient=_accelerate.whole_gradient_bytes(cell, facts))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)

@@ -100,9 +100,9 @@ class PipelineCosts(CostModel[Pipeline]):
         return held_with_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of hidden states and of their and tied gradients, averaged over ranks.
+        """Returns the mean bytes a rank sends: hidden states, their gradients and tied gradients.
 
-        End ranks have one neighbour. A V has one boundary within a rank.
+        End ranks have one neighbour. A V-shaped schedule has one boundary within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

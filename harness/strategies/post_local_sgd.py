@@ -9,7 +9,7 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep, first_replayed
 from harness.strategies._replicas import replicas_of
-from harness.strategies.ddp import wrap_in_ddp
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
 from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
@@ -19,8 +19,8 @@ from harness.workloads import Workload
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    AdamW's moments are never averaged. torch's averaging within a node is off, or one node would
-    take no local steps.
+    AdamW's moments are never averaged. torch's gradient averaging within a node is off; on one node
+    it would leave no local steps.
     """
 
     capabilities = Capabilities(
@@ -80,7 +80,14 @@ class PostLocalSgd(Strategy):
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         counters = ((state, "iter"), (averager, "step"))
         files = StateFiles(job, {"model": model, "optimizer": optimizer}, counters)
-        job.register(model, optimizer.optim, counters=counters, save=files.save, load=files.load)
+        job.register(
+            model,
+            optimizer.optim,
+            library=lambda: ddp_buckets(model),
+            counters=counters,
+            save=files.save,
+            load=files.load,
+        )
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.spec.errors import Refused
 from harness.spec.training import Layout, TrainStep
-from harness.strategies.ddp import wrap_in_ddp
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
@@ -30,7 +30,7 @@ class SyncBatchNorm(Strategy):
         if cell.micro_batches > 1:
             raise Refused(
                 "batch norm is synchronized over ranks, not over micro-batches, which run one after"
-                " the other; use 1"
+                " the other; use micro_batches 1"
             )
 
     def stand_in(self, cell: Cell) -> str | None:
@@ -51,21 +51,22 @@ class SyncBatchNorm(Strategy):
         convert = nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else all_reduced_batch_norm
         replica = wrap_in_ddp(job, convert(job.model()))
         optimizer = job.optimizer(replica.parameters())
-        job.register(replica, optimizer)
+        job.register(replica, optimizer, library=lambda: ddp_buckets(replica))
         return standard_step(job, replica, optimizer)
 
 
 class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and two per BatchNorm (forward and backward).
+        """Counts DDP's messages and two per BatchNorm (on CPUs four: means and variances).
 
         A convolution and its BatchNorm have three parameters, the last layer two.
         """
-        return 1.0 + 2 * (len(facts.sizes) - 2) // 3
+        of_norm = 4 if cell.device == "cpu" else 2
+        return 1.0 + of_norm * (len(facts.sizes) - 2) // 3
 
 
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:
-    """Makes every BatchNorm2d use statistics over all ranks, which have equally many samples."""
+    """Makes every BatchNorm2d use statistics over all ranks (equal numbers of samples)."""
     import torch
     import torch.distributed as dist
     from torch import nn

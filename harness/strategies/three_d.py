@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from harness.spec.errors import Refused
-from harness.spec.training import Layout, States, TrainStep
+from harness.spec.training import Layout, Retained, States, TrainStep
+from harness.strategies.ddp import ddp_buckets
 from harness.strategies.pipeline import pipeline_values
 from harness.strategies.tensor import tensor_values
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
@@ -58,7 +59,7 @@ class ThreeD(Strategy):
         workload.check_split(self.layout(cell.devices))
         check_micro_batches(self.schedule, self.pipeline, cell.micro_batches)
         if cell.checkpoint != "none" and self.data_axis != "fsdp2":
-            raise Refused("torch would save a weight's parts as copies: use data_axis fsdp2")
+            raise Refused("torch would save only one part of a weight: use data_axis fsdp2")
         if workload.split and self.tensor > 1:
             workload.split.check_tensor(sequence_parallel=False)
 
@@ -107,7 +108,12 @@ class ThreeD(Strategy):
             job, pipe.parameters, data if self.data_axis == "zero1" else None
         )
         averaged = data if self.data_axis in ("all_reduce", "zero1") else None
-        return train_step(job, pipe, optimizer, averaged, restore=restore)
+
+        def buckets() -> Iterator[Retained]:
+            for part in pipe.torch_stages:
+                yield from ddp_buckets(part.submod)
+
+        return train_step(job, pipe, optimizer, averaged, restore=restore, library=buckets)
 
 
 class ThreeDCosts(CostModel[ThreeD]):
@@ -145,7 +151,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
     ZeroRedundancyOptimizer reject them.
 
-    A schedule's first forward, for shapes, has no backward: DDP needs find_unused_parameters.
+    The first forward only infers shapes and has no backward, so DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -162,8 +168,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward has no gradients, and torch's own DTensors would never pass
-    any on.
+    Before torch 2.12 the first forward runs without gradients, and DTensors that torch builds in it
+    would never pass any on.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

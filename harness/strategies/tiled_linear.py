@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone needs memory for a whole layer, its gradient and both buffers.
+    ZeRO-3 alone needs memory for a whole layer, its gradient and their buffers.
     """
 
     stage: Literal[3] = 3

@@ -18,10 +18,9 @@ class TransformersTrainer(AccelerateEngine):
 
     Disables Trainer's defaults: shuffling, clipping at 1.0, learning-rate decay, exempting norms
     and biases from weight decay, DDP's search for unused parameters. The order of samples is
-    checked at every step. Its gradient norm and check for NaN losses remain, and are measured.
+    checked at every step. Its gradient norm and check for NaN losses remain on, and are timed.
 
-    A router's balancing loss (transformers 5.23) would count once per rank and micro-batch: see
-    `scale_balance` in _trainer.py.
+    Scales a router's balancing loss (see `scale_balance` in _trainer.py).
     """
 
     # Accelerate imports deepspeed wherever it is installed.
@@ -36,7 +35,7 @@ class TransformersTrainer(AccelerateEngine):
         super().check(cell, workload)
         if prompts := {"prompt", "p_tuning", "p_tuning_lstm"} & set(workload.suffixes):
             raise Refused(
-                f"Trainer lets the model compute its loss, and peft's with {prompts.pop()} takes"
+                f"Trainer lets the model compute its loss, and peft's {prompts.pop()} takes"
                 " unshifted labels only; use ddp"
             )
         if workload.kind == "custom":

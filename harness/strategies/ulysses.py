@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Ulysses(Strategy):
     """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
 
-    Attention has some heads of all tokens, the rest all heads of a rank's tokens (arXiv
+    Attention sees some heads of all tokens, other layers all heads of a rank's tokens (arXiv
     2309.14509). Every rank keeps the whole model and averages gradients.
     """
 

@@ -50,9 +50,9 @@ class Capabilities:
     checkpoints: tuple[str, ...] = ("full", "sharded", "async")
     """Supported values of the checkpoint axis."""
     reshards: bool = True
-    """Whether checkpoints are torch's, which other ranks and other strategies can load."""
+    """Whether other strategies and numbers of ranks can load its checkpoints (torch's format)."""
     stages: bool = False
-    """Whether it runs blocks as stages, even with a single one."""
+    """Whether blocks run as pipeline stages, even if there is only one stage."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""
@@ -73,7 +73,7 @@ class OwnLauncher:
 
     name: str
     command: Callable[[Cell, Path], list[str]]
-    """Function from cell and scratch folder to a command line, to which the rank's is appended."""
+    """Function from cell and scratch folder to the launcher's command; the rank's is appended."""
 
 
 class Strategy(BaseModel, ABC):
@@ -100,30 +100,30 @@ class Strategy(BaseModel, ABC):
         return EXACT
 
     def reference(self, cell: Cell) -> Cell:
-        """Returns the cell to compare with: the same training in one process, `single` unless it
-        rounds elsewhere or is another training by design."""
+        """Returns the reference: the same training in one process, by `single` unless that would
+        round or train differently."""
         return cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
-        """Returns what replaces the strategy on this device, if anything."""
+        """Returns what the cell's device runs instead of the real strategy, if anything."""
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Returns the library that wraps plain DDP in this cell, if any, for comparison."""
+        """Returns the library or launcher through which the cell runs plain DDP, if any."""
         return None
 
     @property
     def cycle(self) -> int:
-        """Steps after which the work repeats."""
+        """Number of steps after which the work repeats, such as a period of averaging."""
         return 1
 
     def rewind_skipped_reason(self, cell: Cell) -> str:
-        """Returns why training cannot be rewound by restoring what it registers, or ""."""
+        """Returns why restoring the registered state cannot rewind training; empty if it can."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """Values of the checkpoint axis by which training can continue."""
+        """Supported values of the checkpoint axis with these options."""
         return self.capabilities.checkpoints
 
     @property
@@ -228,7 +228,7 @@ class CostModel(Generic[StrategyT_co]):
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns the sequential collectives and transfers per step that a rank waits for, averaged
-        over a cycle. Those overlapping backward count `BESIDE_BACKWARD` each."""
+        over a cycle. Each that overlaps backward counts `BESIDE_BACKWARD`."""
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
@@ -243,5 +243,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns the approximate bytes to and from disk or one process."""
+        """Returns the approximate bytes per step to and from disk, host or parameter server."""
         return 0.0

@@ -28,7 +28,7 @@ class Stateful(Protocol):
 Counter = tuple[object, str]
 """Object and attribute name of a step counter."""
 OF_STAGES = ("sharded", "async")
-"""Checkpoints of pipelines, where no rank has the whole model for a full one."""
+"""Checkpoints of pipelines; not full, because no rank has the whole model."""
 LEAST_STEPS = 6
 """Minimum steps of a parity segment with a checkpoint."""
 FILE = "checkpoint.pt"
@@ -41,7 +41,7 @@ def checkpoint_step(cell: Cell) -> int:
 
 def saving_cell(cell: Cell) -> Cell:
     """Returns the cell that saves the checkpoint; with `checkpoint_from`, another strategy's.
-    Raises UsageError unless that is a strategy and a number of devices."""
+    Raises UsageError unless it names a strategy and a number of devices."""
     if not cell.checkpoint_from:
         return cell
     strategy, _, devices = cell.checkpoint_from.rpartition(" x")
@@ -55,8 +55,8 @@ def saving_cell(cell: Cell) -> Cell:
 
 
 def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
-    """Raises Refused if the cell cannot restart from a checkpoint. `able`: the strategy's
-    checkpoints."""
+    """Raises Refused if the cell cannot restart from a checkpoint. `able`: the
+    strategy's values of that axis."""
     if cell.checkpoint not in able:
         remedy = f"use {', '.join(able)}" if able else "leave the checkpoint out"
         raise Refused(f"{cell.strategy} does not save {cell.checkpoint} checkpoints; {remedy}")
@@ -139,7 +139,7 @@ def set_counters(counters: Sequence[Counter], values: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors by name, which loading overwrites in place."""
+    """Tensors by name, loaded in place."""
 
     by_name: Mapping[str, Tensor]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 BESIDE_BACKWARD = 0.3
-"""Weight of a message that overlaps backward: 0.4 to 0.8 ms on CPU cores, 1.4 if awaited."""
+"""Cost of an overlapped message relative to an awaited one: 0.4 to 0.8 ms against 1.4 on CPUs."""
 
 KEPT_RESULTS = 2
 """Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first
@@ -23,7 +23,7 @@ KEPT_RESULTS = 2
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Returns parameters and optimizer state in equal shards, with whole layer buffers. Gradients
+    """Returns the states of one of `shards` equal shards; module buffers are not sharded. Gradients
     are transient, because zero_grad frees them."""
     return States(
         parameters=facts.parameter_bytes / shards,
@@ -37,7 +37,7 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
     """Returns the facts of a rank's part of the model; None for partly frozen models, whose frozen
     names are unknown.
 
-    `share`: parameter name to part held.
+    `share`: fraction of a parameter that the rank holds, by name.
     """
     if sum(facts.sizes) != facts.parameters:
         return None
@@ -137,8 +137,8 @@ def passed_once(ranks: int, size: float) -> float:
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns the bytes of hidden states between blocks of a rank's samples in a step; None if the
-    dtype may change."""
+    """Returns the bytes of one block's hidden states for a rank's samples in a step; None unless
+    the precision is fp32."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":
@@ -158,7 +158,7 @@ def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns the fullest rank's elements if each tensor goes to the emptiest rank."""
+    """Returns the fullest rank's elements if each tensor in turn goes to the emptiest rank."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

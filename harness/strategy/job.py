@@ -152,8 +152,8 @@ class Job:
     threads: int = 1
     """Intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights, if not `device`. GPU cells use a GPU, as a CPU would draw
-    others than the reference's."""
+    """Device that draws initial weights, if not `device`: a GPU for a GPU cell's parameter server,
+    because a CPU draws other numbers."""
     resume_from: Path | None = None
     """Checkpoint that `TrainState.load` will get, if any."""
     train_state: TrainState | None = None
@@ -197,7 +197,7 @@ class Job:
                 setattr(owner, ROUTER_WEIGHT, self.cell.balance_weight)
 
     def require_model(self) -> None:
-        """Raises RuntimeError if the cell needs `model`, but it was not called."""
+        """Raises RuntimeError if the strategy had to call `model` but did not."""
         cell = self.cell
         for made, done, axis, value in (
             (self.recomputes, "recomputed", "recompute", cell.recompute),
@@ -236,7 +236,7 @@ class Job:
         return scheduler
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
-        """Builds the cell's optimizer, even one that depends on parameter names."""
+        """Builds the cell's optimizer, even if it needs parameter names."""
         return optimizer_of(self.cell, model)
 
     def dtype(self) -> torch.dtype:
@@ -320,7 +320,7 @@ def standard_step(
 
 @dataclass(frozen=True)
 class StepHalves:
-    """A step until its gradients are complete, and the rest of it."""
+    """A training step in two halves: gradients, then the update."""
 
     backward: Callable[[Batch], Tensor]
     """Returns the mean loss."""

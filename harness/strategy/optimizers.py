@@ -25,10 +25,10 @@ EIGHT_BITS = Tolerance(
     "a moment halfway between two 8-bit values may be rounded to either",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
-"""Tolerances of optimizers that amplify gradient rounding: eight bits by up to 2.9e-3 of an update
-after 20 steps."""
+"""Tolerances of optimizers that amplify gradient rounding. After 20 steps, 8-bit AdamW is off by
+up to 2.9e-3 of an update."""
 QUANTISED_ELEMENTS = 4096
-"""Elements below which bitsandbytes keeps moments in fp32."""
+"""Number of elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
 """Elements of a moment that share a scale."""
 CODES = 256
@@ -36,7 +36,7 @@ CODES = 256
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the optimizer as (class, keyword arguments); for Muon, that of non-matrices."""
+    """Returns the optimizer as (class, keyword arguments); for Muon, AdamW for the others."""
     import torch
 
     if cell.optimizer == "sgd":
@@ -153,7 +153,7 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
 def hidden_matrices(facts: ModelFacts, workload: Workload) -> list[int]:
     """Returns the number of elements of each matrix in the blocks, which Muon updates.
 
-    Vectors have at most four times the hidden size; the experts' parameters have three dimensions.
+    Tells matrices by size: vectors have at most 4 x hidden elements. Muon skips 3D expert weights.
     """
     least = 4 * workload.hidden_size
     return [

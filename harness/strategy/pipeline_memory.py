@@ -36,20 +36,20 @@ class Engine:
     shards: int = 0
     """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
 
-    A block's parameters are gathered for forward and freed after it, regathered in backward (with
-    several ranks, during the following block) and kept until the next forward. Gradients are whole
-    until the last micro-batch ends.
+    FSDP2 gathers a block for forward, frees it, and gathers it again for backward (with several
+    ranks, one block ahead). It stays until the next forward. Gradients are whole until the last
+    micro-batch ends.
     """
     copies_inputs: bool = False
-    """Whether stages copy inputs twice, send at once, and keep last results until replaced, like
-    DeepSpeed."""
+    """Whether stages work like DeepSpeed's: copy inputs twice, free sent tensors at once, and keep
+    the last results until replaced."""
 
     def keeps_sent(self, what: str, micro_batch: int, ahead: int) -> bool:
-        """Returns whether a sent tensor stays in memory until the step ends, when torch frees
-        messages.
+        """Returns whether a sent tensor stays in memory until torch frees messages, at the step's
+        end.
 
-        1F1B waits for each before the next, but fails to drop the last but one of the `ahead`
-        forwards (PyTorch 2.13, pipelining/schedules.py).
+        1F1B frees each before it sends the next, but fails to free the last of the `ahead` forwards
+        (PyTorch 2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -75,8 +75,8 @@ class PipelineRank:
 def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, by
-    stage.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, one
+    stage after another.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -101,7 +101,7 @@ def _micro_batches_of_round(part: PipelineRank) -> int:
 
 
 def _ahead(part: PipelineRank) -> int:
-    """Returns the number of forwards before the one that the first backward follows."""
+    """Returns the number of warm-up forwards, before forwards and backwards alternate."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
     each_hop = 2 if len(part.own) > 1 else 1
@@ -222,7 +222,7 @@ class _Run:
 
 
 def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Adds FSDP2's gathers (see `Engine.shards`), early in backward if `ahead`."""
+    """Imitates FSDP2's gathers (see `Engine.shards`), prefetching in backward if `ahead`."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}

@@ -93,7 +93,7 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Maps token ids or hidden states to hidden states, or the last stage's logits.
 
-        `keys`: of dropout masks, if not set yet.
+        `keys`: keys of dropout masks, if not set yet.
         """
         if keys is not None:
             self.masks.keys = keys
@@ -200,7 +200,7 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Sums the gradients of parameters tied across two ranks, so that copies stay equal: a + b
+        """Sums the gradients of parameters tied across two ranks. Copies stay equal, because a + b
         and b + a are bitwise equal."""
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
@@ -250,6 +250,7 @@ def train_step(
     optimizer: Optimizer,
     average_over: dist.ProcessGroup | None = None,
     restore: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    library: Callable[[], Iterable[Retained]] = tuple,
 ) -> TrainStep:
     """Registers the pipe; returns a step: schedule, gradient averaging, tied gradients, update."""
     compute: list[tuple[object, str]] = [(pipe, "loss"), (optimizer, "step")]
@@ -270,7 +271,7 @@ def train_step(
         load=functools.partial(load_by_torch, job, named),
         gather=lambda: iter(pipe.named),
         moments=lambda: moments_of(pipe.named, [states]),
-        library=pipe.receive_buffers,
+        library=lambda: [*pipe.receive_buffers(), *library()],
         restore=restore or {},
     )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harness.workloads.dropout import Masks
 
 Clip = Callable[[float], "Tensor | float | None"]
-"""Function that clips gradients to a global 2-norm and returns the norm before."""
+"""Function that clips gradients to a global 2-norm and returns the norm before clipping."""
 WARMUP_SHARE = 0.25
 """Share of the parity segment in which the learning rate rises."""
 LAST_FACTOR = 0.1
@@ -32,7 +32,7 @@ def _new_masks() -> Masks:
 
 @dataclass
 class RecipeState:
-    """Recipe of one rank, shared by copies of its `Job`."""
+    """Recipe state of one rank, shared by copies of its `Job`."""
 
     gradient_norm: Tensor | float | None = None
     """Global gradient norm of the latest step, before clipping; None if not clipped."""
@@ -44,8 +44,8 @@ class RecipeState:
 
 
 def learning_rate_factor(cell: Cell, step: int) -> float:
-    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine, which ends with
-    the parity segment, as in longer references."""
+    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine, down to
+    LAST_FACTOR at the end of the parity segment."""
     if cell.schedule == "constant":
         return 1.0
     warmup = max(1, round(WARMUP_SHARE * cell.parity_steps))
@@ -56,7 +56,7 @@ def learning_rate_factor(cell: Cell, step: int) -> float:
 
 
 def decayed(cell: Cell) -> float:
-    """Returns the share of a weight that its decay takes in the parity segment, about."""
+    """Returns the approximate fraction of a weight lost to its decay in the parity segment."""
     factors = (learning_rate_factor(cell, step) for step in range(cell.parity_steps))
     return cell.learning_rate * cell.weight_decay * sum(factors)
 
@@ -84,7 +84,7 @@ def parameter_groups(
 ) -> ParamsT:
     """Returns the optimizer's parameters, in two groups if only matrices decay.
 
-    `matrices` tells matrices, for libraries that flatten them.
+    `matrices`: whether each parameter is a matrix, for libraries that flatten them.
     """
     everything = list(parameters)
     if cell.decay == "all":
@@ -111,11 +111,11 @@ def clip_gradients(
     group: ProcessGroup | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:
-    """Clips gradients to a global 2-norm; returns the norm before.
+    """Clips gradients to a global 2-norm; returns the norm before clipping.
 
     torch's `clip_grad_norm_` fails on DTensors of several meshes, or mixed with plain tensors
-    (2.13). `group` has ranks with other parameters, such as pipeline stages; `copies` are
-    parameters that another of its ranks counts.
+    (2.13). `group`: ranks with other parameters, such as pipeline stages; `copies`: parameters that
+    another of its ranks counts.
     """
     import torch
     import torch.distributed as dist

@@ -29,11 +29,11 @@ GRAPH_WARMUP = 3
 """Warm-up steps of a CUDA graph: normal, recorded, replayed."""
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
-"""Strategy for measuring parity limits."""
+"""Strategy whose ranks exchange nothing, to measure parity limits."""
 REPLICAS, POWER_SGD, HALF_RANKS = "replicas", "power_sgd", "half_ranks"
 """References that emulate ranks in one process."""
 HIDDEN = (NO_EXCHANGE, REPLICAS, POWER_SGD, HALF_RANKS)
-"""Strategies that no matrix offers."""
+"""Unlisted strategies, for references."""
 
 
 def _load(module_name: str, name: str) -> type[Strategy]:
@@ -55,8 +55,8 @@ def _load(module_name: str, name: str) -> type[Strategy]:
 
 @functools.cache
 def strategies() -> dict[str, type[Strategy]]:
-    """Returns all strategies by name, without importing them: files of harness/strategies/, then
-    packages' entry points."""
+    """Returns all strategies by name: files of harness/strategies/, then packages' entry
+    points."""
     home = importlib.import_module(HOME)
     names = sorted(
         info.name for info in pkgutil.iter_modules(home.__path__) if not info.name.startswith("_")
@@ -137,13 +137,13 @@ def require_unchanged(cell: Cell) -> None:
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns a function from scratch folder to launch command, or None for the cell's launcher."""
+    """Returns a function from scratch folder to the strategy's launch command, if it has one."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else _no_command
 
 
 def _no_command(scratch: Path) -> None:
-    """Not a lambda, as trials are pickled."""
+    """Returns None; not a lambda, because trials are pickled."""
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
@@ -165,7 +165,7 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
         )
     if layout.devices_per_process > 1:
         raise Refused(
-            f"{cell.strategy} drives all devices from one process, which cannot be on {cell.nodes}"
+            f"{cell.strategy} drives all devices from one process, which cannot span {cell.nodes}"
             " nodes"
         )
     if cell.launcher == "spawn":
@@ -173,10 +173,10 @@ def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
             "torch.multiprocessing.spawn starts ranks on one node only: leave the launcher out"
         )
     if strategy.capabilities.max_restarts:
-        raise Refused(f"{cell.strategy} is restarted by a single node's agent: leave nodes out")
+        raise Refused(f"{cell.strategy} can only be restarted on a single node: leave nodes out")
     if launcher := strategy.own_launcher:
         raise Refused(
-            f"{launcher.name} starts ranks on one node only; leave out nodes, or that option"
+            f"{launcher.name} starts ranks on one node only; leave out nodes, or the option for it"
         )
 
 
@@ -290,8 +290,8 @@ def _admit_balance(cell: Cell, workload: Workload, layout: Layout, stages: bool)
         )
     if stages or layout.sequence > 1 or layout.devices_per_process > 1:
         raise Refused(
-            "the balancing loss needs the scores of all blocks for whole samples, which no stage"
-            f" and no part of {cell.strategy} has; use ddp, or balance_weight 0"
+            "the balancing loss needs the scores of all blocks for whole samples, which no rank of"
+            f" {cell.strategy} has; use ddp, or balance_weight 0"
         )
 
 

@@ -38,7 +38,7 @@ def full_moments(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (plain name, state's name, whole tensor) of optimizer states, like `full_parameters`.
 
-    `shape_of`: a parameter's shape; other shapes are left out.
+    `shape_of`: shape by plain name; states of another shape are left out.
     """
     named = (
         train_state.moments()
@@ -54,7 +54,7 @@ def full_moments(
 def moments_of(
     named: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
 ) -> Iterator[Moment]:
-    """Yields what optimizers keep for parameters, sharded as they keep it."""
+    """Yields optimizer states by parameter name, sharded as the optimizers keep them."""
     everything = list(optimizers)
     for name, parameter in named:
         for optimizer in everything:

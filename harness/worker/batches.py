@@ -47,8 +47,7 @@ PLAIN = BatchRecipe()
 class Batches:
     """This rank's rows of each global batch, on its device.
 
-    For a GPU, a thread prepares the next batch: drawing 32 images of 224 x 224 pixels takes a core
-    about 60 ms, longer than a step.
+    For a GPU, a thread prepares the next batch: drawing images can take longer than a step.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Batches:
         return Batch(shown, label_tokens=self._label_tokens(step), **there)
 
     def close(self) -> None:
-        """Stops the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -125,7 +123,7 @@ class Batches:
         return padding
 
     def _unlabelled(self, step: int) -> NDArray[np.bool_]:
-        """Returns a mask of unlabelled tokens: padding, and each document's last."""
+        """Returns a mask of unlabelled tokens: padding, and the last token of each document."""
         shape = self.global_batch, self.data.sequence_length
         unlabelled = self._padding(step) if self.recipe.padded else np.zeros(shape, np.bool_)
         if self.recipe.packed:

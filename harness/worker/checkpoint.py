@@ -45,7 +45,7 @@ class Saver:
     _began: float = 0.0
 
     def after_step(self) -> None:
-        """Saves once `step` steps are done; kills the rank when saving has finished."""
+        """Saves once `step` steps are done; then kills the rank."""
         done = len(self.loop.steps)
         if done == self.step:
             self._save()
@@ -96,7 +96,7 @@ class Saver:
 
 
 def resume(loop: Loop, folder: Path, step: int) -> None:
-    """Loads a checkpoint and continues from its step. Raises RuntimeError for another step's."""
+    """Loads a checkpoint and continues from its step. Raises RuntimeError if that is not `step`."""
     job, train_state = loop.job, loop.job.train_state
     assert train_state is not None
     began = time.perf_counter()

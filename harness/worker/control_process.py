@@ -2,11 +2,10 @@
 
 Its time shows how fast the machine is at that moment. It must not depend on the strategy, or it
 would bias that strategy's result. So the fork server starts it for every launcher, and all threads
-of the rank are stopped while it runs. A child of the rank was 4 % faster in ranks that do not come
-from the fork server.
+of the rank are stopped while it runs. A child of the rank would be faster under some launchers.
 
-Work left to the rank's threads counts in the next step. If it runs around the stop, its CPU time is
-added to its own step.
+A step may leave work to the rank's threads, which counts in the next step. If it runs just before
+or after the control, its CPU time is added to the step that left it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 START_SECONDS = 60.0
 OWN_SECONDS = 0.0005
-"""CPU time in a pause up to which it is attributed to waiting."""
+"""CPU seconds in a pause up to which a rank only waited, leaving no work."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (glibc's maximum), in bytes."""
 
@@ -56,8 +55,8 @@ class Control:
     """Control process of one rank.
 
     All ranks pause together, from the end of the slowest rank's step until every control has
-    finished. A control computes once per pause; with warm caches, a second run is a seventh faster.
-    A server has no cores, so its control computes nothing.
+    finished. A control computes once per pause: a second run would find warm caches. A server has
+    no cores, so its control computes nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
@@ -79,7 +78,7 @@ class Control:
         self.line.close()
 
     def pause(self, number: float = 0.0) -> Pause:
-        """Waits while the control computes; returns the largest `number` of all ranks too.
+        """Waits while the control computes; returns its times and the largest `number` of any rank.
 
         Raises ConnectionError if the control process has died.
         """
@@ -98,8 +97,7 @@ class Control:
 def run_control(spec: TrialSpec, rank: int) -> None:
     """Runs a rank's control process until the rank and its restarts have ended.
 
-    Linux schedules its own session separately (autogroup, sched(7)). In the rank's session, DDP's
-    next step took 4 % less time.
+    In a session of its own, it does not affect how Linux schedules the rank (autogroup, sched(7)).
     """
     die_with_parent()
     os.setsid()
@@ -161,8 +159,8 @@ def _stopped(process: int) -> Iterator[None]:
 def _keep_memory() -> None:
     """Makes the allocator keep freed memory.
 
-    glibc's thresholds depend on earlier frees (mallopt(3)), so strategies' page faults would differ
-    by a factor of two.
+    glibc's thresholds depend on earlier frees (mallopt(3)), so page faults would differ by a factor
+    of two.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -198,12 +196,15 @@ class _Others:
         self.rank = rank
         self.came: list[int] = [0] * spec.processes
         self.numbers: dict[tuple[int, int], float] = {}
-        """Numbers by arrival and rank."""
+        """Numbers by pause (from 1) and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
 
     def wait(self, number: float) -> float:
-        """Waits for all; returns the largest number. Raises EOFError if this rank has ended."""
+        """Waits for all ranks' controls; returns their largest number.
+
+        Raises EOFError if this rank has ended.
+        """
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):

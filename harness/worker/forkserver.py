@@ -31,7 +31,7 @@ INITIALIZED_CUDA: str | None = None
 
 def _preload(name: str, load: Callable[[], object]) -> None:
     global INITIALIZED_CUDA
-    # Users of the library get the error.
+    # Ranks that use the library report the error.
     with contextlib.suppress(Exception):
         load()
     if INITIALIZED_CUDA is None and cuda_is_initialized():
@@ -57,8 +57,7 @@ with open(os.devnull, "w") as nowhere:  # output of an import belongs to no tria
         os.close(copy)
 end_nvml()
 
-# These objects live forever. Unfrozen, each collection in a rank would traverse a million of them,
-# and thereby copy their pages.
+# Otherwise each collection in a rank would traverse a million objects and copy their pages.
 gc.collect()
 gc.freeze()
 gc.enable()

@@ -94,14 +94,14 @@ class Loop:
         self.training_step = 0
         """Index of the next training step, which selects the batch."""
         self.paused_seconds = 0.0
-        """Control's time while traffic, energy and load were counted."""
+        """Time spent in controls while traffic, energy and load were counted."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether the peaks are final: memory of rewinds would count from here on."""
+        """Whether the peaks are final, because memory of rewinds must not count."""
         self.deviations: list[Deviations] = []
         cell = job.cell
         self.statistics: RunningStatistics | None = None
@@ -113,6 +113,7 @@ class Loop:
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         self.settling = False
+        """Whether the next step is not timed, because caches are cold."""
         self.compile_seconds = 0.0
         self.timed = 0
         self.planned = job.cell.timed_steps
@@ -182,7 +183,7 @@ class Loop:
         return self.first_step + len(self.steps)
 
     def continue_at(self, step: int, loaded: LoadedAnswer) -> None:
-        """Continues from this step. The next one is not timed, because caches are cold."""
+        """Continues from this step of a checkpoint."""
         self.first_step = self.training_step = step
         self.loaded, self.settling = loaded, True
 
@@ -198,7 +199,7 @@ class Loop:
         )
 
     def save_or_rewind(self, rewinds: Rewinds) -> None:
-        """Saves or rewinds the state if due. The next step is then not timed."""
+        """Saves or rewinds the state if due."""
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if rewinds.keeps(self.training_step):
@@ -236,7 +237,6 @@ class Loop:
         return counted(routers, self.expert_tokens)
 
     def take_turn(self, index: int) -> None:
-        """Waits for a turn. The next step is not timed, because caches are cold."""
         assert self.turn_client is not None
         self.stop_counting()
         last = self.steps[-1].step_seconds
@@ -294,7 +294,7 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Runs the control. After the cell's timed steps, ranks agree on how many to add."""
+        """Runs a control if due. After the cell's timed steps, ranks agree on how many to add."""
         agree = timed and self.timed == self.job.cell.timed_steps
         if not agree and len(self.steps) % control.every:
             return
@@ -336,7 +336,7 @@ class Loop:
         self.peak_host = _larger(self.peak_host, peak.host)
 
     def verify(self) -> None:
-        """Compares or saves the parameters. The next step is not timed."""
+        """Compares or saves the parameters."""
         self.stop_counting()
         self.note_peak()
         train_state, workload, cell = self.job.train_state, self.job.workload, self.job.cell
@@ -372,7 +372,8 @@ class Loop:
         self.settling = True
 
     def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
-        """Replays the end of a reference's segment AHEAD, saves the result, and undoes it."""
+        """Replays the end of a reference's segment with optimizers AHEAD, saves the result, and
+        restores the state."""
         if not self.before_ahead:
             return
         after, states = _copies(train_state), (train_state, *train_state.replicas)
@@ -386,8 +387,8 @@ class Loop:
         self.before_ahead = []
 
     def _replicas(self) -> int | None:
-        """Returns how many replicas have running statistics; None unless this is its share's first
-        rank."""
+        """Returns how many replicas have separate running statistics; None unless this rank belongs
+        to the first."""
         cell, layout = self.job.cell, self.job.layout
         if layout.share(self.job.rank):
             return None
@@ -397,8 +398,8 @@ class Loop:
 
 
 def _replays_ahead(train_state: TrainState, cell: Cell) -> bool:
-    """Returns whether a reference replays its segment's end, for models whose optimizer states are
-    compared."""
+    """Returns whether a reference also replays its segment's end AHEAD: only if optimizer states
+    are compared and have step numbers."""
     parameters = train_state.model.parameters()
     trained_bytes = sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
     return trained_bytes <= MOMENTS_UP_TO and numbers_steps(train_state, cell)

@@ -30,7 +30,7 @@ class RankStep:
     training_step: int | None = None
     """Index of the training step from 0; less than `step` after a rewind."""
     gradient_norm: float | None = None
-    """Global gradient norm before clipping; None if not clipped or known."""
+    """Global gradient norm before clipping; None if unclipped or unknown."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class CpuTime:
 @dataclass(frozen=True)
 class Offload:
     read: float | None
+    """Bytes per step."""
     written: float | None
     kept: int
+    """Bytes in the offload folder."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,6 @@ class TrainedAnswer:
     gpu_use: GpuUse | None
     deviations: Deviations | None
     replayed_deviations: tuple[Deviations, ...]
-    """Deviations after each replay."""
     replays_ahead: tuple[bool, ...]
     """Whether each replay's optimizers were ahead (harness/worker/rewind.py)."""
     busy_fraction: float | None
@@ -109,8 +110,7 @@ class TrainedAnswer:
     compile_seconds: float | None = None
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """Tokens per expert in the last warm-up step, by block; empty if another rank counts these
-    samples."""
+    """Tokens per expert in the last warm-up step, by block; empty if another rank counts them."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ProfiledAnswer:
     unseen_buffers: dict[str, int] | None
     memory_reason: str
     private_bytes: int | None
-    """Peak memory in that step, measured as in trials."""
+    """Peak bytes of the memory tracker's step, measured as in trials."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,17 @@ class FailureAnswer:
     """Whether another rank failed first."""
     failed_in: str | None = None
     holding: Mapping[str, object] | None = None
-    """Bytes held at that moment (see harness/measure/memory_kinds.py)."""
+    """Bytes held when memory ran out (see harness/measure/memory_kinds.py)."""
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank: at most one of four parts."""
+    """Result of a rank: `trained`, `profiled`, `saved`, `failure`, or none if it ended silently."""
 
     rank: int
     pid: int | None = None
     entered_at: float | None = None
-    """Time of its first instruction, in seconds after the epoch."""
+    """Time after its import of torch, in seconds after the epoch."""
     trained: TrainedAnswer | None = None
     profiled: ProfiledAnswer | None = None
     saved: SavedAnswer | None = None

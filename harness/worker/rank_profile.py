@@ -209,7 +209,7 @@ def _on_host(event: RawEvent) -> bool:
 
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
-    """Converts events that show where time goes, to seconds after `zero` nanoseconds."""
+    """Returns the events of a breakdown, in seconds after `zero` (nanoseconds)."""
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
         for e in raw
@@ -321,7 +321,7 @@ def _waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts collectives outside torch.distributed, by functions that the strategy names."""
+    """Counts collectives outside torch.distributed by wrapping functions the strategy names."""
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

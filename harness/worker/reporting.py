@@ -69,7 +69,7 @@ class GroupState:
     group: str
     ranks: tuple[int, ...]
     entered: int
-    """Number of the last collective that it entered; 0 if none."""
+    """Sequence number of the last entered collective; 0 if none."""
     operation: str
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 AHEAD = 1000
 """Steps by which optimizers and schedules are moved ahead in some replays.
 
-Training that goes wrong from some step on goes right when rewound.
+Otherwise an error that begins at some step would vanish in a rewind.
 """
 STEP = "step"
 """Name of the step number in torch's optimizer states."""
@@ -36,12 +36,12 @@ class MemoryCheckpoint:
     """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
     file.
 
-    Leaves the strategy's step counters alone, or training that goes wrong at some step would go
-    right when repeated. Rewinds span whole cycles, which keeps a counter's phase.
+    The strategy's step counters are not copied, or an error at some step would vanish when that
+    step is repeated. Rewinds span whole cycles, so that counters keep their phase.
     """
 
     def __init__(self, train_state: TrainState) -> None:
-        """Copies the state; call between two steps."""
+        """Call between two steps."""
         self._file = os.memfd_create("state of a rank")
         weakref.finalize(self, os.close, self._file)
         self._places: dict[Hashable, tuple[int, int]] = {}
@@ -141,8 +141,8 @@ def _schedules(train_state: TrainState) -> list[StepCounter]:
 
 
 def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
-    """Returns whether each optimizer state has a step number, AdamW's only basis for bias
-    correction."""
+    """Returns whether the optimizer is AdamW and all its states have the step number that bias
+    correction uses."""
     return cell.optimizer.startswith("adamw") and all(
         STEP in state or any(STEP in group for group in optimizer.param_groups)
         for optimizer in train_state.optimizers
@@ -152,7 +152,7 @@ def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
 
 
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields integers such as step counts, but no floats: wrong learning rates must be noticed."""
+    """Yields integers such as step counts; restoring floats would hide wrong learning rates."""
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
@@ -184,7 +184,7 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
 FIRST_WITHIN = 8
 """Most steps from the end of the parity segment to the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
-"""Steps from a replay to the next rewind: too few for rounding to separate correct trainings
+"""Steps from a replay to the next rewind, too few for rounding to drive correct trainings apart
 (docs/explanation/parity.md)."""
 
 
@@ -203,7 +203,7 @@ class Rewinds:
         self._checkpoint: MemoryCheckpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
-        """Number of the step before the next rewind, if chosen."""
+        """Number of the step before which to rewind next, if chosen."""
 
     @classmethod
     def of(cls, spec: TrialSpec, cycle: int) -> Rewinds | None:
@@ -219,12 +219,12 @@ class Rewinds:
 
     @property
     def is_ahead(self) -> bool:
-        """Returns whether the optimizers are AHEAD, until the next rewind."""
+        """Returns whether the last rewind moved the optimizers AHEAD."""
         return bool(self.replays_ahead) and self.replays_ahead[-1]
 
     @property
     def enough(self) -> bool:
-        """Returns whether the state was rewound, in each way."""
+        """Returns whether the state was rewound, both AHEAD (if enabled) and plainly."""
         return False in self.replays_ahead
 
     def keeps(self, training_step: int) -> bool:
@@ -239,7 +239,7 @@ class Rewinds:
         if self._at is None:
             most = max(0, min(FIRST_WITHIN, steps_left - REPLAYED_STEPS))
             between = (LEAST_BETWEEN, MOST_BETWEEN) if self.count else (0, most)
-            # What follows a replay AHEAD is another training than the reference.
+            # Training after a replay AHEAD differs from the reference, so rewind at once.
             self._at = number if self.is_ahead else number + self.random.randint(*between)
         return number >= self._at and (number - self._kept_at) % self.cycle == 0
 

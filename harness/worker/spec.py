@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CYCLES_IN_A_TURN = 2
-"""Shorter turns are closer in time to their neighbours; see docs/studies/statistical-power.md."""
+"""Short turns are close in time to those of other trials (docs/studies/statistical-power.md)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class TimeSlices:
 
     @classmethod
     def of(cls, address: str, cycle: int) -> TimeSlices:
-        """`cycle`: steps after which the strategy's work repeats."""
         return cls(address, CYCLES_IN_A_TURN * cycle)
 
     def begins(self, number: int) -> bool:
@@ -66,7 +65,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Picklable specification for every rank. A node fills in the last fields."""
+    """Picklable specification for every rank. Each node fills in the fields from `interface` on."""
 
     cell: Cell
     data: DataSource
@@ -99,7 +98,7 @@ class TrialSpec:
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks: equally many, plus any servers on the last."""
+        """Returns this node's ranks: equally many per node, plus any servers on the last node."""
         each = self.processes // self.cell.nodes
         return range(
             self.node * each,

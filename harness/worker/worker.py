@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
     """Returns variables to set before NCCL is loaded; empty without emulated links.
 
-    Only TCP is left between nodes; peer-to-peer copies, shared memory and NVLink multicasts stay on
-    within one (NCCL_HOSTID).
+    Only TCP remains between nodes. Within a node (NCCL_HOSTID), peer-to-peer copies, shared memory
+    and NVLink multicasts stay on.
     """
     if not links:
         return {}
@@ -173,7 +173,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """Returns the log line that reports a lack of memory."""
+    """Returns the first log line that reports a lack of memory, if any."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",
@@ -258,7 +258,7 @@ def _train(
     setup_seconds, setup_peak = time.perf_counter() - begin, meter.peak().allocated
 
     progress.heartbeat.beat("step 0")
-    # Profiled steps are followed by work of unknown duration.
+    # The work after profiled steps takes an unknown time, so silence is no hang.
     heartbeat = None if spec.profile else progress.heartbeat
     rewinds = Rewinds.of(spec, strategy.cycle)
     loop = Loop(spec, job, step, meter, control, heartbeat, rewinds)
@@ -319,7 +319,7 @@ def _prepare_device(
 
 
 def _rank_cell(spec: TrialSpec) -> Cell:
-    """Returns the cell to build from: another seed, if a checkpoint must restore everything."""
+    """Returns the cell to build from; its seed differs if a checkpoint must restore everything."""
     seed = spec.cell.seed + (spec.checkpoint is not None and spec.checkpoint.loads)
     return spec.cell.model_copy(update={"seed": seed})
 

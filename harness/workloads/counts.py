@@ -45,7 +45,7 @@ class ModelFacts:
     parameter_bytes: int = 0
     """Bytes of all parameters; 0 means fp32."""
     trained_bytes: int = 0
-    """Bytes of trainable parameters, their gradients, or one AdamW moment; 0 means fp32."""
+    """Bytes of trainable parameters, equal to those of gradients or one moment; 0: fp32."""
     buffer_bytes: int = 0
     """Bytes of buffers, and of quantised weights' scales."""
     scale_bytes: int = 0
@@ -189,7 +189,7 @@ def fake_or_real(workload: Workload, sequence_length: int, count: Callable[[], C
         return count()
     except UsageError:
         raise
-    except Exception as error:  # whatever a model does with sizes that do not go together
+    except Exception as error:  # whatever a model raises for incompatible sizes
         raise UsageError(
             f"{workload.name} cannot compute a sample of {sequence_length} tokens"
             f" ({one_line(error)})"
@@ -245,8 +245,8 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def without_memory() -> Iterator[None]:
     """Makes new tensors fake, to count a model without allocating it.
 
-    Experts use transformers' grouped product: torch's supports fake tensors only in bf16. Fake
-    positions hide packed sequences.
+    Experts use transformers' grouped product: torch's supports fake tensors only in bf16.
+    Packed sequences are not detected, as fake positions have no values.
     """
     import torch
     import transformers
@@ -276,8 +276,8 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Computes a grouped product's gradients in transformers' number of operations, without reading
-    each expert's rows."""
+    """Computes a grouped product's gradients with as many operations as transformers, but without
+    reading which rows each expert has."""
     rows, matrices = tuple(ctx.saved_tensors)
-    rows.T @ gradient  # counted; each row has part in the gradient of one matrix
+    rows.T @ gradient  # for the count: each row contributes to one matrix's gradient
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

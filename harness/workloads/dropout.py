@@ -89,7 +89,6 @@ def masks_of(model: nn.Module) -> Masks:
 
 def without_dropout(model: nn.Module) -> None:
     """Turns torch's dropout off, whose random numbers would depend on the layout."""
-    from torch import nn
     from torch.nn.modules.dropout import _DropoutNd
 
     for module in model.modules():

@@ -51,9 +51,6 @@ class Split(ABC):
         """`tied`: names of shared parameters on the last stage -> on the first."""
         self.tied = dict(tied or {})
 
-    def tied_as(self, tied: Mapping[str, str]) -> Split:
-        return type(self)(tied)
-
     @abstractmethod
     def stage(
         self,
@@ -104,7 +101,6 @@ class Split(ABC):
         }
 
     def is_split(self, parameter: str, sequence_parallel: bool = False) -> bool:
-        """Returns whether tensor parallelism splits this parameter."""
         layer, _, kind = parameter.rpartition(".")
         by_output = (*self.by_column, *(self.by_vocabulary if sequence_parallel else ()))
         if any(fnmatch(layer, path) for path in by_output):
@@ -114,7 +110,7 @@ class Split(ABC):
     def leave_a_share(self, model: nn.Module, ranks: int, sequence_parallel: bool = False) -> None:
         """Reduces the model, in place, to one tensor-parallel rank's share.
 
-        If the sequence is split, run it with `logits`.
+        If the sequence is split, call `logits` instead of the model.
         """
         from torch.nn import Parameter
 
@@ -185,8 +181,8 @@ class Family:
     common: ModelConfig
     split: Split | None = None
     dropouts: tuple[str, ...] = ()
-    """Paths of dropout layers on hidden states; `*` stands for any block. Excludes fused
-    attention's, which draws its own masks."""
+    """Paths of dropout layers on hidden states; `*` stands for any block. Excludes dropout in fused
+    attention, which draws its own masks."""
     hidden_size_key: str = "hidden_size"
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_BYTES = 4 * 2**30
-"""Limit for all images after scaling."""
+"""Largest size of all scaled images together."""
 
 
 def image_files(name: str, folder: Path, num_labels: int) -> list[list[Path]]:
-    """Returns each class's files, by its folder's name in order.
+    """Returns a list of files per class; classes are the subfolders, by name.
 
-    Raises UsageError if these are no classes of images.
+    Raises UsageError if a subfolder is empty, or for no or too many of them.
     """
     if not folder.is_dir():
         raise UsageError(f"data {name!r}: there is no folder {str(folder)!r}")

@@ -33,7 +33,7 @@ _NF4_BLOCK = 64
 _NF4_VALUES = 16
 """Number of values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
-"""Inputs above this are multiplied in half precision (LLM.int8(), section 3.2)."""
+"""Features with larger inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
 FIRST_CAPABILITY = (9, 0)
 """Lowest CUDA capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
@@ -112,7 +112,7 @@ def store_as_floats(model: nn.Module, dtype: torch.dtype) -> None:
 def scales(model: nn.Module) -> Iterator[Retained]:
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        # A sharded weight has lost its own.
+        # A sharded weight has lost its state; its module still has it.
         if (
             nf4 := getattr(weight, "quant_state", getattr(module, "quant_state", None))
         ) is not None:
@@ -127,7 +127,7 @@ def scales(model: nn.Module) -> Iterator[Retained]:
 def has_float8(device: torch.device) -> bool:
     import torch
 
-    if device.type != "cuda" or rocm_version():  # where capabilities mean other instructions
+    if device.type != "cuda" or rocm_version():  # AMD numbers capabilities differently
         return False
     return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
@@ -150,7 +150,7 @@ def use_float8(model: PreTrainedModel) -> None:
 
 
 def emulated(cell: Cell) -> str | None:
-    if cell.device == "cuda":  # by NVML: this process leaves CUDA alone
+    if cell.device == "cuda":  # asks NVML, as this process must not initialise CUDA
         capabilities = [gpu.capability for gpu in visible_gpus()]
         if capabilities and (capabilities[0] or (0, 0)) >= FIRST_CAPABILITY:
             return None

@@ -91,7 +91,7 @@ class OperatorCounter(OperatorObserver):
 
 
 def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
-    """Extrapolates from one and two blocks, if the workload's name tells its blocks."""
+    """Extrapolates from one and two blocks; None unless the name is FAMILY-HIDDENxBLOCKS."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
     one, two = (count(make_workload(name)) for name in pair)

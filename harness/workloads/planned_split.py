@@ -18,7 +18,7 @@ HEADS = 2
 
 
 class PlannedSplit(Split):
-    """Split of a model by its pipeline and tensor plans.
+    """Split of a model by transformers' pipeline and tensor plans for it.
 
     A stage calls the model's own forward; modules of other stages pass their input through.
     """

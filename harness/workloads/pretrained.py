@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 IMAGE_SIZE = 224
-"""Height and width in pixels, if a config names none."""
+"""Default height and width in pixels."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """A config's names for the number of experts."""
 FEW_TOKENS = 16
@@ -25,7 +25,7 @@ MOST = {"layer": 10_000, "block": 10_000, "depth": 10_000, "expert": 10_000, "st
     "label": 1_000_000,
     "position": 2**24,
 }
-"""Limits for numbers by what their names contain; transformers makes lists this long."""
+"""Limits for config entries whose name contains a word: transformers makes lists this long."""
 LARGEST = 2**40
 """Limit for all other numbers in a config."""
 
@@ -56,7 +56,7 @@ def read_config(name: str, path: str) -> PretrainedConfig:
 
 
 def _too_large(entries: object, name: str = "") -> str:
-    """Returns what is wrong with the first number that no model has."""
+    """Describes the first config entry above its limit; empty if there is none."""
     if isinstance(entries, Mapping):
         found = (_too_large(value, str(key)) for key, value in entries.items())
         return next(filter(None, found), "")
@@ -148,7 +148,7 @@ def _unused(workload: Workload, model: PreTrainedModel) -> tuple[str, ...]:
             inputs = workload.sample_inputs(2, FEW_TOKENS)
             logits = workload.logits(model.train(), inputs)
             workload.loss(logits, workload.sample_labels(inputs)).backward()
-    except Exception:  # such as torch's, of an operator that needs values
+    except Exception:  # e.g. torch's, from an operator that needs values
         return ()
     named = model.named_parameters()
     return tuple(name for name, p in named if p.requires_grad and p.grad is None)
@@ -157,7 +157,7 @@ def _unused(workload: Workload, model: PreTrainedModel) -> tuple[str, ...]:
 def _rows(model: PreTrainedModel) -> int:
     try:
         return int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
-    except NotImplementedError:  # an image model's
+    except NotImplementedError:  # image models have none
         return 0
 
 
@@ -173,7 +173,7 @@ def _spectrum(config: PretrainedConfig) -> tuple[int, int]:
     bins, positions = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     if not (bins and positions):
         raise UsageError(
-            f"models of type {config.model_type!r} hear another kind of sound than log-mel spectra"
+            f"models of type {config.model_type!r} take other input than log-mel spectra"
             " of a fixed length; give one of type 'whisper'"
         )
     return bins, 2 * positions
@@ -192,11 +192,11 @@ def _split(
 ) -> tuple[Split | None, str]:
     """Returns the family's split, else one by the model's plans, or why there is none.
 
-    A family's split passes no mask, as limited attention needs.
+    A family's split cannot pass the mask that windowed attention needs.
     """
     family = _family(config, architecture, families)
     if family and family.split and not structure.window:
-        return family.split.tied_as(structure.tied), ""
+        return type(family.split)(structure.tied), ""
     if structure.no_stages:
         return None, structure.no_stages
     from harness.workloads.planned_split import PlannedSplit
@@ -215,7 +215,7 @@ def _number(config: PretrainedConfig, name: str) -> int:
     """Returns the config's number; 0 if it is absent or a list with one per block."""
     try:
         value = getattr(config, name, None)
-    except Exception:  # such as a property that computes with what is wrong
+    except Exception:  # e.g. a property computed from a wrong entry
         return 0
     return value if isinstance(value, int) and value > 0 else 0
 

@@ -33,7 +33,7 @@ class TensorPlan:
     gathered: tuple[str, ...] = ()
     """Layers in `column` or `row` with gathered outputs or unsplit inputs."""
     heads: tuple[str, ...] = ()
-    """Norms within heads, of which each rank normalises its own."""
+    """Norms within attention heads; each rank normalises its own heads."""
     missing: str = "transformers has no tensor-parallel plan for it"
     """Why there is no plan; empty if there is one."""
 
@@ -90,7 +90,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Returns the further names of shared parameters -> their first name."""
+    """See `Structure.tied`."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -100,7 +100,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def block_lists(model: nn.Module) -> tuple[str, ...]:
-    """Returns paths of the lists of indivisible modules, or the list with the most parameters."""
+    """Returns paths of ModuleLists of blocks: those of `_no_split_modules`, else the largest."""
     from torch import nn
 
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -116,7 +116,7 @@ def block_lists(model: nn.Module) -> tuple[str, ...]:
 
 
 def attention_window(config: PretrainedConfig) -> int:
-    """Returns the fewest tokens that a layer's attention is limited to; 0: no limit."""
+    """See `Structure.window`."""
     kinds = set(getattr(config, "layer_types", None) or ())
     sliding = getattr(config, "sliding_window", None) or 0
     chunk = getattr(config, "attention_chunk_size", None) or 0
@@ -196,7 +196,7 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
 
 
 def _positions(model: nn.Module) -> int:
-    """Returns the usable rows of learned positions after a padding row; else 0."""
+    """Returns the number of learned positions after a padding row; 0 if there are none."""
     from torch import nn
 
     usable = [
@@ -213,7 +213,7 @@ def key_biases(model: nn.Module) -> Iterator[str]:
     """Yields biases of attention keys whose gradient is zero, as softmax ignores an equal shift of
     all scores.
 
-    Not if the shift depends on the key's position: rotary positions, DeBERTa's p2c scores.
+    Yields none whose shift depends on the key's position: rotary positions, DeBERTa's p2c scores.
     """
     kinds = [type(module).__name__.lower() for module in model.modules()]
     if any("rotary" in kind or "rope" in kind for kind in kinds):

@@ -35,7 +35,7 @@ MASKED = 0.15
 NO_LABEL = -100
 Number = TypeVar("Number", bound=np.generic)
 DOCUMENTS = 4
-"""Mean number of documents that begin in a packed sample, in addition to the two that always do."""
+"""Mean number of documents in a packed sample beyond those at its start and middle."""
 Column = list[Any]
 Rows = tuple[list[str], list[int] | None]
 """Texts, and labels if needed."""
@@ -52,8 +52,6 @@ class DataSource:
     """sha256 of the tokens, or of the parameters that generate images."""
     tokens_file: str | None
     """Path of the array of tokens or images; None for generated images."""
-    token_dtype: str
-    """`bytes` or the name of a tokenizer; empty for images."""
     ranges: tuple[tuple[int, int], ...]
     """Start and stop of each class's tokens or images; one range for causal models."""
     sequence_length: int
@@ -76,8 +74,8 @@ class DataSource:
 
         Text: ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens, next
         decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images: float32
-        (rows, 3, size, size), and classes (rows,). Random numbers are the global batch's, so that
-        ranks agree.
+        (rows, 3, size, size), and classes (rows,). Random numbers are drawn for the whole global
+        batch, so that ranks agree.
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -206,7 +204,6 @@ def _user_source(name: str, workload: Workload) -> DataSource:
         name=name,
         fingerprint=workload.version,
         tokens_file=None,
-        token_dtype="",
         ranges=(),
         sequence_length=0,
         workload=workload.name,
@@ -246,16 +243,11 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         name=name,
         fingerprint=fingerprint,
         tokens_file=str(tokens_file),
-        token_dtype=encoding,
         ranges=ranges,
         sequence_length=sequence_length,
         num_labels=workload.num_labels if workload.kind == "tokens" else 0,
-        mask_token=_mask_token(workload),
+        mask_token=workload.vocabulary - 1 if workload.kind == "masked" else 0,
     )
-
-
-def _mask_token(workload: Workload) -> int:
-    return workload.vocabulary - 1 if workload.kind == "masked" else 0
 
 
 def _check_ids(name: str, tokens: Array, workload: Workload) -> None:
@@ -289,7 +281,6 @@ def _image_source(name: str, workload: Workload) -> DataSource:
         name=name if where else "images",
         fingerprint=fingerprint,
         tokens_file=str(file) if file else None,
-        token_dtype="",
         ranges=ranges,
         sequence_length=0,
         image_size=workload.image_size,
@@ -361,8 +352,8 @@ def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes
     """Returns a function that reads the dataset's texts, and a string that changes with their
     version.
 
-    Causal models get one text, classifiers one per class. Both raise UsageError for unsuitable
-    data.
+    Causal models get one text, classifiers one per class. Both functions raise UsageError for
+    unsuitable data.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")
@@ -463,14 +454,14 @@ def _columns(
             )
     try:
         return read("text"), read("label") if labelled else None
-    except Exception as error:  # a column given twice, or values that Python does not have
+    except Exception as error:  # e.g. a duplicate column, or a value without a Python type
         raise UsageError(f"data {name!r}: a column cannot be read: {one_line(error)}") from None
 
 
 def _require_kind(
     name: str, column: str, values: Iterable[object], kind: type, meaning: str
 ) -> None:
-    """Booleans are not numbers."""
+    """Raises UsageError for the first value not of `kind`; a bool is not a number."""
     for row, value in enumerate(values):
         if not isinstance(value, kind) or isinstance(value, bool):
             found = "nothing" if value is None else repr(value)

@@ -66,7 +66,7 @@ class UserWorkload(Workload):
         return model
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
-        """Returns the output, one tensor in fp32, in which all models compute losses."""
+        """Returns the output; casts half precision to fp32, in which all losses are computed."""
         import torch
 
         is_half = getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
@@ -215,8 +215,9 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that drops nn.MultiheadAttention's key biases (the middle third), whose
-    gradient is zero.
+    """Returns a function that drops attention key biases, whose gradient is zero.
+
+    They are the middle third of nn.MultiheadAttention's bias.
     """
     import torch
     from torch import nn

@@ -88,9 +88,9 @@ class Workload:
     unused: tuple[str, ...] = ()
     """Names of parameters that take no part in the loss, and are not trained."""
     built_frozen: bool = False
-    """Whether its class does not train some parameters."""
+    """Whether its class freezes some parameters."""
     spectrum: tuple[int, int] | None = None
-    """Mel bins and frames that a speech model hears."""
+    """Mel bins and frames of a speech model's input."""
     num_labels: int = 0
     vocabulary: int = 0
     """Number of tokens in the vocabulary; 0 for images."""
@@ -100,7 +100,7 @@ class Workload:
     """Why no strategy can train it; empty if some can."""
     blocks: int = 0
     heads: int = 0
-    """Number of attention heads that tensor parallelism divides: of keys and values, if fewer."""
+    """Number of heads that tensor parallelism divides: key-value heads if grouped."""
     query_heads: int = 0
     head_width: int = 0
     """Elements per token in one head's query or key."""
@@ -241,7 +241,7 @@ class Workload:
         return self.logits_of(self.output(model, inputs))
 
     def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
-        """Returns a scalar from one sample, whose operations are counted."""
+        """Returns one sample's loss, for counting its operations."""
         inputs = self.sample_inputs(1, sequence_length)
         return self.loss(self.logits(model, inputs), self.sample_labels(inputs))
 
@@ -254,7 +254,7 @@ class Workload:
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: Tensor, **more: Tensor
     ) -> Tensor | HasLogits:
-        """Returns the model's output. An encoder-decoder takes both inputs together."""
+        """Returns the output; splits `inputs` between encoder and decoder if the model has both."""
         if self.kind in HAS_DECODER:
             inputs, target = inputs.split(_halves(inputs.shape[1]), dim=1)
             more["decoder_input_ids"] = target
@@ -283,7 +283,6 @@ class Workload:
 
     @property
     def partly_frozen(self) -> bool:
-        """Whether only some parameters are trained."""
         return self.built_frozen or bool(self.unused)
 
     @property
@@ -333,7 +332,7 @@ class Workload:
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """Returns the tolerance for correct trainings; None if EXACT holds."""
+        """Returns the tolerance that a correct training needs; None: EXACT."""
         if not self.experts:
             return None
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
@@ -427,8 +426,8 @@ def _halves(tokens: int) -> tuple[int, int]:
 
 
 def made_up_spectra(ids: Tensor, bins: int, frames: int) -> Tensor:
-    """Returns log-mel features between -1 and 1 (samples, bins, frames), in which each token sounds
-    equally long."""
+    """Returns log-mel features between -1 and 1 (samples, bins, frames), with equally
+    many frames per token."""
     import torch
 
     places = torch.arange(frames, device=ids.device) * ids.shape[1] // frames
@@ -438,7 +437,7 @@ def made_up_spectra(ids: Tensor, bins: int, frames: int) -> Tensor:
 
 
 def without_noise(config: PretrainedConfig) -> None:
-    """Sets what a config says of random numbers to 0, in its parts as well."""
+    """Sets dropout and jitter to 0 in a config and the configs within it."""
     from transformers import PretrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -451,7 +450,7 @@ def without_noise(config: PretrainedConfig) -> None:
 MEAN_WITHIN = 1e-3
 """Relative difference allowed between a batch's loss and the mean of its samples' losses."""
 MOST_TRIED = 100_000_000
-"""Parameters up to which a model is tried with real numbers before a run."""
+"""Most parameters of a model that is tried with real tensors before a run."""
 
 
 def losses_differ(a: Tensor | float, b: Tensor | float) -> bool:
@@ -460,12 +459,12 @@ def losses_differ(a: Tensor | float, b: Tensor | float) -> bool:
 
 @functools.cache
 def require_steady(workload: Workload, sequence_length: int) -> None:
-    """Raises UsageError if a loss is random, or a sample's depends on the batch."""
+    """Raises UsageError if the loss is random, or a sample's loss depends on other samples."""
     if sum(p.numel() for p in workload.on_meta().parameters()) > MOST_TRIED:
         return
     try:
         first, again, both, alone = _losses(workload, sequence_length)
-    except Exception as error:  # whatever a model does with sizes that do not go together
+    except Exception as error:  # whatever a model raises for incompatible sizes
         raise UsageError(f"{workload.name} computes no loss ({one_line(error)})") from None
     if losses_differ(first, again):
         raise UsageError(
@@ -480,7 +479,7 @@ def require_steady(workload: Workload, sequence_length: int) -> None:
 
 
 def _losses(workload: Workload, sequence_length: int) -> tuple[float, float, float, float]:
-    """Returns the loss of two samples, again, without dropout, and as the mean of both samples'."""
+    """Returns the loss of two samples: twice in train mode, in eval mode, and one by one (mean)."""
     import torch
 
     model = workload.build(0, saved_weights=False)

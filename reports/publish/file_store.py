@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "parallelism-bench"
 MOST_PARAM, MOST_TAG = 500, 5000
-"""Characters that every MLflow version accepts."""
+"""Most characters that every MLflow version accepts."""
 
 
 def write(results: Results, folder: Path) -> Published:

@@ -100,5 +100,4 @@ def _cell(report: RunReport, record: CellRecord, name: str, folder: Path) -> Non
 
 
 def _plain(value: object) -> object:
-    """Returns text without control characters; other values unchanged."""
     return printable(value) if isinstance(value, str) else value

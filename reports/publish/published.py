@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,6 @@ class Published:
 def quiet() -> Iterator[None]:
     """Allows MLflow's file store, which is opt-in since 3.0, and disables the telemetry of MLflow
     and W&B."""
-    import os
-
     wanted = {
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -48,7 +48,7 @@ def write(results: Results, folder: Path) -> Published:
         ),
         "run_cells": ("Cells of the run that have a record.", len(report.cells)),
         "run_failures": (
-            "Launched cells that failed or diverged though the matrix does not expect it.",
+            "Launched cells without a valid result, unless the matrix expects it.",
             len(report.failed),
         ),
     }
@@ -62,7 +62,7 @@ def write(results: Results, folder: Path) -> Published:
     }
     good = Gauge(
         f"{PREFIX}cell_ok",
-        "1 where every trial finished and parity passed, else 0.",
+        "1 if every trial finished and parity passed, else 0.",
         LABELS,
         registry=registry,
     )

@@ -124,8 +124,8 @@ def many(cells: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page_of_many(cells: int, many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """5,000 cells take at most 15 s, 1 GiB and 8 MB on an idle machine (figures: make bench). The
-    test allows twice the time."""
+    """Report of the cells. On an idle machine, 5,000 take at most 15 s, 1 GiB and 8 MiB (figures:
+    make bench). The test allows twice the time."""
     results = load(many)
     assert (len(results.trials), len(results.steps)) == (cells, STEPS * cells)
     page = tmp_path_factory.mktemp("page") / "page.html"

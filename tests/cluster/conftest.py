@@ -149,7 +149,7 @@ class Slurm:
                 process.kill()
 
     def processes(self) -> list[psutil.Process]:
-        """Processes that jobs run, without the daemons.
+        """Returns the processes of jobs, without the daemons.
 
         The marker in their environment finds them even if they were reparented.
         """
@@ -166,7 +166,7 @@ class Slurm:
         return found
 
     def of_kind(self, *words: str) -> list[psutil.Process]:
-        """Processes of jobs whose command line has all these words."""
+        """Returns processes of jobs whose command line has all these words."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -267,7 +267,7 @@ class Bench:
         return Store(self.results).load([run_id])
 
     def open_trials(self, run_id: str) -> int:
-        """Number of trials without a final record; 1 if the run has not begun."""
+        """Returns the number of trials without a final record; 1 if the run has not begun."""
         store = Store(self.results)
         return (
             len(Runner(store, kept_plan(store, run_id)).open_trials())

@@ -117,10 +117,10 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
 def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     slurm: Slurm, bench: Bench
 ) -> None:
-    """A cancelled job says so, and another job resumes its run.
+    """Another job resumes a cancelled job's run.
 
-    SLURM warns the second job of its time limit up to 30 s early. The job requeues itself, resumes
-    and loses at most one trial.
+    SLURM warns the second job 100 s before its time limit. The job requeues itself, resumes and
+    loses at most one trial.
     """
     told = bench.submit("--matrix", bench.matrix(LONG), "--nodes", "2")
     run_id, job = told["run_id"], told["job"]

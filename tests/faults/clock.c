@@ -1,4 +1,4 @@
-/* Alternates every second between an hour ahead and an hour behind; loaded before libc. */
+/* A clock that alternates every second between an hour ahead and an hour behind, by LD_PRELOAD. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/time.h>

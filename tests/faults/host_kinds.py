@@ -21,7 +21,7 @@ from tests.faults.run_process import Run
 CLOCK = Path(__file__).with_name("clock.c")
 FROZEN_SECONDS = 3.0
 OOM_LIMIT = 3 * 2**29
-"""Bytes for a run, its fork server and two ranks, one of which takes up to 8 GiB."""
+"""Most bytes of a run, its fork server and two ranks, one of which tries to take 8 GiB."""
 
 
 def _do(*words: str | Path) -> None:
@@ -164,7 +164,7 @@ def _enter(group: Path) -> None:
 
 @functools.cache
 def _may_mount() -> bool:
-    """Whether this user is root, and no container forbids mounting."""
+    """Returns whether this user is root and no container forbids mounting."""
     with contextlib.suppress(OSError):
         tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"])
         return os.getuid() == 0 and tried.returncode == 0

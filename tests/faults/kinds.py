@@ -28,7 +28,7 @@ from tests.ranks.conftest import cell
 def of_a_rank(
     fault: str, status: str, reason: str, devices: int = 2, first_step: int = 0
 ) -> Inject:
-    """Returns one of the plug-in's faults, at a random step of the last rank."""
+    """Returns a fault of the strategy `faulty`, at a random step of the last rank."""
 
     def inject(place: Place) -> None:
         tried = cell(
@@ -56,8 +56,8 @@ def nothing(place: Place) -> None:
 
 
 def damage(change: Callable[[bytearray, random.Random], bytes]) -> Inject:
-    """Returns a fault that damages a recorded trial's file, which readers must skip, and the check
-    find and quarantine."""
+    """Returns a fault that damages a recorded trial's file; the folder's check must find it and
+    quarantine it."""
 
     def inject(place: Place) -> None:
         files = place.files()
@@ -68,7 +68,7 @@ def damage(change: Callable[[bytearray, random.Random], bytes]) -> Inject:
         content = change(bytearray(file.read_bytes()), place.chance)
         file.write_bytes(content)
         problems = check_folder(place.store).problems
-        assert [place.store.folder / problem.file for problem in problems] == [file], problems
+        assert [problem.file for problem in problems] == [file], problems
         assert quarantine(place.store, problems[0].file).read_bytes() == content
         place.taken_out.add(str(file))
 

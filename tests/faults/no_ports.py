@@ -1,4 +1,4 @@
-"""python -m tests.faults.no_ports COMMAND...: runs a command in a separate network whose ephemeral
+"""`python -m tests.faults.no_ports COMMAND...` runs a command in a separate network whose ephemeral
 ports are all in use."""
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Run:
         enter: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`results`: replaces the campaign's folder. `before`: a command that runs the one after
-        it. `enter`: called in the new process. `environment`: further variables."""
+        """`results`: replaces the campaign's folder. `before`: command that starts the run's.
+        `enter`: called in the new process. `environment`: further variables."""
         self.place, self.before, self.enter = place, list(before), enter
         self.store = Store(results) if results else place.store
         self.environment = dict(environment or {})

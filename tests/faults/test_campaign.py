@@ -1,5 +1,5 @@
-"""A short campaign with a fixed seed. FAULTS=500 SEED=7 makes it long, with all kinds of faults; a
-seed always gives the same faults. KINDS="a run|a disk" selects kinds with either in their name."""
+"""Fault injection, by default short and with a fixed seed. FAULTS=500 makes it long, with all kinds
+of faults. SEED=7 always gives the same faults. KINDS="a run|a disk" selects kinds by their name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = {
     "two runs write to one folder",
     *HOST_KINDS,
 }
-"""Kinds that start runs in separate processes, or a new fork server, and take ten times as long;
+"""Kinds that take ten times as long, since they start separate runs or a new fork server;
 tests/ranks/test_resume.py kills runs too."""
 LEFT_OUT = left_out(list(KINDS)) if "FAULTS" in os.environ else {}
 CHOSEN = [

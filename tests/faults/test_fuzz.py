@@ -46,7 +46,7 @@ FUZZ = int(os.environ.get("FUZZ", "30"))
 
 
 def fuzzed(inputs: int, share: int = 1) -> settings:
-    """Returns settings. `inputs`: inputs per example. `share`: multiple of FUZZ to try in all."""
+    """Returns settings for `share` times FUZZ inputs, of which each example tries `inputs`."""
     return settings(
         max_examples=max(10, FUZZ * share // inputs),
         database=None,
@@ -175,7 +175,7 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @fuzzed(inputs=1)
 @given(command=COMMANDS, words=st.lists(OPTIONS | WORDS | TEXT, max_size=3))
 def test_arguments_of_commands(command: str, words: list[str], nowhere: Path) -> None:
-    """In a folder without results: a sentence of the suite's own or of the parser's."""
+    """Wrong arguments end in a message of the suite or of its parser, and leave no files."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
@@ -203,7 +203,7 @@ MODEL = b"layers=32,hidden=4096,heads=32,vocabulary=32000"
 def test_arguments_of_plan(
     parts: list[str], number: int, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The model, the device and its links, numbers of devices and samples, and constants."""
+    """Covers the model, the device, its links, numbers of devices and samples, and constants."""
     text, shapes = "".join(parts), [parse_shape("llama-8b")]
     changed = [written.decode("utf-8", "replace") for written in mutated(MODEL, seed, 5)]
     for model in (text, *changed):
@@ -297,7 +297,7 @@ LOG = b"GET https://me:secret@host?token=abcdefgh Authorization: Bearer x passwo
 @fuzzed(inputs=22, share=12)
 @given(text=TEXT, secret=st.text(min_size=8, max_size=20), value=VALUES, seed=SEEDS)
 def test_redaction(text: str, secret: str, value: Any, seed: int) -> None:
-    """What is JSON stays JSON, and a secret does not survive in it."""
+    """JSON stays JSON, and no secret survives."""
     for log in mutated(LOG, seed, 20):
         shown = redacted(log.decode("utf-8", "replace") + secret, (secret,))
         assert secret in "[redacted]" or secret not in shown

@@ -1,4 +1,4 @@
-"""python -m tests.faults.writer FOLDER RUN TRIALS: writes a run as fast as it can, into a results
+"""`python -m tests.faults.writer FOLDER RUN TRIALS` writes a run as fast as it can, into a results
 folder to which others write at the same time."""
 
 from __future__ import annotations

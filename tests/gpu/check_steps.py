@@ -1,5 +1,5 @@
-"""Probes for tests of the driver: they succeed, die or hang. Whenever one starts, it adds a line to
-its file in the folder `$CHECK_STEPS`."""
+"""Probes for test_gpu_check.py, which succeed, die or hang. Each start appends the process id to
+the probe's file in the folder `$CHECK_STEPS`."""
 
 from __future__ import annotations
 

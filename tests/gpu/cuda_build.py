@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def horovod() -> int:
-    """Returns the code of Horovod's NCCL version; its extension loads with all symbols resolved."""
+    """Loads Horovod's extension with all symbols resolved; returns its NCCL version's code."""
     before = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_NOW)
     import horovod.torch as hvd

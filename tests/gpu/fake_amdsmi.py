@@ -1,6 +1,6 @@
-"""ROCm as torch and amd-smi should describe it; never compared with a real host with AMD GPUs.
+"""ROCm as torch and amd-smi should describe it; never compared with a host with real AMD GPUs.
 
-It replaces the module `amdsmi`, with the names, units and "N/A" values of release 7.0.2.
+The fake replaces the module `amdsmi`, with the names, units and "N/A" values of release 7.0.2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank of a world of any size, on tensors without data, for a strategy's set-up and steps.
+"""One rank of a world of any size, which sets up a strategy and takes steps on fake tensors.
 
-It is the rank of rehearsals; harness/planner/rehearsal/world.py lists their substitutions. Its
-tensors are of type `cpu`, or of the type in the environment variable BENCH_FAKE_DEVICE. `cuda`
-needs the preparations of tests/gpu/fake_cuda.py. Two more parts are substituted:
+Rehearsals use the same rank; harness/planner/rehearsal/world.py lists its substitutions. Tensors
+are on the device type in the environment variable BENCH_FAKE_DEVICE, by default `cpu`; `cuda` needs
+tests/gpu/fake_cuda.py. Tests substitute two more parts:
 
 - threads of DataParallel on CPUs run one after the other in the thread with the fake mode;
 - RPC of a parameter server returns tensors of the right shapes on the host.

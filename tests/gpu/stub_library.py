@@ -1,5 +1,4 @@
-"""Stubs of NVIDIA's driver libraries in a few lines of C, which count or refuse calls like the real
-ones."""
+"""Stubs of NVIDIA's driver libraries, in a few lines of C."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millij
     *millijoules = 5000; return state();
 }
 """
-"""Stub of NVML, which answers the process that started it, until that process shuts it down; in a
-forked child, every call returns an error."""
+"""Stub of NVML, which answers only the process that started it; in a forked child, every query
+returns an error."""
 
 CUDA = r"""
 static int calls;
@@ -49,7 +48,7 @@ int cuInitCalls(void) { return calls; }
 /* 3: CUDA_ERROR_NOT_INITIALIZED */
 int cuDeviceGetCount(int *count) { *count = 1; return calls ? 0 : 3; }
 """
-"""Stub of the driver, which counts its initialisations by any library."""
+"""Stub of CUDA's driver library, which counts calls of cuInit by any library."""
 
 
 def compiled(code: str, folder: Path, name: str) -> Path:

@@ -130,7 +130,7 @@ def test_slices_cores_and_missing_links_are_reported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("torch_for_gpus")
 def test_a_driver_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 18: the driver supports an older CUDA than torch's."""
+    """A driver is too old if the newest CUDA that it supports is older than torch's."""
     host = fake_nvml.h100_node()
     host.driver, host.cuda = "570.86.15", 12080
     assert any(
@@ -169,7 +169,7 @@ def test_a_hosts_clocks_are_reported(tmp_path: Path) -> None:
 def test_memory_limits_of_containers_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Docker limits /dev/shm to 64 MiB."""
+    """By default, Docker limits /dev/shm to 64 MiB."""
     import shutil
     from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Finding 21: messages of CUDA's libraries and NCCL when memory runs out or a peer is lost."""
+"""Messages of CUDA's libraries and NCCL when memory runs out or a peer is lost."""
 
 import pytest
 
@@ -66,22 +66,22 @@ OWN_FAILURE = [
 
 
 @pytest.mark.parametrize("text", NO_MEMORY)
-def test_finding_21_each_librarys_out_of_memory_message_is_known(text: str) -> None:
-    """Finding 21: CUBLAS_STATUS_ALLOC_FAILED was not counted as out of memory."""
+def test_each_librarys_out_of_memory_message_is_known(text: str) -> None:
+    """A rank that fails with CUBLAS_STATUS_ALLOC_FAILED, for example, ran out of memory."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("out_of_memory", False)
     assert no_memory(f"before\n{text}\nafter")
 
 
 @pytest.mark.parametrize("text", LOST_PEER)
-def test_finding_21_nccls_messages_about_a_lost_peer_are_known(text: str) -> None:
-    """Finding 21: NCCL's message about a lost rank was taken for the cause."""
+def test_nccls_messages_about_a_lost_peer_are_known(text: str) -> None:
+    """NCCL's message about a lost rank is a consequence, not the cause of a failure."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("failed", True)
 
 
 @pytest.mark.parametrize("text", OWN_FAILURE)
-def test_finding_21_other_messages_stay_the_ranks_own_failure(text: str) -> None:
+def test_other_messages_stay_the_ranks_own_failure(text: str) -> None:
     """A rank itself may cause a timed-out collective, a wrong call or a failed kernel."""
     found = failure(RuntimeError(text))
     assert (found.status, found.consequence) == ("failed", False)

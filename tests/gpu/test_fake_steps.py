@@ -1,8 +1,8 @@
-"""Set-up and a step of torch's strategies on tensors without data: everything is on its device.
+"""Set-up and steps of torch's strategies on fake tensors: each tensor must be on its device.
 
-The tests use fake CPU tensors, or with `python -m tests.gpu.fake_cuda` fake CUDA ones, which reveal
-a tensor left in host memory. Tensors without data cannot show whether training is correct;
-tests/ranks does.
+The tests use CPU tensors, or with `python -m tests.gpu.fake_cuda` CUDA ones, which reveal a tensor
+left in host memory. Fake tensors have no data, so only tests/ranks shows whether training is
+correct.
 """
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ def test_everything_is_on_the_device(cell: Cell, offloads: bool, tmp_path: Path)
 
 
 def ranks_that_differ(cell: Cell) -> list[int]:
-    """Returns the first rank of each pipeline stage, as their layers differ, and any server."""
+    """Returns the first rank of each pipeline stage, as layers differ, and parameter servers."""
     layout = make_strategy(cell).layout(cell.devices)
     stages = range(0, layout.pipeline * layout.tensor, layout.tensor)
     return [*stages, *range(layout.processes - layout.servers, layout.processes)]
 
 
 def take_steps(job: Job, step: TrainStep, offloads: bool = False) -> list[Tensor | None]:
-    """Returns the losses of steps; fails if a tensor is not on the rank's device (or the host)."""
+    """Takes steps and returns their losses; fails if a tensor is on the wrong device."""
     assert job.train_state is not None
     where = torch.device("cpu") if offloads else job.device
     updates: list[set[torch.device | None]] = []

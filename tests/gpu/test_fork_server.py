@@ -1,5 +1,4 @@
-"""Finding 1: ranks are forked from a process that has imported their libraries and must not have
-initialised CUDA."""
+"""Ranks are forked from a process that has imported their libraries, without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def run_with_tripwire(code: str, **environment: str) -> list[str]:
 
 def test_nothing_that_the_fork_server_imports_initialises_cuda() -> None:
     """Covers all imports for matrix full on an 8-GPU host, as in harness/worker/forkserver.py."""
-    # ranks are not forked from this process, which plans
+    # this process only plans, and no rank is forked from it
     wanted = packages(expand(read_matrix("full"), Host("cuda", 8, 80 * 2**30)).cells)
     calls = run_with_tripwire(f"""
 import harness.worker.preload, harness.strategy.registry, harness.worker.worker

@@ -42,7 +42,7 @@ def step(name: str, probe: str = "holds", limit: float = 60) -> dict[str, object
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder in which probes record their starts; the cache is a new one."""
+    """Folder in which probes record their starts; it also holds a new cache."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -245,7 +245,7 @@ def test_a_check_ends_if_nothing_trains_and_tries_again(folder: Path) -> None:
 def test_another_machine_goes_on_with_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the same machine, the check also continues if its folder was emptied meanwhile."""
+    """On the same machine, the check also continues if its report was deleted."""
     plan = plan_file(folder, probes=[step("one")])
     check(folder, plan)
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(folder / "other cache"))

@@ -87,7 +87,7 @@ def test_each_step_is_an_existing_command_or_probe() -> None:
 
 
 def seconds_of(steps: Sequence[Step], kept: set[str]) -> float:
-    """Predicts the time of consecutive commands; `kept` has stored references and gets new ones."""
+    """Predicts the seconds of consecutive commands. `kept`: keys of stored references, extended."""
     total = 0.0
     for step in steps:
         total += COMMAND_SECONDS

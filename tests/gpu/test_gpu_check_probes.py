@@ -16,7 +16,7 @@ static int started = 0;
 int cuInit(unsigned flags) { started = 1; return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return started ? 0 : 3; }
 """
-"""Stub of CUDA's driver library, which answers only after its start."""
+"""Stub of CUDA's driver library, which answers only after cuInit."""
 
 
 def found(name: str) -> dict[str, object]:
@@ -51,7 +51,7 @@ def test_weights_and_float8_have_an_answer() -> None:
 
 
 def test_a_library_that_starts_cuda_by_itself_is_detected(tmp_path: Path) -> None:
-    """torch.cuda.is_initialized() only knows about torch's calls."""
+    """The driver is asked: torch.cuda.is_initialized() only knows about torch's calls."""
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
     flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]

@@ -68,7 +68,7 @@ def test_an_old_driver_means_cpu_and_says_why(
     cuda: int,
     reason: str | None,
 ) -> None:
-    """Finding 18: with an old driver, the device was `cuda` and every rank failed."""
+    """With an old driver, every rank on device `cuda` would fail."""
     host = h100_node()
     host.driver, host.cuda = driver, cuda
     install(monkeypatch, host)
@@ -97,7 +97,7 @@ def test_a_gpu_that_torch_has_no_code_for_means_cpu(
     built: list[str],
     usable: bool,
 ) -> None:
-    """Finding 18: torch 2.13 for CUDA 13 has no code for Volta."""
+    """For example, torch 2.13 for CUDA 13 has no code for Volta (7.0)."""
     host = rtx_4090()
     host.gpus[0].capability, host.gpus[0].name = capability, "Tesla V100"
     install(monkeypatch, host)
@@ -131,7 +131,7 @@ def test_without_gpus_there_is_nothing_to_report(monkeypatch: pytest.MonkeyPatch
 def test_a_runs_row_names_versions_settings_and_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Findings 14 and 21: rows of one-node runs have them too."""
+    """One-node runs record them too; NVML is closed again, and CUDA never started."""
     host = h100_node()
     host.gpus[7].enforced_limit_milliwatts = 500_000
     row = run_row(monkeypatch, host)
@@ -178,7 +178,7 @@ def test_unused_gpus_are_recorded_with_the_reason(monkeypatch: pytest.MonkeyPatc
 def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 21: NVLink was never recorded. Here four links join GPUs 0 and 1 of four."""
+    """Four NVLinks join GPUs 0 and 1; GPUs 2 and 3 have none."""
     host = h100_node()
     del host.gpus[4:]
     host.gpus[3].numa_node = 1
@@ -202,7 +202,7 @@ def test_direct_links_count_by_pair_and_the_rest_is_the_bus(
 def test_nvlink_versions_need_no_names_in_pynvml(
     monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """nvidia-ml-py lacks NVML_NVLINK_VERSION_6_0 before 13.610, and all versions before 12.570."""
+    """Before 13.610, nvidia-ml-py lacks NVML_NVLINK_VERSION_6_0; before 12.570, all versions."""
     host = h100_node()
     names = [name for name in vars(pynvml) if name.startswith("NVML_NVLINK_VERSION_")]
     name = next((name for name in names if getattr(pynvml, name) == version), "")
@@ -226,7 +226,7 @@ def test_a_slice_has_the_settings_of_its_gpu(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_power_limits_and_other_error_correction_are_other_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 14: a power-capped node counted as equal hardware."""
+    """Both may change a GPU's speed, but not that of CPU cells."""
     plain = hardware_of(run_row(monkeypatch, h100_node()))
     capped, uncorrected = h100_node(), h100_node()
     for device in capped.gpus:

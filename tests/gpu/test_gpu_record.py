@@ -1,4 +1,4 @@
-"""What a trial records about its GPUs, and how readers of its figures learn about it."""
+"""What a trial records about its GPUs, and how reports show it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def use(throttled: float, **more: Any) -> GpuUse:
 
 
 def test_memory_of_each_rank_is_recorded_by_kind() -> None:
-    """Finding 13: the allocator's memory, NVML's, the context's and the host's are recorded."""
+    """Kinds: torch's allocator, NVML's figure for the process, CUDA context, host memory."""
     ranks = [
         answer(
             rank,
@@ -129,7 +129,7 @@ def test_a_trial_of_a_gpu_cell_is_looked_at_before_and_after(
     tmp_path: Path,
     device: str,
 ) -> None:
-    """Finding 14: only the cell's GPUs are read, and its own rank, still alive, is left out."""
+    """Only the cell's GPUs are read; its own rank, if still alive, is not another process."""
     host = install(monkeypatch, h100_node())
     cell = Cell(strategy="ddp", devices=2, device=device)
     runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1), _gpus=GpuLook())
@@ -167,7 +167,6 @@ WHO = f"{CAUSES['shared']} 1"
 
 
 def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Path) -> None:
-    """Finding 14: a disturbed trial has its mark and the reason."""
     text = page_of(noisy(tmp_path / "noisy"), tmp_path).text
     assert "ddp ¶" in text.replace("ddp¶", "ddp ¶")
     assert "fsdp2¶" not in text.replace("fsdp2 ¶", "fsdp2¶")
@@ -209,7 +208,7 @@ def test_a_comparison_names_them(tmp_path: Path) -> None:
 
 
 def test_lists_by_rank_are_never_null() -> None:
-    """Readers get empty lists for older and left-out trials, as in all other columns by rank."""
+    """Trials that never ran have empty lists, so that readers need not check for null."""
     from tests.unit.recording import left_out_fields
 
     row = left_out_fields("r", CELL, "refused", "no")

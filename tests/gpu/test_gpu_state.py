@@ -74,7 +74,7 @@ def test_reasons_are_decoded_as_nvml_numbers_them() -> None:
 
 
 def test_a_look_has_a_gpus_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 14: a look reads clocks, reasons, heat, power, errors and processes."""
+    """The state has clocks, slowdown reasons, temperature, power, errors and processes."""
     host = install(monkeypatch, h100_node(), "5,6")
     host.gpus[6].processes = [(4711, 2 * GIB)]
     looked = GpuLook().states(2)
@@ -131,7 +131,6 @@ def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
     changed: dict[str, object],
     words: str | None,
 ) -> None:
-    """Finding 14: a throttled trial is marked like a disturbed CPU trial."""
     state = replace(COOL, **changed)  # type: ignore[arg-type]
     told = record(before=state)
     expected = [f"GPU 3 just before: {words}"] if words else []
@@ -140,7 +139,6 @@ def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
 
 
 def test_another_process_before_or_after_marks_the_trial() -> None:
-    """Finding 14: a shared trial is marked."""
     host = h100_node()
     with pytest.MonkeyPatch.context() as patch:
         install(patch, host)
@@ -154,7 +152,7 @@ def test_another_process_before_or_after_marks_the_trial() -> None:
 
 
 def test_a_power_limit_below_the_default_is_marked_if_it_held_the_gpu_back() -> None:
-    """Finding 14: a lowered limit slows a GPU; at the default one, a busy GPU is usually capped."""
+    """A lowered limit slows a GPU; at the default one, a busy GPU is usually capped."""
     lowered = replace(COOL, power_limit_watts=450.0, reasons=("power cap",))
     words = "GPU 3: held back by a power limit of 450 W; the default is 700 W"
     use = GpuUse(("GPU-x",), 10.0, {"power": 9.0}, (lowered,))
@@ -173,7 +171,7 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
     seconds: float,
     is_marked: bool,
 ) -> None:
-    """Finding 14: only two stretches of five seconds count; counters start with the driver."""
+    """Only the two timed stretches of 5 s count; the counters run since the driver's start."""
     host = h100_node()
     thermal, power = pynvml.NVML_PERF_POLICY_THERMAL, pynvml.NVML_PERF_POLICY_POWER
     clock = iter([0.0, 5.0, 100.0, 105.0])
@@ -200,7 +198,7 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
 def test_energy_is_that_of_all_devices_of_a_rank(
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Finding 12: DataParallel drives eight GPUs in one process; only the first one counted."""
+    """DataParallel drives eight GPUs in one process, and all of them count."""
     host = h100_node()
     energy = Energy.of(RankGpus(cuda(host)), first_of_node=True)
     energy.start()
@@ -211,7 +209,7 @@ def test_energy_is_that_of_all_devices_of_a_rank(
 
 
 def test_energy_of_a_slice_is_unknown(cuda: Callable[[FakeNvml], list[torch.device]]) -> None:
-    """Finding 12: the counter covers the whole GPU, including other slices."""
+    """NVML's counter covers the whole GPU, including other slices."""
     host = a100_in_slices()
     devices = cuda(host)
     assert RankGpus(devices[:1]).joules() is None
@@ -221,7 +219,7 @@ def test_energy_of_a_slice_is_unknown(cuda: Callable[[FakeNvml], list[torch.devi
 def test_memory_outside_the_allocator_is_separate(
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Finding 13: NVML's bytes of this process include the context and NCCL's buffers."""
+    """NVML's bytes of this process include the context and NCCL's buffers."""
     host = h100_node()
     devices = cuda(host)
     for number, device in enumerate(host.gpus):
@@ -238,7 +236,7 @@ def test_memory_of_a_process_that_nvml_does_not_name_is_unknown(
     cuda: Callable[[FakeNvml], list[torch.device]],
     processes: list[tuple[int, int | None]],
 ) -> None:
-    """Finding 13: NVML may give the host's process ids in a container; WSL hides the bytes."""
+    """NVML may give the host's process ids in a container; WSL hides the bytes."""
     host = h100_node()
     host.gpus[0].processes = processes
     use = RankGpus(cuda(host)[:1]).use()
@@ -258,7 +256,7 @@ def test_peaks_and_limit_are_those_of_all_devices(
     monkeypatch: pytest.MonkeyPatch,
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """Findings 12 and 13: both covered GPU 0 alone, and the host's peak was unknown."""
+    """Peaks are the fullest GPU's, the limit holds on each, and host memory has a peak too."""
     devices = cuda(h100_node())
     called: list[tuple[str, object]] = []
 

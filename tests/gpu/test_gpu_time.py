@@ -1,4 +1,4 @@
-"""Breakdown of a GPU's step time, from events named like real kernels, and how readers see it."""
+"""Breakdown of a GPU's step time, from events named like real kernels, and how it is shown."""
 
 from __future__ import annotations
 
@@ -198,8 +198,8 @@ PROFILE = profile_of(
 
 
 def test_the_gap_to_the_cards_own_rate_by_hand() -> None:
-    """The step takes 1 s, or 0.8 s without the profiler, which shortens only idle time. Its
-    products take 0.3 s at the measured rate."""
+    """The step takes 1 s. Without the profiler it takes 0.8 s, and only idle time is shorter. At
+    the measured rate, its matrix products take 0.3 s."""
     assert PROFILE.gpu_matmul_seconds == (0.4, 0.4)
     assert PROFILE.gpu_communication_seconds == (0.0, 0.1)
     found = gpu_time(PROFILE, 240e12, 800e12)
@@ -222,7 +222,7 @@ def test_the_gap_to_the_cards_own_rate_by_hand() -> None:
 
 
 def test_the_gap_if_rates_are_unknown_or_exceeded() -> None:
-    """Without a measured rate, products stay one part; products above it leave no gap."""
+    """Without a measured rate, products stay one part; faster ones than measured leave no gap."""
     unknown = gpu_time(PROFILE, 240e12, None)
     assert unknown is not None
     assert unknown.seconds["matmul"] == pytest.approx(0.4)
@@ -285,7 +285,7 @@ def recorded(folder: Path, measured: SpeedMeasurement = MEASURED) -> Results:
 
 
 def test_a_reader_is_told_both_shares(tmp_path: Path) -> None:
-    """Each of two GPUs reaches 376 TFLOP/s: 38 % of 989 and 47 % of 800."""
+    """Each GPU reaches 376 TFLOP/s: 38 % of the data sheet's 989, 47 % of the measured 800."""
     results = recorded(tmp_path / "results")
     told = commands.told(show, "ddp", "--results", str(tmp_path / "results"))
     for figure in ("38 %", "989 TFLOP/s", "47 %", "800 TFLOP/s"):

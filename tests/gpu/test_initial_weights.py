@@ -1,5 +1,4 @@
-"""Finding 3: CPU and GPU generators give different weights, so every rank of a GPU cell draws on a
-GPU."""
+"""CPU and GPU generators give different weights, so every rank of a GPU cell draws on a GPU."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ def test_every_rank_draws_its_weights_on_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 3: parameter servers and offloading ranks drew weights with the CPU's generator."""
+    """This includes parameter servers and offloading ranks, which keep them in host memory."""
     cell, layout = cell_of(name, options)
     for rank in range(layout.processes):
         with monkeypatch.context() as patched:
@@ -123,7 +122,7 @@ def test_every_rank_draws_its_weights_on_a_gpu(
 
 
 def test_no_strategy_bypasses_the_job() -> None:
-    """Finding 3: a model built without the job would choose its own generator."""
+    """A model built without the job would choose its own generator."""
     files = [*(Path(worker.__file__).parents[1] / "strategies").glob("*.py")]
     assert files
     for file in files:
@@ -146,7 +145,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("keeps_on", ["cuda", "cpu"])
 def test_random_numbers_come_from_the_gpu(keeps_on: str) -> None:
-    """Finding 3, on fake CUDA tensors: wherever the model is kept, its weights come from a GPU."""
+    """Wherever the model is kept, its weights are drawn on a GPU, here with fake CUDA tensors."""
     if os.environ.get("BENCH_FAKE_DEVICE") != "cuda":
         pytest.skip("needs torch's CUDA build: python -m tests.gpu.fake_cuda")
     from tests.gpu.fake_world import CopyableFakeMode, swap_if_changed

@@ -1,4 +1,4 @@
-"""Finding 20: NCCL cannot bypass emulated links."""
+"""NCCL cannot bypass emulated links."""
 
 import json
 import os
@@ -13,11 +13,8 @@ from harness.worker.worker import _prepare_process
 
 
 @pytest.mark.parametrize(("links", "kept"), [("10gbit", True), ("", False)])
-def test_finding_20_ranks_over_an_emulated_link_get_tcp_alone(
-    links: str, kept: bool, tmp_path: Path
-) -> None:
-    """Finding 20: InfiniBand, shared memory and NVLink bypass a network namespace; NCCL reads these
-    variables before it chooses."""
+def test_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_path: Path) -> None:
+    """Emulated links join network namespaces, which InfiniBand, shared memory and NVLink bypass."""
     axes: dict[str, Any] = {
         "strategy": "ddp",
         "workload": "llama-micro",

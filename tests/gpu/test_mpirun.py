@@ -1,4 +1,4 @@
-"""Finding 19: mpirun in an allocation of several nodes keeps a trial on its own node."""
+"""In an allocation of several nodes, mpirun keeps a trial on its own node."""
 
 import shutil
 import socket
@@ -25,11 +25,10 @@ TWO_NODES = {
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
-def test_finding_19_mpirun_stays_on_its_node_in_an_allocation_of_two(
+def test_mpirun_stays_on_its_node_in_an_allocation_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 19: Open MPI read the allocation from SLURM's variables and tried to start ranks on
-    its nodes."""
+    """By default, Open MPI reads SLURM's variables and starts ranks on all nodes."""
     for name, value in TWO_NODES.items():
         monkeypatch.setenv(name, value)
     write = "import os, pathlib, socket, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']"

@@ -1,4 +1,4 @@
-"""Targets for which scripts/native.sh --plan would build Horovod, on machines of stub programs.
+"""What scripts/native.sh --plan would build Horovod for, on machines made of stub programs.
 
 `make setup-cuda-check` really builds it.
 """
@@ -114,7 +114,7 @@ def plan(folder: Path, torch: str, driver: bool, toolkit: str, setting: str = "a
 def test_what_horovod_is_built_for(
     tmp_path: Path, torch: str, driver: bool, toolkit: str, setting: str, expected: str
 ) -> None:
-    """Finding 2: builds were always for the CPU alone, or with any toolkit if torch had CUDA."""
+    """Builds for GPUs need a driver, or a setting, and a compiler of torch's major CUDA version."""
     assert plan(tmp_path, torch, driver, toolkit, setting) == expected.format(folder=tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_torch_without_a_visible_gpu_still_says_what_it_has_code_for(tmp_path:
 def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 2: if the NCCL build fails, set-up builds Horovod for the CPU; CPU cells can run."""
+    """If the NCCL build fails, set-up builds Horovod for the CPU, so CPU cells can run."""
     failure = Unbuilt(
         "horovod",
         "0.28.1",

@@ -47,7 +47,7 @@ def test_visible_devices_are_those_that_cuda_shows(
     variable: str | None,
     numbers: list[int],
 ) -> None:
-    """Finding 18: NoDevFiles, shortened UUIDs and numbers out of range raise no error."""
+    """NoDevFiles, shortened UUIDs and numbers out of range raise no error."""
     host = install(monkeypatch, h100_node(), variable)
     assert [device.index for device in visible_gpus()] == numbers
     assert gpus() == tuple((host.gpus[i].name, host.gpus[i].memory_bytes) for i in numbers)
@@ -97,7 +97,7 @@ def test_a_process_sees_one_mig_slice(
     variable: str | None,
     uuids: list[str],
 ) -> None:
-    """Finding 18: UUIDs of slices may be shortened; CUDA shows one slice and no other GPU."""
+    """UUIDs of slices may be shortened; CUDA shows one slice and no other GPU."""
     install(monkeypatch, a100_in_slices(), variable)
     assert [device.uuid[:12] for device in visible_gpus()] == uuids
 
@@ -118,7 +118,7 @@ def test_a_gpu_in_mig_mode_without_slices_cannot_be_used(monkeypatch: pytest.Mon
 
 
 def test_cores_are_those_near_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: GPUs 4 to 7 are on the second socket, whose cores take more than one word."""
+    """GPUs 4 to 7 are on the second socket, whose cores exceed the mask's first 64-bit word."""
     install(monkeypatch, h100_node(), "6,0")
     assert nearby_cores(0) == tuple(range(56, 112))
     assert nearby_cores(1) == tuple(range(56))
@@ -151,7 +151,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_reading_nvml_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 1: initialising CUDA in the parent makes every forked rank fail."""
+    """Initialising CUDA in the parent makes every forked rank fail."""
     install(monkeypatch, h100_node())
     visible_gpus()
     assert not torch.cuda.is_initialized()

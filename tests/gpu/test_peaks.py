@@ -1,4 +1,4 @@
-"""Finding 17: a GPU is identified by its whole product name, never by a part of it."""
+"""A GPU is identified by its whole product name, never by a part of it."""
 
 import pytest
 
@@ -29,11 +29,8 @@ from harness.host.gpu_models import peak_flops_per_second
         ("Tesla V100-SXM2-16GB", 15.7e12, None),
     ],
 )
-def test_finding_17_each_product_has_its_own_peaks(
-    name: str, fp32: float, bf16: float | None
-) -> None:
-    """Finding 17: L40 was taken for L4, A10G for A10, NVL for SXM. Before Ampere, GPUs have no bf16
-    tensor cores."""
+def test_each_product_has_its_own_peaks(name: str, fp32: float, bf16: float | None) -> None:
+    """L40 is no L4, A10G no A10, NVL no SXM. GPUs before Ampere have no bf16 tensor cores."""
     assert peak_flops_per_second(name, "fp32") == fp32
     assert peak_flops_per_second(name, "bf16") == bf16
 
@@ -54,8 +51,8 @@ def test_finding_17_each_product_has_its_own_peaks(
         "NVIDIA T4G",
     ],
 )
-def test_finding_17_unlisted_products_have_no_peak(name: str) -> None:
-    """Finding 17: names that only contain a product's name, and slices of GPUs, have no peak."""
+def test_unlisted_products_have_no_peak(name: str) -> None:
+    """Names that only contain a product's name, and slices of GPUs, have no peak."""
     for precision in ("fp32", "bf16", "fp16"):
         assert peak_flops_per_second(name, precision) is None
 

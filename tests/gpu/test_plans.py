@@ -1,5 +1,5 @@
-"""Plans of each matrix for hosts with 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GiB. No cell is
-refused, and all fit."""
+"""Plans of each matrix for hosts with 1, 2, 4 and 8 GPUs of 24, 40, 80 and 141 GB. No cell is
+refused, and all fit in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def planned(matrix: str, number: int, card: str) -> Expanded:
 
 
 def references(cells: Iterator[Cell]) -> dict[str, Cell]:
-    """Returns reference cells by the key they are stored under."""
+    """Returns cells and fp32 twins by the key of their reference."""
     both = itertools.chain.from_iterable((cell, in_fp32(cell)) for cell in cells)
     return {reference_key(cell): cell for cell in both if cell}
 
@@ -72,8 +72,8 @@ def references(cells: Iterator[Cell]) -> dict[str, Cell]:
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card: str) -> None:
-    """Finding 9: micro-batches, heads, blocks and batches divide at every count. Without enough
-    GPUs, the reason names the host's number."""
+    """Micro-batches, heads, blocks and batches divide at every GPU count. If cells need more GPUs,
+    the reason names the host's number."""
     found = planned(matrix, number, card)
     assert found.cells
     refused = {left.cell.name: left.reason for left in found.left_out if left.status == "refused"}
@@ -86,8 +86,7 @@ def test_no_size_that_the_matrix_chose_is_refused(matrix: str, number: int, card
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_cells_timed_in_bf16_keep_a_gpu_busy(matrix: str, number: int, card: str) -> None:
-    """Finding 8: 256 fp32 tokens per GPU take so much or so little computing that the share of
-    communication is wrong."""
+    """With fewer than 4096 tokens per GPU, the share of communication would be unrealistic."""
     found = planned(matrix, number, card)
     timed = [cell for cell in found.cells if cell.id not in found.once]
     halves = [
@@ -101,9 +100,7 @@ def test_cells_timed_in_bf16_keep_a_gpu_busy(matrix: str, number: int, card: str
     assert matrix == "precision" or len(halves) > len(others), (
         "only a few cells ask for fp32 or fp16 by name"
     )
-    assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw"), (
-        "finding 6"
-    )
+    assert all(cell.learning_rate == 1e-4 for cell in timed if cell.optimizer == "adamw")
 
 
 def method(cell: Cell) -> tuple[str, str, str]:
@@ -112,7 +109,7 @@ def method(cell: Cell) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("matrix", ["full", "quick", "smoke", "scaling"])
 def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> None:
-    """Finding 8: one fp32 launch of a strategy shows errors that bf16's tolerance would hide."""
+    """One fp32 launch of a strategy shows errors that bf16's tolerance would hide."""
     found = planned(matrix, 8, "H100 80GB HBM3")
     twins = [cell for cell in found.cells if cell.id in found.once]
     assert {cell.precision for cell in twins} == {"fp32"}
@@ -137,7 +134,7 @@ def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> 
 @pytest.mark.parametrize(("number", "card"), HOSTS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str) -> None:
-    """Findings 4 and 11: each takes at most 60 % of a GPU; together they fit the disk limit."""
+    """Each takes at most 60 % of a GPU's memory; together they fit the disk limit."""
     every = references(iter(planned(matrix, number, card).cells))
     assert sum(map(kept_bytes, every.values())) <= DEFAULT_LIMIT_GIB * GIB
     largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
@@ -174,14 +171,14 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
 @pytest.mark.parametrize("matrix", ["full", "compile", "tune"])
 @pytest.mark.parametrize("number", [1, 8])
 def test_compiled_cells_stand_next_to_plain_ones(matrix: str, number: int) -> None:
-    """Compiled cells are timed, in the setting of the same strategy uncompiled."""
+    """Compiled cells are timed alongside the same strategy uncompiled, in the same setting."""
     found = planned(matrix, number, "H100 80GB HBM3")
     timed = [cell for cell in found.cells if cell.id not in found.once]
     plain = {cell.model_copy(update={"system": ""}).id for cell in timed}
     compiled = [cell for cell in timed if cell.compile != "none"]
     expected = set() if (matrix, number) == ("full", 8) else {"ddp", "fsdp2"}
     assert expected <= {cell.strategy for cell in compiled if cell.devices == number}
-    assert bool(compiled) == bool(expected), "eight GPUs have no time for more in full"
+    assert bool(compiled) == bool(expected), "on eight GPUs, full has no time for compiled cells"
     graphs = {cell.strategy for cell in compiled if cell.compile == "block_cudagraphs"}
     assert graphs == {"full": set(), "compile": {"single", "ddp"}, "tune": {"ddp"}}[matrix]
     alike = {"compile": "none", "recompute": "none", "system": "", "micro_batches": 1}
@@ -199,8 +196,8 @@ def test_smaller_gpus_have_sizes_of_their_own() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_full_on_eight_gpus_is_expected_within_an_hour(card: str) -> None:
-    """Finding 10: the hour includes fp32 twins. References and second runs, in each precision, are
-    kept for the next run. The inputs are in harness/run/expected.py."""
+    """The hour includes fp32 twins, but not references, which are kept for the next run. The
+    prediction's constants are in harness/run/expected.py."""
     found, name = planned("full", 8, card), f"NVIDIA {card}"
     plan = Plan.new(
         "full", found.cells, read_matrix("full").trials_on(host(8, card)), (), once=found.once
@@ -223,7 +220,7 @@ def test_float8_is_compared_with_the_same_in_bf16_on_gpus(card: str, number: int
 
 
 def test_time_limits_follow_from_what_a_trial_takes() -> None:
-    """Finding 10: limits are 8 times the prediction, at least 2 minutes, and not in a cell's id."""
+    """Each cell's time limit is at least five times its predicted time."""
     for cell in planned("full", 8, "L4").cells:
         assert cell.time_limit_seconds >= 5 * trial_seconds(cell, 1, "NVIDIA L4"), cell.name
 

@@ -44,31 +44,28 @@ def pinned(
 
 
 def test_each_rank_gets_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: each rank got one of the first cores, even for GPUs of the other socket."""
+    """A rank is pinned to cores of its GPU's socket."""
     assert pinned(monkeypatch, 4, 4) == [tuple(range(n, n + 8)) for n in (0, 8, 16, 24)]
 
 
 def test_a_process_that_drives_all_gpus_gets_the_cores_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 7."""
     assert pinned(monkeypatch, 4, 1) == [tuple(range(32))]
 
 
 def test_a_server_may_use_all_cores_and_takes_none_from_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 7."""
     assert pinned(monkeypatch, 2, 3) == [tuple(range(8)), tuple(range(8, 16)), tuple(range(32))]
 
 
 def test_cores_that_are_not_allowed_are_not_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: if only one socket's cores are allowed, GPUs of both sockets share them."""
+    """If only one socket's cores are allowed, GPUs of both sockets share them."""
     assert pinned(monkeypatch, 4, 4, cores=4) == [(0,), (1,), (2,), (3,)]
 
 
 def test_hardware_threads_stay_with_their_core() -> None:
-    """Finding 7."""
     from harness.host.cores import share_cores
 
     cores = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -118,7 +115,7 @@ def loop_on_gpus(devices: int, layout: Layout) -> Loop:
 def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 15: one thread made each batch within the step and copied it from pageable memory."""
+    """Copies do not block, and batches are right even if steps are fetched out of order."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(1, Layout())
     batches = [loop.batches.fetch(step) for step in (0, 1, 2, 5, 1)]
@@ -134,7 +131,7 @@ def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
 def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 12: DataParallel's step was timed by its first GPU alone."""
+    """DataParallel drives several GPUs, and its step ends with the slowest."""
     gpu = Copies(monkeypatch)
     loop = loop_on_gpus(4, Layout(data=4, devices_per_process=4))
     loop.synchronize()
@@ -143,8 +140,7 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
 
 
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 16: a reduce-scatter on GPUs was counted as gloo's, which sends twice as much as
-    NCCL's ring."""
+    """For a reduce-scatter, gloo sends twice as much as NCCL's ring."""
     from harness.worker import rank_profile as module
     from harness.worker.rank_answer import RankAnswer
 
@@ -170,8 +166,7 @@ def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatc
 def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 2: Horovod was assumed to average in host memory, but its background thread throws
-    and shuts down."""
+    """On CUDA tensors, a CPU build's background thread throws and shuts down."""
     from harness.spec.errors import Unavailable
     from harness.strategies import _horovod
     from harness.strategies.horovod import Horovod
@@ -211,7 +206,7 @@ class ThreadedReplica(torch.nn.Module):
 def test_replicas_of_data_parallel_compute_in_the_cells_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch passes no autocast dtype to its replicas: threads use fp16 on GPUs, bf16 on CPUs."""
+    """Replicas' threads get no autocast dtype from torch: they use fp16 on GPUs, bf16 on CPUs."""
     from harness.strategies import data_parallel
 
     cell = Cell(

@@ -1,4 +1,4 @@
-"""Reference runs on GPUs: they fit device and disk, depend on the kind of GPU and have noise."""
+"""Reference runs on GPUs fit device and disk, and depend on the GPU; their noise is measured."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str,
 def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
     cache: Path, tmp_path: Path
 ) -> None:
-    """Finding 4: with llama-1b, the batch of eight devices in one piece took 235 GiB."""
+    """In one piece, the batch of eight devices would take 235 GiB with llama-1b."""
     launches = Launches([2.0, 1.0])
     references(tmp_path, [ON_GPU], launches)
     (first,) = launches.cells  # so large a batch is not rerun for its noise
@@ -108,7 +108,7 @@ def test_a_reference_accumulates_gradients_so_that_it_fits_one_gpu(
 def test_a_reference_normalises_over_the_ranks_batches(
     cache: Path, tmp_path: Path, strategy: str, parts: int
 ) -> None:
-    """Finding 4: statistics over other parts of the batch change the training."""
+    """Batch norm's statistics over other parts of the batch would change the training."""
     launches = Launches([2.0, 1.0])
     axes = {"workload": "resnet-micro", "data": "images", "strategy": strategy}
     references(tmp_path, [ON_GPU.model_copy(update=axes)], launches)
@@ -121,7 +121,7 @@ def test_a_reference_normalises_over_the_ranks_batches(
 def test_batch_norm_over_all_ranks_has_noise_in_fp32_on_a_cpu(
     cache: Path, tmp_path: Path, strategy: str, parts: list[int]
 ) -> None:
-    """Its ranks add up parts of the batch, and dividing by the deviation amplifies rounding."""
+    """Ranks add up parts of the batch; dividing by the standard deviation amplifies rounding."""
     launches = Launches([2.0, 1.0])
     axes = {"workload": "resnet-micro", "data": "images", "strategy": strategy, "device": "cpu"}
     (reference,) = references(tmp_path, [SMALL.model_copy(update=axes)], launches).values()
@@ -136,7 +136,7 @@ def test_on_a_cpu_it_takes_its_batch_whole_and_runs_once(cache: Path, tmp_path: 
 
 
 def test_on_a_cpu_its_losses_go_on_after_the_segment(cache: Path, tmp_path: Path) -> None:
-    """A trial that takes a few more steps then needs no other run."""
+    """A trial that takes a few more steps then needs no second reference run."""
     launches = Launches([2.0, 1.0, 0.5])
     on_cpu = ON_GPU.model_copy(update={"device": "cpu", "parity_steps": 10})
     (reference,) = references(tmp_path, [on_cpu], launches).values()
@@ -177,7 +177,7 @@ def test_the_drift_of_rounding_is_measured_only_if_a_trial_needs_it(
 
 
 def test_the_noise_of_a_reference_is_measured_once_and_kept(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: the effect of rounding alone is measured before a strategy is judged."""
+    """The effect of rounding alone is measured before a strategy is judged."""
     launches = Launches([2.0, 1.0002], update=3e-3)
     (reference,) = references(tmp_path, [SMALL], launches).values()
     one, other = launches.cells
@@ -200,7 +200,7 @@ def test_a_noise_run_that_does_not_stay_finite_gives_no_noise(cache: Path, tmp_p
 
 
 def test_the_batch_of_eight_gpus_is_not_run_a_second_time(cache: Path, tmp_path: Path) -> None:
-    """Finding 6: one GPU takes eight times as long as for its own batch, with equal noise."""
+    """It would take one GPU eight times as long as its own batch, and show equal noise."""
     launches = Launches([2.0, 1.0002])
     references(tmp_path, [ON_GPU], launches)
     assert len(launches.cells) == 1
@@ -246,8 +246,7 @@ def key_on(monkeypatch: pytest.MonkeyPatch, name: str, cores: int | None, cell: 
 
 
 def test_a_reference_depends_on_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 5: CUDA's random numbers, and so the weights, depend on the number of
-    multiprocessors."""
+    """CUDA's random numbers, and so the weights, depend on the number of multiprocessors."""
     h100 = key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
     assert h100 == key_on(monkeypatch, "NVIDIA H100 80GB HBM3", 16896, ON_GPU)
     others = [
@@ -265,7 +264,7 @@ def test_a_cpus_reference_is_the_same_next_to_any_gpu(monkeypatch: pytest.Monkey
 
 
 def test_untrained_tensors_are_checked_but_not_stored(tmp_path: Path) -> None:
-    """Finding 11: next to an adapter of 1 MiB, llama-1b's files had 4 GiB of untrained weights."""
+    """Next to an adapter of 1 MiB, llama-1b's untrained weights would take 4 GiB."""
     import torch
 
     workload = make_workload("llama-nano+lora")
@@ -299,7 +298,7 @@ def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
 def test_the_least_recently_used_are_cleared_beyond_the_limit(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: references of `full` filled 50 GiB of a home folder without asking."""
+    """References that the run needs are kept, however long unused."""
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", str(2.5e6 / 2**30))
     oldest, older, recent = (
         kept(cache, name, 10**6, age) for name, age in (("a", 9e5), ("b", 8e5), ("c", 60))
@@ -317,7 +316,7 @@ def test_the_least_recently_used_are_cleared_beyond_the_limit(
 def test_another_run_writes_and_clears_while_room_is_made(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run failed if another run renamed a file after the folder was listed."""
+    """Files that another run renames or deletes after the listing are no error."""
     monkeypatch.setenv("PARALLELISM_BENCH_REFERENCES_GIB", "0")
     written, cleared = (kept(cache, name, 1000, 9e5) for name in ("written", "cleared"))
     (written / "final.another-host.1.tmp").touch()
@@ -340,7 +339,7 @@ def test_another_run_writes_and_clears_while_room_is_made(
 def test_too_little_disk_is_reported_before_anything_runs(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: one sentence says how much is needed and where."""
+    """One sentence says how much is needed and where."""
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
@@ -354,8 +353,7 @@ def test_too_little_disk_is_reported_before_anything_runs(
 def test_too_little_disk_leaves_no_run_behind(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 11: the run's row was written before the disk check, so an empty run was shown from
-    then on."""
+    """The disk is checked before the run's row is written, or an empty run would be listed."""
     from bench.cli.run import run
 
     monkeypatch.setattr("harness.parity.reference_runs.kept_bytes", lambda _: 2**60)

@@ -14,11 +14,11 @@
 | a cold start taken for a hang | test_hang.py |
 | DataParallel on one GPU is `single` | here |
 
-Three things are not tested. The size of cuBLAS's workspace needs a GPU. torch allocates it, so it
-counts against a budget like a tensor, and a smaller budget ends in torch's out-of-memory error
+Three things are not tested. The size of cuBLAS's workspace needs a GPU. As torch allocates it, it
+counts against a memory budget like a tensor; too small a budget ends in torch's out-of-memory error
 (test_failure_texts.py). The architectures of bitsandbytes' kernels are in compressed sections that
-only CUDA's tools read. FSDP1's offload on several ranks fails with a CPU as compute device: torch
-takes offloaded gradients for the device's own and adds to them.
+only CUDA's tools read. FSDP1's offload on several ranks fails if they compute on a CPU: torch
+mistakes offloaded gradients for those on the device and adds to them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def deviations(ranks: int, folder: Path, strategy: str, *options: dict[str, Any]) -> list[float]:
-    """Returns the deviation from plain training for each of the options, from
-    tests/gpu/stubbed_ranks.py."""
+    """Runs tests/gpu/stubbed_ranks.py; returns each option's deviation from plain training."""
     words = [folder, strategy, *map(json.dumps, options)]
     commands = [
         [sys.executable, "-W", "ignore", "-m", "tests.gpu.stubbed_ranks", rank, ranks, *words]
@@ -123,8 +122,8 @@ def test_nothing_of_deepspeed_keeps_the_accelerator_of_its_import(tmp_path: Path
 @needs("bitsandbytes")
 @pytest.mark.parametrize("version", [(12, 6), (12, 8), (13, 0), (13, 2)])
 def test_bitsandbytes_has_kernels_for_torchs_cuda(version: tuple[int, int]) -> None:
-    """torch 2.10 to 2.13 are built for these versions of CUDA. The kernels' library links to the
-    runtime of the same major version, which comes with torch's packages."""
+    """Builds of torch 2.10 to 2.13 use these versions of CUDA. The kernels' library must link to
+    the runtime of the same major version, which torch's packages bring."""
     from bitsandbytes.cextension import get_cuda_bnb_library_path
     from bitsandbytes.cuda_specs import CUDASpecs
 

@@ -184,7 +184,7 @@ def test_amd_gpus_that_torch_does_not_show_are_named(
     fake_nvml.install(monkeypatch, fake_nvml.FakeNvml([], no_driver=True))
     monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx942": 8})
     monkeypatch.setattr(torch.version, "hip", rocm)
-    if rocm:  # this torch finds none, which takes seconds
+    if rocm:  # this torch finds none, but the search takes seconds
         found = torch_gpus()
         assert found == ()
         monkeypatch.setattr(gpu_inventory, "torch_gpus", lambda: found)

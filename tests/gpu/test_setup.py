@@ -1,5 +1,4 @@
-"""Findings 2, 18 and 19: set-up continues if a library cannot be built, reports its machine, and
-builds for the requested processor."""
+"""Set-up describes the machine, builds for the requested processor, and survives failed builds."""
 
 from __future__ import annotations
 
@@ -141,7 +140,7 @@ def native(environment: Path, cache: Path, **variables: str) -> subprocess.Compl
 
 @pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64",
-    reason="names a processor that only an x86-64 g++ knows",
+    reason="needs g++ for x86-64, because the test builds for such a processor",
 )
 def test_set_up_continues_without_unavailable_libraries(environment: Path, tmp_path: Path) -> None:
     release = tmp_path / "horovod-0.28.1"
@@ -181,7 +180,7 @@ def command(file: Path, script: str) -> None:
 
 
 def set_up(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs scripts/setup.sh in a copy of its inputs; an empty index stops it at torch."""
+    """Runs scripts/setup.sh in a copy of its files; an empty package index stops it at torch."""
     for name in ("scripts", "pyproject.toml", "constraints.txt"):
         if not (folder / name).exists():
             subprocess.run(["cp", "-r", str(ROOT / name), str(folder / name)], check=True)
@@ -300,7 +299,7 @@ def environment_without_pip(folder: Path, major: str = "13") -> Path:
 def test_torch_is_built_for_a_cuda_that_the_driver_runs(
     tmp_path: Path, driver: str | None, asked: str | None, major: str
 ) -> None:
-    """CUDA 12 needs driver 525, CUDA 13 driver 580; no build of this suite's torch needs less."""
+    """CUDA 12 needs driver 525, CUDA 13 driver 580; there is no torch build for older drivers."""
     made = environment_without_pip(tmp_path, major)
     command(tmp_path / "stubs" / "nvidia-smi", f"echo {driver}" if driver else "exit 1")
     variables = {"NVIDIA_VERSION_FILE": str(tmp_path / "none")}
@@ -318,7 +317,7 @@ def test_torch_is_built_for_a_cuda_that_the_driver_runs(
 
 
 def test_another_cuda_makes_the_environment_anew_and_is_remembered(tmp_path: Path) -> None:
-    """pip would consider torch installed, and the libraries of both builds share files."""
+    """In the old environment, pip would keep the installed torch; both builds share files."""
     command(tmp_path / "stubs" / "nvidia-smi", "exit 1")
     made = environment_without_pip(tmp_path)
     assert "anew" not in set_up(tmp_path).stdout
@@ -331,9 +330,9 @@ def test_another_cuda_makes_the_environment_anew_and_is_remembered(tmp_path: Pat
 
 
 def root_without(folder: Path, *absent: str) -> Path:
-    """Makes a search path of this machine's commands except some, on which the user is root.
+    """Makes a PATH folder of this machine's commands, without `absent`; `id` reports root.
 
-    apt-get logs its packages; the archive lacks chromium.
+    `apt-get install` logs its arguments, and the package archive lacks chromium.
     """
     stubs = folder / "stubs"
     stubs.mkdir()
@@ -361,7 +360,7 @@ def installed(folder: Path) -> list[set[str]]:
 def test_root_gets_packages_for_runs_and_on_request_for_tests(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """One call installs all packages except those the archive lacks, such as Ubuntu's chromium."""
+    """One call installs all packages that the archive has; Ubuntu's has no chromium."""
     stubs = root_without(tmp_path, "mpirun", "chromium", "shellcheck")
     done = set_up(tmp_path, *words, PATH=str(stubs), PARALLELISM_BENCH_MARCH="ends-it-here")
     (packages,) = installed(tmp_path)

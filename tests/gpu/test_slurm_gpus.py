@@ -1,4 +1,4 @@
-"""Finding 19: a job that asks for no GPUs says so; the example loads torch's version of CUDA."""
+"""A job that asks for no GPUs says so; the example site loads torch's version of CUDA."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_of(site: Site, folder: Path, **variables: str) -> str:
-    """Returns the shell library's message in a job of this site, on a node with two GPUs."""
+    """Returns slurm/lib.sh's message in a job of this site, on a node with two GPUs."""
     for name in ("gpus/0000:01:00.0", "gpus/0000:02:00.0"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     script = batch_script(site, ClusterJob("smoke", "run-1", folder / "results"))
@@ -36,8 +36,8 @@ def run_of(site: Site, folder: Path, **variables: str) -> str:
     return done.stdout
 
 
-def test_finding_19_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Path) -> None:
-    """Finding 19: if cgroups confine devices, `gpus_per_node: 0` silently gave CPU cells."""
+def test_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Path) -> None:
+    """If cgroups confine devices, that job sees no GPU and would silently run CPU cells."""
     assert "this node has 2 GPUs and the job asked for none" in run_of(Site(), tmp_path)
     assert run_of(Site(gpus_per_node=2), tmp_path) == ""
     assert run_of(Site(directives=["--gres=gpu:2"]), tmp_path) == ""
@@ -46,10 +46,10 @@ def test_finding_19_a_job_without_gpus_on_a_node_with_gpus_says_so(tmp_path: Pat
     )
 
 
-def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
+def test_submit_says_what_a_job_without_gpus_runs_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Finding 19: the message comes before the job is submitted."""
+    """The message comes before the job is submitted."""
     from bench.cli import app
 
     site = tmp_path / "site.yaml"
@@ -62,7 +62,6 @@ def test_finding_19_submit_says_what_a_job_without_gpus_runs_on(
         assert printed.out.startswith("#!/bin/bash"), "stdout is the script alone, for a file"
 
 
-def test_finding_19_the_examples_modules_are_of_torchs_cuda() -> None:
-    """Finding 19: the package index has torch for CUDA 13, but the example loaded CUDA 12.6 and a
-    second NCCL."""
+def test_the_examples_modules_are_of_torchs_cuda() -> None:
+    """The package index's torch is built for CUDA 13 and brings NCCL, so no other is loaded."""
     assert read_site(ROOT / "slurm" / "sites" / "gpu-cluster.yaml").modules == ["cuda/13.0"]

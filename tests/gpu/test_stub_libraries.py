@@ -36,8 +36,7 @@ os._exit(0)
 
 
 def test_a_rank_asks_nvml_although_the_fork_server_had_started_it(tmp_path: Path) -> None:
-    """torch starts NVML when a library asks at import whether there is a GPU, and leaves it
-    started."""
+    """If a library asks for a GPU at import, torch starts NVML and leaves it started."""
     compiled(NVML, tmp_path, "libnvidia-ml.so.1")
     asks = "import torch\nassert torch.cuda._raw_device_count_nvml() == 1\nASKED = True\n"
     (tmp_path / "asks_for_a_gpu.py").write_text(asks)
@@ -47,8 +46,7 @@ def test_a_rank_asks_nvml_although_the_fork_server_had_started_it(tmp_path: Path
 
 
 def test_nvml_is_as_silent_in_a_child_of_the_stub_as_with_the_driver(tmp_path: Path) -> None:
-    """If the fork server left NVML started, the previous test would see this, and ranks would
-    record it."""
+    """The previous test would see this answer if the fork server left NVML started."""
     compiled(NVML, tmp_path, "libnvidia-ml.so.1")
     started = "import os, sys, torch\nassert torch.cuda._raw_device_count_nvml() == 1\n"
     assert json.loads(run_with(started + RANK, tmp_path)) == [None, "NVML did not answer"]
@@ -78,7 +76,7 @@ print(driver.cuInitCalls(), cuda_is_initialized())
 def test_no_import_of_the_fork_server_initialises_the_driver(tmp_path: Path) -> None:
     """Imports everything that the fork server may import on a GPU host.
 
-    torch.cuda.is_initialized() misses libraries that call the driver themselves.
+    The stub counts cuInit: torch.cuda.is_initialized() misses libraries that call the driver.
     """
     compiled(CUDA, tmp_path, "libcuda.so.1")
     printed = run_with(

@@ -1,5 +1,5 @@
-"""Finding 21: interleaved launches must fit one GPU together, and a ranking on one device says that
-nothing is communicated."""
+"""Interleaved launches must fit one GPU together, and a ranking on one device says that nothing is
+communicated."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +28,10 @@ def planned(*strategies: str, **axes: Any) -> Plan:
     return Plan.new("full", cells, 3, [], "")
 
 
-def test_finding_21_interleaving_refuses_launches_that_do_not_fit_one_gpu(
+def test_interleaving_refuses_launches_that_do_not_fit_one_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding 21: llama-1b keeps 16 bytes for each of 1.1 billion parameters, 17 GiB per launch.
-    Four launches do not fit 24 GiB."""
+    """A launch of llama-1b keeps 16 bytes for each of 1.1 billion parameters: 16.4 of 24 GiB."""
     fake_nvml.install(monkeypatch, fake_nvml.rtx_4090())
     plan = planned("single", "ddp", "zero_redundancy", "fsdp2")
     with pytest.raises(UsageError) as refused:
@@ -51,8 +50,7 @@ def test_launches_that_fit_together_are_accepted(monkeypatch: pytest.MonkeyPatch
     require_few(on_cpu)
 
 
-def test_finding_21_a_ranking_on_one_device_says_that_nothing_is_communicated() -> None:
-    """Finding 21: `ddp x1` was ranked without a warning."""
+def test_a_ranking_on_one_device_says_that_nothing_is_communicated() -> None:
     from reports.groups import Group
 
     def details(**changes: object) -> str:

@@ -14,8 +14,8 @@ LATER_MISTAKES = [
     "skipped_steps",
     "no_synchronization",
     "frozen_update",
-    "repeated_batch",
-    "lost_micro_batch",
+    pytest.param("repeated_batch", marks=pytest.mark.thorough),
+    pytest.param("lost_micro_batch", marks=pytest.mark.thorough),
     "lower_precision",
 ]
 

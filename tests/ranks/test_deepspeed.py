@@ -57,7 +57,11 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (1, {"options": {"stage": 3}}),
         (2, {"options": {"stage": 0}, "micro_batches": 4}),
         (2, {"options": {"stage": 2}, "micro_batches": 2, "workload": "gpt2-nano"}),
-        (2, {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"}),
+        pytest.param(
+            2,
+            {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"},
+            marks=pytest.mark.thorough,
+        ),
         (2, {"options": {"stage": 1, "offload_optimizer": "cpu"}, "micro_batches": 2}),
         (2, {"options": {"stage": 3}, "workload": "llama-nano+lora"}),
         (
@@ -306,7 +310,7 @@ def test_each_step_reads_and_writes_the_files_once(run_cells: RunCells, disk: Pa
     ("devices", "axes"),
     [
         (2, {"options": {"in_tiles": 2, "out_tiles": 3}}),
-        (2, {"workload": "bert-micro"}),
+        pytest.param(2, {"workload": "bert-micro"}, marks=pytest.mark.thorough),
         (2, {"micro_batches": 2, "precision": "bf16"}),
     ],
     ids=str,

@@ -52,7 +52,7 @@ CELLS = {
         ("ddp", 4),  # an all-reduce; Horovod's and ZeRO stage 1's are rings too
         pytest.param("zero1", 2, marks=pytest.mark.thorough),
         ("zero2", 4),  # reduces
-        ("zero3", 2),
+        pytest.param("zero3", 2, marks=pytest.mark.thorough),
         ("fsdp2", 4),  # gathers and scatters, as ZeRO stage 3 does
         ("tensor", 2),
         ("pipeline", 4),  # sends
@@ -97,7 +97,9 @@ DELAY = 0.3
 """Delay in seconds, far longer than a step of a few milliseconds on a busy machine."""
 
 
-@pytest.mark.parametrize("where", ["communication", "optimizer"])
+@pytest.mark.parametrize(
+    "where", ["communication", pytest.param("optimizer", marks=pytest.mark.thorough)]
+)
 def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str) -> None:
     """The next test covers delays in computing and in data loading."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY})
@@ -107,7 +109,7 @@ def test_a_delay_is_found_where_it_was_put(launcher: Launcher, where: str) -> No
         assert max(found, key=lambda name: found[name]) == where
 
 
-@pytest.mark.parametrize("where", ["compute", "data"])
+@pytest.mark.parametrize("where", ["compute", pytest.param("data", marks=pytest.mark.thorough)])
 def test_the_rank_that_is_slow_alone_is_named(launcher: Launcher, where: str) -> None:
     """The other rank waits for the slow one, so its delay counts as communication."""
     row = explained(launcher, "delayed", options={"where": where, "seconds": DELAY, "only_rank": 1})

@@ -219,14 +219,23 @@ STARTED_ANEW: Sets = [
 ]
 """One set for each launcher that starts its ranks as new interpreters: torchrun, accelerate launch
 and deepspeed."""
-SETS: Sets = [
-    *STARTED_ANEW,
-    ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
+SLOW: Sets = [
+    *STARTED_ANEW[1:],
     (
         "ddp",
         "torchrun",
         {"workload": "bert-micro", "precision": "fp16", "options": {"static_graph": True}},
     ),
+    (
+        "three_d",
+        "torchrun",
+        {"devices": 4, "workload": "gpt2-nano", "micro_batches": 2, "options": {"tensor": 1}},
+    ),
+]
+SETS: Sets = [
+    STARTED_ANEW[0],
+    *SLOW,
+    ("single", "torchrun", {"devices": 1, "workload": "resnet-micro", "data": "images"}),
     ("fsdp1", "torchrun", {"micro_batches": 2, "optimizer": "adamw_fused"}),
     ("fsdp2", "torchrun", {"micro_batches": 2, "optimizer": "muon", "options": {"prefetch": True}}),
     ("zero_redundancy", "torchrun", {"workload": "llama-nano+float8"}),
@@ -267,11 +276,6 @@ SETS: Sets = [
             "options": {"data_axis": "zero1", "pipeline": 1},
         },
     ),
-    (
-        "three_d",
-        "torchrun",
-        {"devices": 4, "workload": "gpt2-nano", "micro_batches": 2, "options": {"tensor": 1}},
-    ),
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
@@ -287,7 +291,7 @@ SETS: Sets = [
 
 @pytest.mark.parametrize(
     ("strategy", "to", "axes"),
-    [pytest.param(*one, marks=[pytest.mark.thorough] * (one in STARTED_ANEW[1:])) for one in SETS],
+    [pytest.param(*one, marks=[pytest.mark.thorough] * (one in SLOW)) for one in SETS],
     ids=lambda v: v if isinstance(v, str) else "-".join(f"{x}" for x in v.values()),
 )
 def test_an_exported_set_trains_the_same(

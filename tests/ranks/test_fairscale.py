@@ -129,6 +129,9 @@ def test_fully_sharded_needs_a_gpu() -> None:
     FairscaleFsdp(cpu_offload=True).check(on_gpu, make_workload(one.workload))
     with pytest.raises(Refused, match=r"fsdp1.*fsdp2"):
         FairscaleFsdp().check(on_gpu, make_workload("llama-nano+lora"))
+    two_parts = cell("fairscale_fsdp", device="cuda", micro_batches=2)
+    with pytest.raises(Refused, match="no_sync=true"):
+        FairscaleFsdp(cpu_offload=True, no_sync=False).check(two_parts, make_workload(one.workload))
 
 
 def test_an_option_that_would_be_ignored_is_refused() -> None:

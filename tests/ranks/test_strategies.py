@@ -99,8 +99,9 @@ def parameters() -> list[ParameterSet]:
         marks = [] if one.strategy in seen or one.expect != "ok" else [pytest.mark.quick]
         if marks:
             seen.add(one.strategy)
-        if (one.expect, one.precision) == ("diverged", "fp16"):
-            marks = [pytest.mark.thorough]  # a minute: fp16 is slow on CPUs
+        fp16 = (one.expect, one.precision) == ("diverged", "fp16")  # a minute: slow on CPUs
+        if fp16 or one.devices > 4:
+            marks = [pytest.mark.thorough]
         parameters.append(pytest.param(one, id=one.name.replace(" ", "-"), marks=marks))
     return parameters
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.record.store import load
 from tests import pages
 from tests.ranks.conftest import RunCells, cell
@@ -52,10 +54,20 @@ class Wrong(Strategy):
 """A strategy whose ranks do not exchange gradients."""
 
 
-def test_the_example_of_the_documents_runs(run_cells: RunCells, tmp_path: Path) -> None:
-    (command,) = (c for block in pages.blocks(PAGE.read_text()) for c in block.commands)
+def test_the_model_of_the_documents_trains_as_in_one_process(
+    run_cells: RunCells, tmp_path: Path
+) -> None:
     next(block for block in pages.blocks(PAGE.read_text()) if block.path).apply(tmp_path)
     (tmp_path / "wrong.py").write_text(WRONG)
+    tiny = {"workload": f"{tmp_path / 'my.py'}:Tiny", **MICRO}
+    trials = run_cells(cell("ddp", **tiny), cell(f"{tmp_path / 'wrong.py'}:Wrong", **tiny)).trials
+    assert trials["parity_verdict"].tolist() == ["exact", "diverged"]
+
+
+@pytest.mark.thorough
+def test_the_example_of_the_documents_runs(tmp_path: Path) -> None:
+    (command,) = (c for block in pages.blocks(PAGE.read_text()) for c in block.commands)
+    next(block for block in pages.blocks(PAGE.read_text()) if block.path).apply(tmp_path)
     some = "".join(f" --only {name}" for name in ("single", "ddp"))
     run(f"{command} --trials 1{some}", tmp_path)
     trials = load(tmp_path / "results").trials
@@ -68,8 +80,6 @@ def test_the_example_of_the_documents_runs(run_cells: RunCells, tmp_path: Path) 
     assert launched["samples_per_second"].notna().all()
     assert launched["tokens_per_second"].isna().all(), "its samples have no tokens"
     assert list((tmp_path / "reports" / "html").glob("*.html"))
-    wrong = cell(f"{tmp_path / 'wrong.py'}:Wrong", workload=f"{tmp_path / 'my.py'}:Tiny")
-    assert run_cells(wrong).trials["parity_verdict"].tolist() == ["diverged"]
 
 
 def run(command: str, folder: Path) -> None:

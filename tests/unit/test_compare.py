@@ -224,6 +224,8 @@ def test_other_software_is_compared_and_reported() -> None:
         ([100, 100.1, 100.2], [104, 104.1, 104.2], "no difference seen"),
         ([100, 110, 120], [115, 125, 135], "no difference seen"),
         ([100], [200], "no difference seen"),
+        ([4, 4.01, 4.02], [5.5, 5.51, 5.52], "no difference seen"),
+        ([4, 4.01, 4.02], [6.5, 6.51, 6.52], "more memory"),
     ],
 )
 def test_memory_has_a_threshold_of_its_own(

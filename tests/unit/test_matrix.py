@@ -277,6 +277,9 @@ def test_amounts_of_memory() -> None:
     assert parse_bytes("2GiB") == 2**31
     assert parse_bytes("500MB") == 500_000_000
     assert parse_bytes(7) == 7
+    for text in ("lots", "1.2.3GiB", ".", "2iB", "9" * 400):
+        with pytest.raises(UsageError, match="is not an amount of memory"):
+            parse_bytes(text)
 
 
 def test_cells_that_train_the_same_share_a_reference() -> None:

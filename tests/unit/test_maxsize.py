@@ -17,7 +17,7 @@ from harness.analysis.maxsize import Holding, MaxsizeResult, limits, maxsize_res
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory_kinds import phase, shortage
 from harness.measure.peak_memory import MemoryMeter
-from harness.record.plan import Plan, base_cell, cell_at_size, resumable, steps_of
+from harness.record.plan import Plan, cell_at_size, resumable, steps_of
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
@@ -118,7 +118,7 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk(suffix: str) -> None:
 
 
 def test_a_size_is_one_of_its_family() -> None:
-    assert base_cell(cell_at_size(base(), 5)) == base()
+    assert cell_at_size(cell_at_size(base(), 5), 1) == base()
     from harness.spec.errors import UsageError
 
     with pytest.raises(UsageError, match="unknown workload 'gpt2-64x5'"):
@@ -199,7 +199,7 @@ class Runs(Runner):
             "trial": key.trial,
             "attempt": key.attempt,
             "position": position,
-            "parameters": parameters_of(base_cell(cell, tokens) if tokens else cell),
+            "parameters": parameters_of(cell_at_size(cell, 1, tokens) if tokens else cell),
             "wall_seconds": 1.0,
         }
         if status == "out_of_memory":

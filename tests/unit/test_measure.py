@@ -141,9 +141,13 @@ def test_peaks_and_imbalance() -> None:
         CELL, [answer(0, [1.0], peak_memory_bytes=None), answer(1, [1.0])], FACTS, None
     )
     assert unknown.peak_memory_bytes is None
-    server = answer(2, [1.0], peak_memory_bytes=10**6, memory_method="another")
-    row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0]), server], FACTS, None)
+    server = answer(
+        2, [1.0], peak_memory_bytes=10**6, setup_peak_memory_bytes=10**6, memory_method="another"
+    )
+    ranks = [answer(rank, [1.0], setup_peak_memory_bytes=50) for rank in range(2)]
+    row = figures(CELL, [*ranks, server], FACTS, None)
     assert row.peak_memory_bytes_by_rank == (100, 200)
+    assert row.setup_peak_memory_bytes == 50
     assert imbalance([]) is None
 
 
@@ -211,7 +215,7 @@ def test_a_trend_is_seen_and_noise_is_not() -> None:
     assert trend(falling) == pytest.approx(-0.9 / 1.55)
     assert trend([1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.05]) == 0.0
     assert trend([1.0] * 10) == 0.0
-    assert trend([3.0, 2.0, 1.0]) == 0.0, "too few steps to tell"
+    assert trend([3.0, 2.0, 1.0]) is None, "too few steps to tell"
 
 
 def test_busy_share_and_bubble() -> None:
@@ -297,6 +301,10 @@ def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Pa
     assert row.energy_joules_per_sample == 8.0 / 8
     row = figures(CELL, [answer(0, [1.0], joules_per_step=None), answer(1, [1.0])], FACTS, None)
     assert row.energy_joules_per_sample is None
+    nodes = [answer(rank, [1.0]).on_node(rank, "one machine", 0.0) for rank in range(2)]
+    assert figures(CELL, nodes, FACTS, None).energy_joules_per_sample == 4.0 / 8
+    on_gpus = CELL.model_copy(update={"device": "cuda"})
+    assert figures(on_gpus, nodes, FACTS, None).energy_joules_per_sample == 8.0 / 8
     readings = iter(
         [{"a": (90.0, 100.0), "b": (5.0, 100.0)}, {"a": (10.0, 100.0), "b": (7.0, 100.0)}, None]
     )

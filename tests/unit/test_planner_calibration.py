@@ -38,7 +38,6 @@ from harness.planner.cluster.question import (
     PlannedLayout,
     PlannedLayouts,
     enumerate_layouts,
-    joined,
 )
 from harness.planner.fitting import priors_of
 from harness.spec.errors import UsageError
@@ -55,13 +54,14 @@ def made(noise: float = 0.02, outliers: int = 0) -> MeasuredRuns:
     for name, shape in SHAPES.items():
         for count in (1, 4):
             asked = ClusterQuestion(shape, CLUSTER, 4096, 256, 8 * count)
-            some = enumerate_layouts(asked, offload=False)
-            some = some.take((some.recompute == 0) & (some.chunks == 1) & (some.context == 1))
-            some = some.take((some.zero <= 1) & (some.tensor <= 8))
+            some = enumerate_layouts(asked)
+            some = some.take((some.offload == 0) & (some.recompute == 0) & (some.chunks == 1))
+            some = some.take((some.context == 1) & (some.zero <= 1) & (some.tensor <= 8))
             parts.append(some)
             models += [name] * len(some)
             nodes += [count] * len(some)
-    layouts = joined(parts)
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    layouts = PlannedLayouts(*map(np.concatenate, columns))
     empty = np.full(len(layouts), 1.0)
     runs = MeasuredRuns(tuple(models), SHAPES, np.array(nodes), layouts, 4096, empty, empty)
     seconds, memory = np.zeros((2, len(runs)))

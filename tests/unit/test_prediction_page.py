@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -27,7 +28,8 @@ def test_the_sweep_has_models_of_similar_size_on_whole_nodes() -> None:
     sizes = [shape.parameters for shape in shapes]
     assert sizes == sorted(sizes)
     assert len(sizes) > 2
-    assert device_counts(QUESTION) == [1, 2, 4, 8, 16]
+    linked = cluster_of("h100-80gb", 8, "nvlink,400gbit")
+    assert device_counts(dataclasses.replace(QUESTION, cluster=linked)) == [1, 2, 4, 8, 16]
     squares = sweep(QUESTION, load(), "throughput")
     assert {square.devices for square in squares} == {1, 2, 4, 8}, "no link between nodes is given"
     for square in squares:

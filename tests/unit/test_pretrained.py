@@ -139,7 +139,7 @@ def test_learned_positions_after_a_padding_row_are_fewer(tmp_path: Path) -> None
 @pytest.mark.parametrize("model", ["qwen2", "roberta", "gemma3_text"])
 def test_a_config_without_a_tokenizer_gets_bytes(tmp_path: Path, model: str) -> None:
     workload = make_workload(save_config(tmp_path, model))
-    assert prepare_data("stdlib", workload, 64).token_dtype == "bytes"
+    assert prepare_data("stdlib", workload, 64).tokens.dtype.name == "uint8"
 
 
 def test_training_arguments_are_no_weights(tmp_path: Path) -> None:

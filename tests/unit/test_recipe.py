@@ -83,6 +83,8 @@ def test_a_norm_off_by_more_than_allowed_diverges() -> None:
         off = norm_deviations(norms, [0, 1], [2.0, 2.0])
         assert with_norms(EXACT, off).verdict == "diverged"
     assert norm_deviations([None], [0], []) == {}
+    assert norm_deviations([0.0], [0], [0.0]) == {0: 0.0}
+    assert with_norms(EXACT, norm_deviations([1.0], [0], [0.0])).verdict == "diverged"
     assert with_norms(EXACT, {}) == EXACT
 
 

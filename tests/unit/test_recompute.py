@@ -189,7 +189,7 @@ SLOW = ("interleaved_1f1b", "three_d")
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        pytest.param(name, kind, marks=[pytest.mark.thorough] * (name in SLOW and kind != "none"))
+        pytest.param(name, kind, marks=[pytest.mark.thorough] * (name in SLOW or kind == "full"))
         for name in PARTS
         for kind in KINDS
     ],

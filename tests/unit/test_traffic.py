@@ -225,7 +225,7 @@ def test_bytes_to_disk_or_host() -> None:
             {"strategy": "deepspeed_moe", "workload": "mixtral-nano", "options": {"expert": 1}},
             2,
         ),
-        ({"strategy": "deepspeed_moe", "workload": "mixtral-nano", "recompute": "full"}, 2 + 2 * 6),
+        ({"strategy": "deepspeed_moe", "workload": "mixtral-nano", "recompute": "full"}, 2 + 2 * 8),
     ],
     ids=str,
 )

@@ -73,7 +73,6 @@ def test_a_batch_with_its_last_sample_first_holds_the_same_samples(name: str) ->
 
 def test_the_default_data_is_this_pythons_standard_library() -> None:
     data = prepare_data("stdlib", make_workload("gpt2-nano"), 32)
-    assert data.token_dtype == "bytes"
     assert b"def " in data.tokens[:100000].tobytes()
     assert len(data.fingerprint) == 64
     assert data.fingerprint == prepare_data("stdlib", make_workload("llama-nano"), 64).fingerprint

@@ -13,8 +13,6 @@ MOST_OF_AN_ERROR = 300
 
 @dataclass(frozen=True)
 class ProbeFinding:
-    """A probe's verdict on its claim."""
-
     verdict: Verdict
     reason: str
     facts: object = None

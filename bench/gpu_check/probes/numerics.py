@@ -42,9 +42,9 @@ class Numerics:
     convolution_error: float
     same_twice: bool
     same_twice_update: float
-    """Largest difference of a tensor, relative to its update."""
+    """Largest difference of a tensor between equal runs, relative to its update."""
     split_update: float
-    """Whole and halved batches differ equally."""
+    """Largest such difference between whole and halved batches."""
     split_loss: float
 
 

@@ -90,8 +90,6 @@ class NvmlAnswers:
 
 def nvml(device: str) -> ProbeFinding:
     """Does NVML give a forked rank the same answers as its parent?"""
-    import os
-
     if device != "cuda":
         return only_on_gpus("NVML reports no CPUs")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it
@@ -105,11 +103,9 @@ def nvml(device: str) -> ProbeFinding:
     child = end_of_fork(begin_in_fork(_view))
     answers = NvmlAnswers(installed, kind, child, _view())
     lost = [name for name, value in answers.parent.items() if value and not child.get(name)]
-    reason = (
-        f"NVML does not give a forked rank {', '.join(lost)}"
-        if lost
-        else "NVML gives both the same answers"
-    )
+    reason = f"NVML does not give a forked rank {', '.join(lost)}"
+    if not lost:
+        reason = "NVML gives both the same answers"
     return ProbeFinding.of(
         not lost and "error" not in child, str(child.get("error") or reason), answers
     )

@@ -105,9 +105,10 @@ class MeasuredRuns:
         )
 
     def consistent(self) -> Bools:
-        """Returns which rows contradict no others; failed rows never do.
+        """Returns which rows are consistent; failed rows are.
 
-        A contradicting row does as much work in less than half the time.
+        If another row did at least as much work in less than half the time, the slower one is taken
+        to have run different code.
         """
         size = self.sizes
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts
@@ -236,10 +237,7 @@ def calibrate(runs: MeasuredRuns, cluster: Cluster, source: str) -> ClusterCalib
 def _fitted(
     ran: MeasuredRuns, cluster: Cluster, source: str, start: ClusterCalibration | None = None
 ) -> ClusterCalibration:
-    """Returns fitted constants, with a placeholder for the spread.
-
-    The search begins at the constants of `start`, if any.
-    """
+    """Returns fitted constants, with a placeholder for the spread."""
     asked = [(group, ran.layouts.take(group.rows)) for group in groups(ran, cluster)]
 
     def seconds(constants: TimeConstants, _: Floats) -> Floats:
@@ -260,7 +258,7 @@ def _fitted(
             ).reserved
         return result
 
-    # Contradicting rows ran different code, whose memory differs too.
+    # Inconsistent rows ran different code, whose memory differs.
     measured = np.isfinite(ran.memory_bytes) & ran.consistent()
     memory_constants, _ = fit(
         MemoryConstants,
@@ -282,10 +280,7 @@ def _fitted(
 def _errors(
     ran: MeasuredRuns, cluster: Cluster, fitted: ClusterCalibration, left: Bools
 ) -> tuple[Floats, Floats]:
-    """Returns absolute log errors of time and memory in rows `left`.
-
-    Contradicting rows ran different code; their time error is NaN.
-    """
+    """Returns absolute log errors of time (NaN in inconsistent rows) and memory in rows `left`."""
     rows = ran.take(left)
     time, of_memory = np.full((2, len(rows)), np.nan)
     for group, result in predicted(rows, cluster, fitted):
@@ -310,7 +305,7 @@ def _spread(
         possible[group.rows] = everywhere.fits > 0
     consistent = runs.consistent()
     possible &= ~runs.refuted
-    # Contradicting rows ran different code, so they say nothing about full speed.
+    # Inconsistent rows say nothing about full speed.
     known = possible & (consistent | ~runs.ran)
     room = _limit(demand[known] / cluster.memory_bytes, runs.ran[known])
     end = _limit(least[possible] / cluster.memory_bytes, runs.ran[possible])

@@ -188,7 +188,7 @@ class MemoryLimit:
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
         """Returns the probability that a demand in bytes is below the limit.
 
-        `deviation`: of its log.
+        `deviation`: standard deviation of its log.
         """
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
@@ -197,7 +197,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Widening:
-    """Increases of half-widths per doubling of what was not measured."""
+    """Increases of half-widths per doubling beyond the measured range."""
 
     time: float
     memory: float
@@ -207,7 +207,7 @@ class Widening:
 class ClusterSpread:
     """Half-widths of log 80 % intervals.
 
-    The first three, and both widenings, follow from runs left out of a fit (transfer.py).
+    `time` to `memory`, and both widenings, come from runs left out of a fit (transfer.py).
     """
 
     time: float
@@ -254,10 +254,7 @@ class CalibratedRange:
         return float(max(0.0, np.log2(low / parameters), np.log2(parameters / high)))
 
     def layout_beyond(self, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Returns the doublings of nodes and axes above the range, summed.
-
-        Fewer nodes than measured have the width of the fewest.
-        """
+        """Returns the doublings of nodes and axes above the range, summed; others count 0."""
         total: Floats = np.zeros(len(nodes))
         most = (self.nodes[1], self.tensor, self.pipeline)
         for value, limit in zip((nodes, tensor, pipeline), most, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +37,7 @@ GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Layouts whose pipelines are simulated, best first."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Limits of a simulated pipeline."""
+"""Most stages and micro-batches simulated."""
 MOST_DEVICES = 2**16
 SURE = 0.9
 """Probability from which a layout fits, if memory is the goal."""
@@ -372,8 +371,8 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 def device_counts(question: ClusterQuestion) -> list[int]:
     counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
-    per_node = question.cluster.per_node
-    return [n for n in counts if n >= 1 and (n <= per_node or n % per_node == 0)]
+    per_node, several = question.cluster.per_node, len(question.cluster.reduce.nodes) > 1
+    return [n for n in counts if n >= 1 and (n <= per_node or (several and n % per_node == 0))]
 
 
 def sweep(
@@ -383,13 +382,8 @@ def sweep(
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)
-        for devices in _possible(question, device_counts(question))
+        for devices in device_counts(question)
     ]
-
-
-def _possible(question: ClusterQuestion, counts: Sequence[int]) -> list[int]:
-    several = len(question.cluster.reduce.nodes) > 1
-    return [n for n in counts if several or n <= question.cluster.per_node]
 
 
 def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> SweepSquare:
@@ -508,9 +502,7 @@ def _next(best: ClusterCandidate, other: ClusterCandidate) -> str:
     ratio = other.seconds / best.seconds
     apart = other.seconds_low > best.seconds_high
     verdict = "is slower" if apart else "is tied with it until measured"
-    risk = (
-        f"; it fits with a probability of only {other.fits:.0%}"
-        if other.fits < RISKIER * best.fits
-        else ""
-    )
+    risk = ""
+    if other.fits < RISKIER * best.fits:
+        risk = f"; it fits with a probability of only {other.fits:.0%}"
     return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}{risk}."

@@ -1,6 +1,6 @@
-"""Counts the bytes that PyTorch code allocates in training, on its fullest GPU.
+"""Counts the bytes that training with PyTorch allocates on the fullest GPU.
 
-The code is Hugging Face's Llama, peft, bitsandbytes, FSDP and the loss. Nothing is fitted.
+It covers Hugging Face's Llama, peft, bitsandbytes, FSDP and the loss. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Footprint:
     backward: float
     """Peak at the end of backward: all gradients."""
     update: float
-    """Peak during the optimizer's update."""
 
     @property
     def peak(self) -> float:
@@ -164,7 +163,7 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes that FSDP has gathered: embedding, head and one layer.
 
-    Torch's own code wraps the first two separately and prefetches.
+    Native code wraps the first two separately and prefetches a layer.
     """
     if recipe.sharding != "full" or recipe.gpus == 1:
         return 0.0
@@ -204,7 +203,7 @@ def _stream(recipe: Recipe) -> float:
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns a partly recomputed layer's bytes per token.
 
-    It keeps its input, attention's output, and all or half of the matrix products.
+    It keeps its input, attention's output, and outputs of all or half of the matrix products.
     """
     feed = shape.feed_forward * shape.experts_per_token
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden

@@ -10,14 +10,13 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from harness.host.gpu_models import GpuModel, gpu_models, gpu_named
+from harness.host.gpu_models import TERA, GpuModel, gpu_models, gpu_named
 from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
 from harness.planner.cluster.recipe import Precision
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
-TERA = 1e12
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth relative to one direction of a node's links.
 

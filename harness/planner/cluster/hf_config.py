@@ -1,7 +1,7 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
 Follows transformers' code, whose import takes seconds. FAMILIES has differences from Llama;
-transformers, if installed, counts others.
+transformers, if installed, counts other types.
 """
 
 from __future__ import annotations

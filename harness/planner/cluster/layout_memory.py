@@ -36,7 +36,7 @@ class LayoutMemory:
     activations: Floats
     """Tensors kept for backward by all micro-batches in flight."""
     pending: Floats
-    """Activations freed once the device has caught up."""
+    """Activations freed once the device has caught up with its launches."""
     working: Floats
     """Gradient buckets, gathered parameters, workspaces."""
     demand: Floats
@@ -121,8 +121,8 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Returns the number of micro-batches whose activations a stage holds under 1F1B.
 
-    One per stage from it on (PipeDream-2BW, arXiv 2006.09503), more with interleaved chunks
-    (Megatron-LM, arXiv 2104.04473, section 2.2).
+    One for itself and each later stage (PipeDream-2BW, arXiv 2006.09503), more with interleaved
+    chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
@@ -170,7 +170,7 @@ def memory(
     first_stage_only: bool = False,
     precision: Precision = "bf16",
 ) -> LayoutMemory:
-    """Returns the bytes of each layout's fullest stage in the measured software.
+    """Returns the bytes of each layout's fullest stage, as in the calibrated runs.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
     part is fitted. `native_memory` covers torch's own code.
@@ -219,7 +219,7 @@ def memory(
 def recipe_of(
     layout: PlannedLayout, sequence: int, precision: Precision, library: Library = "native"
 ) -> Recipe:
-    """Returns the recipe of FSDP2, or of one device, for a layout; `library` has the layers."""
+    """Returns the recipe of FSDP2, or of one device, for a layout, with `library`'s layers."""
     shards = layout.data * layout.context
     return Recipe(
         precision=precision,
@@ -297,7 +297,7 @@ def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
-    """Returns the bytes reserved under a limit: the demand up to a knee, then less and less.
+    """Returns the bytes reserved under a limit: the demand up to a knee, then ever less of it.
 
     PyTorch's allocator frees cached blocks when memory runs out (its notes on CUDA semantics). The
     exponential is assumed.

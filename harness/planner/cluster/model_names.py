@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,26 +58,12 @@ def _from_sizes(text: str) -> ModelShape:
     if missing := [name for name in ("layers", "hidden") if name not in values]:
         raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
     hidden = values["hidden"]
-    heads = values.get("heads", max(1, hidden // 128))
     defaults = {
-        "heads": heads,
+        "heads": max(1, hidden // 128),
         # As in Llama: 8/3 of the hidden size, rounded up to a multiple of 256.
         "feed_forward": -(-8 * hidden // 3 // 256) * 256,
         "vocabulary": 128256,
     }
-    sizes = defaults | values
-    return ModelShape(
-        name=text,
-        layers=sizes["layers"],
-        hidden=hidden,
-        heads=heads,
-        feed_forward=sizes["feed_forward"],
-        vocabulary=sizes["vocabulary"],
-        kv_heads=sizes.get("kv_heads", 0),
-        head_size=sizes.get("head_size", 0),
-        gated=bool(sizes.get("gated", 1)),
-        tied=bool(sizes.get("tied", 0)),
-        experts=sizes.get("experts", 1),
-        experts_per_token=sizes.get("experts_per_token", 1),
-        other=sizes.get("other", 0),
-    )
+    sizes: dict[str, Any] = defaults | values
+    sizes |= {name: bool(values[name]) for name in ("gated", "tied") if name in values}
+    return ModelShape(name=text, **sizes)

@@ -10,8 +10,8 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 """Limits for layers and for other sizes, to catch mistakes."""
 
 FULL = 0.997
-"""Share of its part of the cost at which a stage is full. nanotron has more than 1; the difference
-matters only for measured steps of 32 layers in 16 stages."""
+"""Share of its part of the cost at which a stage is full. nanotron's is 1; the difference
+matters only for measured runs of 32 layers in 16 stages."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,6 @@ class ModelShape:
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer_parameters + self.other % self.layers + ends
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Returns the floating-point operations of forward and backward per token.
-
-        Six per parameter in a matrix product, plus 6 x sequence x width for causal attention (PaLM,
-        arXiv 2204.02311, appendix B, halved for the mask).
-        """
-        passed = self.layers * (
-            self.attention_parameters + self.experts_per_token * self.expert_parameters
-        )
-        attention = 6.0 * self.layers * sequence_length * self.attention_width
-        return 6.0 * (passed + self.embedding_parameters) + attention
-
 
 def padded_head(size: int) -> int:
     """Returns fused attention's head size: the next power of two from 32.
@@ -137,7 +125,7 @@ class LayerStage:
     embedding: bool
     head: bool
     first: int
-    """First such stage, with the most micro-batches in flight."""
+    """Index of the first such stage, with the most micro-batches in flight."""
     count: int
 
 
@@ -182,7 +170,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
 @functools.lru_cache(maxsize=4096)
 def empty_stages(shape: ModelShape, pipeline: int) -> int:
-    """Counts the stages without layer, head or loss."""
+    """Counts empty stages, except one that may have the loss."""
     empty = sum(
         stage.count
         for stage in stages(shape, pipeline)

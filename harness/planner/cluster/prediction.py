@@ -41,16 +41,16 @@ REFUSED_BELOW = 1 / 3
 """Probability of running below which layouts are refused: less than one half, because false alarms
 are worse (docs/studies/planner-accuracy.md)."""
 UNMEASURED = 0.07
-"""Half-width for each of `unmeasured_kinds`. Lets intervals hold 80 % of other programs' published
-runs (scripts/planner_widths.py)."""
+"""Half-width for each of `unmeasured_kinds`. With it, intervals cover 80 % of other programs'
+published runs (scripts/planner_widths.py)."""
 OFFLOADED = 0.2
-"""Assumed half-width with offload, of which no published run was found."""
+"""Assumed half-width with offload, for which no published run was found."""
 TIE = 0.01
 """Difference in log speed of tied layouts; less memory then wins."""
 TRIED = 3
-"""Ranks meant to be tried together."""
+"""Top layouts meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered first, by speed and by speed times probability."""
+"""Layouts considered for TRIED, by speed and by speed times probability."""
 STEPS, DEVIATIONS = 96, 5.0
 """Points of the integral over speed, and standard deviations on each side."""
 
@@ -248,10 +248,10 @@ def unmeasured_kinds(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (arrays of shape [rows]).
 
-    The first rank has most speed times probability of fitting, then least memory (TIE). The next,
-    up to TRIED, each add the largest expected improvement (Jones, Schonlau and Welch, 1998), so a
-    faster layout that may not fit beats a slower one that surely fits. Others follow by speed times
-    probability.
+    The first has the highest speed times probability of fitting; ties (TIE) go to the least memory.
+    The next, up to TRIED, each add the largest expected improvement (Jones, Schonlau and Welch,
+    1998), so a faster layout that may not fit beats a slower one that surely fits. Others follow by
+    speed times probability.
 
     `half_width`: of the 80 % interval of log seconds.
     """

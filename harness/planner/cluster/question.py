@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,6 @@ from harness.planner.cluster.recipe import RECOMPUTE, Precision
 from harness.planner.fitting import Bools, Ints
 from harness.spec.errors import UsageError
 
-OFFLOAD = ("none", "optimizer", "parameters", "disk")
-"""What is offloaded: nothing, optimizer state to host memory, parameters too, or both to disk."""
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """Limits that catch mistakes and 64-bit overflow."""
 MOST_TENSOR_NODES = 4
@@ -43,7 +41,7 @@ class PlannedLayout:
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
-    """Index into OFFLOAD."""
+    """0: nothing; 1: optimizer state to host memory; 2: parameters too; 3: both to disk."""
     chunks: int = 1
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
     whole_gradients: int = 0
@@ -128,20 +126,6 @@ class PlannedLayouts:
         result &= (self.offload == 0) & (self.pipeline == 1)
         return result
 
-    @property
-    def global_batch(self) -> Ints:
-        return self.data * self.micro_batch * self.accumulation
-
-
-def joined(parts: Iterable[PlannedLayouts]) -> PlannedLayouts:
-    listed = list(parts)
-    return PlannedLayouts(
-        **{
-            f.name: np.concatenate([getattr(part, f.name) for part in listed])
-            for f in dataclasses.fields(PlannedLayouts)
-        }
-    )
-
 
 @dataclass(frozen=True)
 class ClusterQuestion:
@@ -167,7 +151,6 @@ class ClusterQuestion:
                 f"{self.devices} devices do not fill nodes of {per_node}; the nearest numbers that"
                 f" do are {lower} and {lower + per_node}"
             )
-
         if self.nodes > 1 and len(self.cluster.reduce.nodes) == 1:
             raise UsageError(
                 f"{self.devices} devices need {self.nodes} nodes of {per_node}, but link"
@@ -211,7 +194,7 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
     return result
 
 
-def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tuple[int, int]]:
+def _sharding(data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
     """Returns the pairs of ZeRO stage and offload that libraries offer.
 
     Stages 2 and 3 shard gradients in every micro-batch; DeepSpeed refuses them in pipelines.
@@ -220,13 +203,13 @@ def _sharding(data: int, pipeline: int, context: int, offload: bool) -> list[tup
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
     pairs = [(zero, 0) for zero in stages]
-    if offload and pipeline == 1:
+    if pipeline == 1:
         pairs += [(zero, 1) for zero in stages if zero or shards == 1]
         pairs += [(zero, level) for zero in stages for level in (2, 3) if zero == 3 or shards == 1]
     return pairs
 
 
-def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> PlannedLayouts:
+def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
     """Returns every evenly divided layout; without any, raises UsageError with the nearest
     divisible batch."""
     shape = question.shape
@@ -245,7 +228,7 @@ def enumerate_layouts(question: ClusterQuestion, offload: bool = True) -> Planne
             chunks += [c for c in (2, 4) if shape.layers % (pipeline * c) == 0]
         for expert, (zero, off), size, again, chunk, whole in itertools.product(
             experts,
-            _sharding(data, pipeline, context, offload),
+            _sharding(data, pipeline, context),
             sizes,
             range(len(RECOMPUTE)),
             chunks,

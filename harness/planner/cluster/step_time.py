@@ -76,7 +76,7 @@ class AxisBandwidths:
             )
             for curve in (cluster.reduce, cluster.gather)
         )
-        # With many nodes, bus bandwidth is what a node's links carry together.
+        # With many nodes, bus bandwidth is the total rate of a node's links.
         wire = cluster.reduce.at(np.full_like(nodes, cluster.reduce.nodes[-1])) / per_node
         neighbour = np.where(nodes > 1, np.minimum(inside, wire), inside)
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
@@ -112,8 +112,8 @@ class AxisBandwidths:
         hidden = tokens * shape.hidden * element
         collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
         collectives = collectives * c.tensor_exposed
-        # DTensor computes neither before a gather nor during a scatter has ended (PyTorch,
-        # parallelize_module without asynchronous tensor parallelism).
+        # DTensor waits for each gather and scatter (PyTorch, parallelize_module without
+        # asynchronous tensor parallelism).
         native = NATIVE_COLLECTIVES * np.where(layouts.recompute == 2, 1.5, 1.0)
         collectives = np.where(layouts.native, native, collectives)
         # Counts the whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take about as

@@ -12,8 +12,8 @@ from harness.planner.cluster.calibration import Widening
 from harness.planner.fitting import LEVEL, Bools, Floats, Ints
 
 ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.08, 0.019)
-"""Widening per doubling if a calibration has runs of one model, or of one number of nodes, so that
-none can be left out; those of the built-in calibration (calibration.yaml)."""
+"""Widening, as in calibration.yaml, if all runs have one model, or one number of nodes, so that
+none can be left out."""
 
 Errors = Callable[[Bools, Bools], "tuple[Floats, Floats] | None"]
 """Fits to the first rows; returns absolute log errors of time and memory in the second ones, or
@@ -44,11 +44,11 @@ class _Left:
 
 
 def transfer_widths(sizes: Floats, nodes: Ints, inside: Errors) -> TransferWidths:
-    """Returns widths that hold LEVEL of the rows left out.
+    """Returns half-widths that cover LEVEL of the rows left out.
 
-    Each number of nodes is predicted from all others. Widenings are what larger numbers predicted
-    from each smaller range, and models (`sizes` in parameters) predicted from others, add to the
-    errors of a fit to all rows. `inside` must return errors if nothing is left out.
+    Each number of nodes is predicted from all others. Widenings are errors beyond those of a fit
+    to all rows: of larger numbers predicted from each smaller range, and of models (`sizes` in
+    parameters) predicted from others. `inside` must return errors if nothing is left out.
     """
     everything = np.ones(len(nodes), bool)
     counts, models = np.unique(nodes), np.unique(sizes)
@@ -118,7 +118,7 @@ def _line(errors: Floats, doublings: Floats) -> tuple[float, float]:
 
 
 def _growth(excess: Floats, distance: Floats) -> float:
-    """Returns the least slope whose line over `distance` holds LEVEL of the errors.
+    """Returns the smallest slope whose line over `distance` covers LEVEL of the errors.
 
     `excess` is an error minus the width without distance. The weighted quantile minimises
     the pinball loss of a line through the origin.

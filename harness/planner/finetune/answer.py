@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.host.gpu_models import GpuModel
@@ -34,8 +33,6 @@ class Option:
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """Answer for the best recipe."""
-
     verdict: Verdict
     fits: float
     recipe: Recipe
@@ -70,17 +67,16 @@ class FitQuestion:
     link_bytes_per_second: float
 
     def recipe(self, **fields: object) -> Recipe:
+        adapter = Adapter(self.rank, dora="dora" in self.method) if self.method != "full" else None
         plain = Recipe(
             precision=self.precision,
-            adapter=None
-            if self.method == "full"
-            else Adapter(self.rank, dora="dora" in self.method),
+            adapter=adapter,
             base="nf4-double" if self.method.startswith("q") else "bf16",
             sequence=self.sequence,
             micro_batch=self.micro_batch,
             gpus=self.gpus,
         )
-        return dataclasses.replace(plain, **fields)  # type: ignore[arg-type]
+        return replace(plain, **fields)  # type: ignore[arg-type]
 
 
 def probability(question: FitQuestion, recipe: Recipe) -> float:
@@ -128,7 +124,7 @@ def answer(question: FitQuestion) -> FitAnswer:
     verdict: Verdict = "yes" if fits >= SURE else "no" if fits <= HARDLY else "uncertain"
     alone = None
     if question.gpus > 1:
-        single = dataclasses.replace(question, gpus=1)
+        single = replace(question, gpus=1)
         best = _fastest(single)
         alone = _rate(single, best[1]) if best else None
     ladder = [r for _, r in tried]
@@ -139,8 +135,8 @@ def answer(question: FitQuestion) -> FitAnswer:
         footprint(question.shape, recipe).demand,
         usable_bytes(question.gpu, question.gpus),
         _rate(question, recipe),
-        _largest(question, ladder, _with_sequence, STEP, MOST_SEQUENCE),
-        _largest(question, ladder, _with_batch, 1, MOST_BATCH),
+        _largest(question, ladder, lambda r, n: replace(r, sequence=n), STEP, MOST_SEQUENCE),
+        _largest(question, ladder, lambda r, n: replace(r, micro_batch=n), 1, MOST_BATCH),
         words,
         () if verdict == "yes" else tuple(_remedies(question)),
         alone,
@@ -150,14 +146,6 @@ def answer(question: FitQuestion) -> FitAnswer:
 def _rate(question: FitQuestion, recipe: Recipe) -> float:
     link = question.link_bytes_per_second if recipe.gpus > 1 else None
     return recipe.gpus * tokens_per_second(question.shape, recipe, question.gpu, link)
-
-
-def _with_sequence(recipe: Recipe, count: int) -> Recipe:
-    return dataclasses.replace(recipe, sequence=count)
-
-
-def _with_batch(recipe: Recipe, count: int) -> Recipe:
-    return dataclasses.replace(recipe, micro_batch=count)
 
 
 def _largest(
@@ -186,25 +174,23 @@ def _last(fit: Callable[[int], bool], most: int) -> int:
 def _remedies(question: FitQuestion) -> Iterator[Option]:
     changed: list[tuple[str, str, FitQuestion]] = []
     if question.micro_batch > 1:
-        changed.append(("batch", "1", dataclasses.replace(question, micro_batch=1)))
+        changed.append(("batch", "1", replace(question, micro_batch=1)))
     if question.method == "full" and question.precision != "pure-bf16":
-        changed.append(
-            ("precision", "pure-bf16", dataclasses.replace(question, precision="pure-bf16"))
-        )
+        changed.append(("precision", "pure-bf16", replace(question, precision="pure-bf16")))
     if question.method == "full":
-        changed.append(("method", "lora", dataclasses.replace(question, method="lora")))
+        changed.append(("method", "lora", replace(question, method="lora")))
     if "dora" in question.method:
         plain: Method = "qlora" if question.method == "qdora" else "lora"
-        changed.append(("method", plain, dataclasses.replace(question, method=plain)))
+        changed.append(("method", plain, replace(question, method=plain)))
     if not question.method.startswith("q"):
-        changed.append(("method", "qlora", dataclasses.replace(question, method="qlora")))
+        changed.append(("method", "qlora", replace(question, method="qlora")))
     shorter = question.sequence // 2
     if shorter >= STEP:
-        changed.append(("seq", str(shorter), dataclasses.replace(question, sequence=shorter)))
+        changed.append(("seq", str(shorter), replace(question, sequence=shorter)))
     for count in (2, 4, 8):
         if count > question.gpus:
             text = f"{count} x {question.gpu.host_name}"
-            changed.append(("gpus", text, dataclasses.replace(question, gpus=count)))
+            changed.append(("gpus", text, replace(question, gpus=count)))
     for name, value, other in changed:
         if best := _fastest(other):
             recipe = best[1]

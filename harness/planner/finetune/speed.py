@@ -7,16 +7,16 @@ from harness.planner.cluster.recipe import STATES, Recipe, quantised_parameters,
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
-"""Share of the best matrix product's rate that a model's products reach, and of peak that fused
-attention reaches, by the cluster planner's calibration."""
+"""Shares reached according to the cluster planner's calibration: by a model's products of the best
+product's rate, and by fused attention of peak."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
 HIDDEN_BYTES, FEED_BYTES = 84.0, 10.0
-"""Bytes per token and element moved by elementwise work in a layer's forward. Hidden size: norms,
-rotary angles and residuals. Feed-forward size: activation and product."""
+"""Bytes per token that elementwise work in a layer's forward moves: per hidden element (norms,
+rotary angles, residuals), and per feed-forward element (activation, product)."""
 ADAPTER_BYTES = 13.0
-"""Bytes per token and element of each target's input and output: casts, scaling and sum."""
+"""Bytes moved per token and element of a target's input and output: casts, scaling and sum."""
 UPDATE_BYTES = 22.0
 DEQUANTISED_BYTES, NORM_BYTES = 4.6, 26.0
 """Bytes moved per element of a quantised matrix that is unpacked, and of a target whose norm DoRA
@@ -25,7 +25,7 @@ LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
 """Seconds to launch forward and backward of a layer, an adapter's target (some 36 kernels), and a
 quantised matrix (unpacked in Python)."""
 DDP_HIDDEN = 0.7
-"""Share of compute that hides an all-reduce."""
+"""Share of compute that can hide an all-reduce."""
 
 
 PCIE_PEER, PCIE_HOST = 24e9, 12e9

@@ -15,7 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CellFacts:
-    """Unmeasured facts about a cell, per (fullest) rank unless noted."""
+    """Facts known before measuring a cell, of the fullest rank unless noted."""
 
     workload: str
     setting: str
@@ -131,7 +131,7 @@ class CpuTimeConstants:
     )
     working_set: float = constant(
         Prior(0.3, spread=0.15, low=0.0, high=1.0, unit="1"),
-        "exponent by which that rate falls with the activations' bytes over 32e6, because caches"
+        "exponent by which memory_rate falls with the activations' bytes over 32e6, because caches"
         " hold less of them",
         "cache misses follow a power law of size with an exponent of about one half (Hartstein"
         " and others, 2006)",
@@ -181,7 +181,7 @@ class CpuTimeConstants:
         Prior(3.0e-3, spread=1.0e-3, low=0.05e-3, high=20e-3, unit="s"),
         "time of a gather or scatter in a library's hooks around a module, with copies to and from"
         " flat buffers",
-        "a collective's, and tens of operators for each of a module's parameters",
+        "a collective's time, and tens of operators for each of a module's parameters",
     )
     disk_rate: float = constant(
         Prior(1.5, spread=0.7, low=0.02, high=20.0, unit="GB/s"),
@@ -340,8 +340,8 @@ def step_seconds(columns: CellColumns, c: CpuTimeConstants, effects: Floats) -> 
 def peak_bytes(columns: CellColumns, c: CpuMemoryConstants, effects: Floats) -> Floats:
     """Returns the fullest rank's peak resident bytes.
 
-    Buffers count only as far as gradients fill them. `effects` (shape [cells]): log factors by
-    library.
+    A library's buffers count only as far as gradients fill them. `effects` (shape [cells]): log
+    factors by library.
     """
     buffers = np.minimum(columns.library, 2 * columns.trained)
     needed = (

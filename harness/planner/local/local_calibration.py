@@ -32,7 +32,7 @@ FEWEST_ERRORS = 8
 
 @dataclass(frozen=True)
 class LibraryEffects:
-    """Log effects of libraries by measured variant, and by library for others."""
+    """Log effects of libraries on measured variants, and, by family, on others."""
 
     variants: dict[tuple[str, str, bool], float]
     families: dict[tuple[str, str, bool], float]
@@ -97,7 +97,7 @@ class CpuCalibration:
 
 
 def calibrate_cells(measured: Sequence[Observation]) -> CpuCalibration:
-    """Fits without spreads; raises UsageError with too few cells."""
+    """Fits all but spreads; raises UsageError with too few cells."""
     if len(measured) < FEWEST:
         raise UsageError(
             f"{len(measured)} measured cells on CPU cores are too few to predict others; measure at"
@@ -319,9 +319,9 @@ def first_choices(
     rows: Sequence[HeldOutCell],
     may_be_fastest: Callable[[Sequence[Observation]], Sequence[Observation]],
 ) -> list[FirstChoice]:
-    """Returns the predicted fastest cell of each setting with several.
+    """Compares the fastest cells, predicted and measured, of each setting with several.
 
-    `may_be_fastest`: the measured cells tied with the fastest.
+    `may_be_fastest` returns cells tied with the measured fastest.
     """
     result = []
     for setting in dict.fromkeys(row.observation.facts.setting for row in rows):

@@ -16,7 +16,6 @@ from harness.spec.errors import UsageError
 
 LocalGoal = Literal["throughput", "memory"]
 DEVIATIONS_IN_80_PERCENT = 1.2816
-"""Half-width of a normal 80 % interval, in standard deviations."""
 DEVIATIONS_IN_95_PERCENT = 1.96
 SURE = 0.9
 """Probability from which a cell fits, if memory is the goal."""
@@ -268,9 +267,9 @@ class ScalingCurve:
 
 
 def straggling(devices: int, seen: int, spread: float) -> float:
-    """Returns by what share a step is longer on `devices` than on the `seen` measured ones.
+    """Returns the fraction by which steps on `devices` are longer than on the `seen` measured ones.
 
-    The slowest device ends a step. The largest of n normal deviations is about sqrt(2 ln n)
+    A step ends with its slowest device. The largest of n normal deviations is about sqrt(2 ln n)
     standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6). `spread`:
     standard deviation of a device's log step time.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,8 @@ def sent_bytes(
 ) -> float:
     """Returns the bytes that a rank sends in a step, by the strategy's formula.
 
-    All bytes of a parameter server count, because ranks wait for it. Without a formula, the layout
-    decides, once per cycle. The data axis averages gradients, plus half as many bytes for sharded
+    All bytes of a parameter server count, because ranks wait for it. Without a formula, each axis
+    sends once per cycle. The data axis averages gradients, plus half as many bytes for sharded
     parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces per block
     (Megatron-LM, arXiv 1909.08053, section 3).
     """
@@ -94,8 +94,8 @@ def messages(
 ) -> float:
     """Returns the collectives and transfers in a step, by the strategy's formula.
 
-    Without one, the tensor axis has four per block (Megatron-LM, arXiv 1909.08053, section 3), a
-    pipeline two per micro-batch. The data axis has one, or three per block for sharded parameters.
+    Without one, the tensor axis has four per block (see `sent_bytes`), a pipeline two per
+    micro-batch. The data axis has one, or three per block for sharded parameters.
     """
     by_formula = strategy.costs.messages(cell, layout, facts) if layout.devices > 1 else 0.0
     if by_formula is not None:
@@ -113,8 +113,6 @@ def messages(
 
 @dataclass(frozen=True)
 class LocalCell:
-    """A cell measured on CPU cores, as the planner sees it."""
-
     result: CellResult
     cell: Cell
     observation: Observation
@@ -141,7 +139,7 @@ class LocalMeasurements:
 
 def read_measurements(folders: Sequence[Path], workload: str | None = None) -> LocalMeasurements:
     """Reads the newest result of each verified CPU cell of the newest run's machine; raises
-    UsageError without any. Omits variants other than `workload`."""
+    UsageError without any. Omits workloads with a suffix, except `workload`."""
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
     newest = max(rows, key=lambda row: str(row["run_id"]))
@@ -205,8 +203,8 @@ def _local_cell(result: CellResult, measured: LocalMeasurements) -> LocalCell | 
 def facts_of(cell: Cell, measured: LocalMeasurements) -> CellFacts:
     """Returns a cell's facts from the strategy's formulas and the workload's counts.
 
-    Without a formula for states, the model's are divided by its axes. Raises Refused, Unavailable
-    or UsageError.
+    Without a formula for states, pipeline and tensor ranks share the model's equally. Raises
+    Refused, Unavailable or UsageError.
     """
     workload = make_workload(cell.workload)
     strategy = make_strategy(cell)
@@ -271,10 +269,6 @@ def cell_in(setting: Setting, strategy: str, **more: object) -> Cell:
     return with_defaults(Cell.model_validate(fields))
 
 
-def usual_setting(cells: Iterable[LocalCell]) -> Setting:
-    return Counter(Setting.of(cell.cell) for cell in cells).most_common(1)[0][0]
-
-
 def data_for(workload: str, setting: Setting) -> str:
     """Returns the setting's data for its own workload, else the default for the workload's kind."""
     if workload == setting.workload:
@@ -285,8 +279,8 @@ def data_for(workload: str, setting: Setting) -> str:
 def variants_of(
     setting: Setting, measured: LocalMeasurements, with_observations: bool = True
 ) -> tuple[list[LocalVariant], Counter[str]]:
-    """Returns a setting's runnable cells, of each strategy's defaults and measured options, and why
-    others cannot run."""
+    """Returns a setting's runnable cells, with each strategy's defaults and measured options, and
+    why others cannot run."""
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
     observations = {

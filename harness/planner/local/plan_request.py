@@ -32,7 +32,6 @@ from harness.planner.local.measurements import (
     LocalMeasurements,
     data_for,
     facts_of,
-    usual_setting,
     variants_of,
 )
 from harness.spec.cell import Cell
@@ -98,7 +97,8 @@ class PlanRequest:
             raise UsageError(f"--link {self.link!r}: {error}") from None
 
     def setting(self, measured: LocalMeasurements) -> Setting:
-        usual, links = usual_setting(measured.cells), self.links
+        settings = Counter(Setting.of(local.cell) for local in measured.cells)
+        usual, links = settings.most_common(1)[0][0], self.links
         devices = self.devices or DEFAULT_RANKS
         workload = self.workload or usual.workload
         return dataclasses.replace(
@@ -115,7 +115,7 @@ class PlanRequest:
 
 
 def calibrated(measured: LocalMeasurements, unseen: str = "") -> CpuCalibration:
-    """Fits measured cells except `unseen`; raises UsageError with too few."""
+    """Fits measured cells, except those of `unseen`; raises UsageError with too few."""
     observations = [
         cell.observation
         for cell in measured.cells
@@ -138,8 +138,8 @@ def plan_setting(
 def sweep_settings(
     setting: Setting, request: PlanRequest, measured: LocalMeasurements, calibration: CpuCalibration
 ) -> dict[str, dict[int, LocalPlan | str]]:
-    """Returns plans, or why nothing can run, by workload and number of ranks: of requested and
-    measured workloads, and powers of two up to this machine's cores."""
+    """Returns plans, or why nothing can run, by workload and number of ranks. Covers requested
+    and measured workloads, and powers of two up to this machine's cores."""
     counts = sorted({1, setting.devices, *(n for n in (2, 4, 8, 16, 32) if n <= measured.cores)})
     per_node = request.per_node or 1
     answers: dict[str, dict[int, LocalPlan | str]] = {}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SETTLED_STEPS = 2
 """Steps before the measured cycles; DDP rearranges its buckets after the first."""
 MEASURED_CYCLES = 8
-"""Measured cycles (see Strategy.cycle). If ranks share cores, gloo frees some buffers late."""
+"""Measured cycles (see Strategy.cycle); several, because gloo may free some buffers late."""
 _SETTLED, _CYCLE = "rehearsal: settled steps", "rehearsal: cycle"
 _TIME_LIMIT_SECONDS = 600.0
 _KEPT: list[object] = []
@@ -47,7 +47,7 @@ class AllocatedMemory:
 
 
 def measure(cells: Sequence[Cell]) -> list[tuple[AllocatedMemory, ...]]:
-    """Trains some steps of each cell here, over gloo; returns each cell's ranks.
+    """Trains some steps of each cell here, over gloo; returns its ranks' memory.
 
     All cells need the same number of processes. Raises UsageError with the first failed rank's
     reason.

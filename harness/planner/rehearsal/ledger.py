@@ -1,4 +1,4 @@
-"""Adds up live tensors: the peak of each part of a step, and its contents."""
+"""Adds up bytes of live tensors: the peak of each part of a step, and its contents."""
 
 from __future__ import annotations
 

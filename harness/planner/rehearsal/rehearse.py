@@ -70,7 +70,7 @@ class RankPeaks:
     kept: int
     largest_buffer: int = 0
     owns_some_parameters: bool = False
-    """Whether its optimizer holds some trained parameters, depending on the depth."""
+    """Whether its optimizer holds only some of the trained parameters."""
     depths: tuple[int, ...] = ()
     """Block counts of the models extrapolated from, if any."""
 
@@ -118,7 +118,7 @@ def _owns_some(train_state: TrainState) -> bool:
 
 
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """Yields the region by its block's distance from both ends; the middle one of three has
+    """Yields the region with its block counted from the nearer end, or once from each if near
     both."""
     step, phase, model, block = place
     if block < 0:
@@ -291,7 +291,7 @@ def _from_shallow(
 ) -> RankPeaks | None:
     """Extrapolates from shallow models, if possible and necessary.
 
-    Pipeline ranks, and ranks that own whole parameters, change with the depth.
+    With pipelines, or with an optimizer for only some parameters, ranks' shares depend on depth.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

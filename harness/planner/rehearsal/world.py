@@ -57,7 +57,7 @@ class Substitution:
 
 
 class CopyableFakeMode(FakeTensorMode):
-    """A fake mode that survives copies of its tensors and remembers those returned by `all()`."""
+    """A fake mode that deep copies share, and that remembers the results of `all()` as true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def ddp_reducer(job: Job) -> Iterator[Patch]:
         self.reducer = _BucketsOnce(self.reducer)
 
     def all_reduce_in_python(self: Any) -> None:
-        # Runs before the first forward, when the strategy's hook, if any, is registered.
+        # Runs before the first forward, after the strategy has registered its hook, if any.
         if not self._comm_hooks:
             self.register_comm_hook(self.process_group, allreduce_hook)
         lazy_init(self)
@@ -348,7 +348,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
             yield
     finally:
         if strategy.capabilities.process_group:
-            # Cached meshes name groups, whose names are reused.
+            # Cached meshes refer to groups by names, which are reused.
             tensor_caches._clear_python_sharding_prop_cache()
             tensor_caches._clear_fast_path_sharding_prop_cache()
             dist.destroy_process_group()

@@ -20,10 +20,7 @@ class LlamaSplit(SplitByParts):
         *(f"model.layers.*.self_attn.{n}_proj" for n in "qkv"),
         *(f"model.layers.*.mlp.{n}_proj" for n in ("gate", "up")),
     )
-    by_row: tuple[str, ...] = (
-        "model.layers.*.self_attn.o_proj",
-        "model.layers.*.mlp.down_proj",
-    )
+    by_row: tuple[str, ...] = ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj")
     sequence_parallel = True
     by_vocabulary = ("model.embed_tokens", "lm_head")
 
