@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Retained, Tolerance, TrainStep
+from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.strategy import Cell, CostModel, Job, Strategy
@@ -92,10 +93,6 @@ class Amp(Strategy):
 
         optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
 
-        def library() -> Iterator[Retained]:
-            yield from ddp_buckets(model)
-            yield from (("library", "fp32 master weights", master) for master in masters)
-
         named = dict(zip(names, masters, strict=True))
         files = StateFiles(job, {"masters": Tensors(named), "optimizer": optimizer, "model": model})
         job.register(
@@ -103,7 +100,9 @@ class Amp(Strategy):
             optimizer,
             gather=lambda: iter(named.items()),
             moments=lambda: moments_of(named.items(), [optimizer]),
-            library=library,
+            library=lambda: chain(
+                ddp_buckets(model), (("library", "fp32 master weights", p) for p in masters)
+            ),
             save=files.save,
             load=files.load,
         )

@@ -251,7 +251,7 @@ def test_a_plan(plan: Any, text: str, seed: int) -> None:
 
 
 SPEC = TrialSpec(
-    Cell(strategy="ddp", devices=2, nodes=2), DataSource("text", "t", "f", None, "uint8", (), 4), 2
+    Cell(strategy="ddp", devices=2, nodes=2), DataSource("text", "t", "f", None, (), 4), 2
 )
 MESSAGES = [encoded("run", SPEC), encoded("measure", ("10.0.0.1", 1)), encoded("warm", ["torch"])]
 

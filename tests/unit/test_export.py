@@ -104,7 +104,7 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         if "ds_config.json" in files:
             assert json.loads(files["ds_config.json"])["gradient_clipping"] == 0.0
         if to == "slurm":
-            assert files["job.sbatch"].startswith("#!/usr/bin/env bash\n# Your site's")
+            assert files["job.sbatch"].startswith("#!/usr/bin/env bash\n# Directives of your site")
             assert ("--gpus-per-node" in files["job.sbatch"]) == (cell.device == "cuda")
         seen.add((cell.strategy, to))
     torch_only = {

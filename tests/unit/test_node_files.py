@@ -26,7 +26,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSpec:
     for name in ("references/k/final.safetensors", "references/k/reference.json", "data/d.npy"):
         (head / name).parent.mkdir(parents=True, exist_ok=True)
         (head / name).write_bytes(os.urandom(2500))
-    data = DataSource("text", "t", "f", str(head / "data/d.npy"), "uint8", ((0, 9),), 4)
+    data = DataSource("text", "t", "f", str(head / "data/d.npy"), ((0, 9),), 4)
     cell = Cell(strategy="ddp", devices=2, nodes=2)
     return TrialSpec(cell, data, 2, reference=str(head / "references/k"))
 

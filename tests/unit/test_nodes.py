@@ -28,7 +28,7 @@ from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
-DATA = DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)
+DATA = DataSource("text", "t", "f", None, ((0, 9),), 4)
 
 
 def plan(there: int, **axes: object) -> tuple[list[Cell], list[tuple[str, str]]]:

@@ -106,7 +106,7 @@ def test_the_commands_calibrate_and_validate(
         "Nodes": runs.nodes,
         "MBS": axes.micro_batch,
         "GradAcc": axes.accumulation,
-        "GBS": axes.global_batch,
+        "GBS": axes.data * axes.micro_batch * axes.accumulation,
         "DP": axes.data,
         "PP": axes.pipeline,
         "TP": axes.tensor,

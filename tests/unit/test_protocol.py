@@ -211,7 +211,7 @@ def test_a_message_may_not_claim_any_size() -> None:
 
 
 def test_messages_arrive_unchanged() -> None:
-    data = DataSource("text", "t", "f", None, "uint8", ((0, 9),), 4)
+    data = DataSource("text", "t", "f", None, ((0, 9),), 4)
     cell = Cell(strategy="ddp", devices=2, nodes=2, options={"bucket_cap_mb": 1.5})
     spec = TrialSpec(cell, data, 2, token="x", cores=((0,), (1,)), rendezvous=("10.0.0.1", 7))
     failed = FailureAnswer("failed", "ü", 1.0, consequence=False, holding={"parameters": 8})
