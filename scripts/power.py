@@ -1,11 +1,11 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
-`ROUNDS` planned rounds, then the race (further rounds of likely winners), in the recorded run's
-time. Other settings get the recorded number of trials. The noise is the recorded trials' deviations
+`ROUNDS` planned rounds, then heats of likely winners, in the recorded run's time. Other settings
+get the recorded number of trials. The noise of separate trials is the recorded trials' deviations
 from their cells' means, after correction by the control. They keep their order but are shifted by a
 random number of places, which preserves heavy tails, slow spells and what neighbours share. Trials
-of the race are longer, so their noise is divided by the root of their length.
+of a heat deviate by HEAT_NOISE, as measured (docs/studies/run-precision.md).
 
 Prints a line each for a clear winner, many close cells, and equal cells. `python -m scripts.power
 RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints how often the
@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 from harness.analysis.answer import trustworthy
 from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates, steps_of
-from harness.analysis.race import Entrants, next_round
+from harness.analysis.heats import joined
+from harness.analysis.race import Entrants, next_heats
 from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate
@@ -35,11 +36,17 @@ from harness.analysis.summary import cell_results
 from harness.record.plan import FURTHER_TIMES, kept_plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
+from harness.run.runner import HEAT_SECONDS
+from harness.worker.spec import CYCLES_IN_A_TURN
 
 RUNS = int(os.environ.get("RUNS", "500"))
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 NOISE = float(os.environ.get("NOISE", "0"))
 """Standard deviation to which the noise is scaled; 0: as recorded."""
+HEAT_NOISE = float(os.environ.get("HEAT_NOISE", "0.01"))
+"""Standard deviation of a trial in a heat."""
+START_SECONDS = 30.0
+"""Time until the processes that launch a heat's trials have imported the libraries."""
 REFERENCE_SECONDS = 90.0
 """Prediction of `bench run --matrix full --dry-run` for the references."""
 EQUAL_CELLS = 53
@@ -83,15 +90,15 @@ class Design:
         self.group = max(groups.values(), key=len)
         walls: dict[str, list[float]] = defaultdict(list)
         for trial in TrialRecord.from_frame(trials):
-            longer = (times(trial) - 1) * plan.timed_seconds
-            walls[trial.cell_id].append((trial.wall_seconds or 0.0) - longer)
+            further = (times(trial) - 1) * plan.timed_seconds
+            walls[trial.cell_id].append((trial.wall_seconds or 0.0) - further)
         took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
         self.took = {cell: took.pop(cell) for cell in self.group}
-        self.longer = (FURTHER_TIMES - 1) * plan.timed_seconds
+        self.longer = HEAT_SECONDS * (CYCLES_IN_A_TURN + 1) / CYCLES_IN_A_TURN - plan.timed_seconds
+        longer = (FURTHER_TIMES - 1) * plan.timed_seconds
         timed = {trial.cell_id for trial in finished}
         others = sum(
-            sum(walls[cell]) + self.longer * (len(walls[cell]) - 1) * (cell in timed)
-            for cell in took
+            sum(walls[cell]) + longer * (len(walls[cell]) - 1) * (cell in timed) for cell in took
         )
         self.seconds = (plan.time_budget_seconds or math.inf) - REFERENCE_SECONDS - others
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
@@ -101,30 +108,24 @@ class Design:
     def simulated(self, chance: random.Random, true: Throughputs) -> dict[str, LogEstimate]:
         shift, sign = chance.randrange(len(self.noise)), chance.choice((-1, 1))
         noise = itertools.cycle([*self.noise[shift:], *self.noise[:shift]])
+        planned = [*true, *[self.baseline] * (math.isqrt(len(true) - 1) - 1)] * ROUNDS
+        chance.shuffle(planned)
         values: dict[str, list[float]] = {cell: [] for cell in true}
-        lengths: dict[str, list[int]] = {cell: [] for cell in true}
-        seconds = self.seconds
-        cells: dict[str, LogEstimate] = {}
-        for planned in range(RUN_LENGTH):
-            if planned < ROUNDS:
-                wanted = [*true, *[self.baseline] * (math.isqrt(len(true) - 1) - 1)]
-            else:
-                wanted = sorted(next_round([Entrants(cells, self.baseline)], chance))
-            chance.shuffle(wanted)
-            length, longer = (1.0, 0.0) if planned < ROUNDS else (FURTHER_TIMES, self.longer)
-            fitting = []
-            for cell in sorted(wanted, key=self.took.__getitem__):
-                if planned >= ROUNDS and self.took[cell] + longer > seconds:
-                    continue
-                fitting.append(cell)
-                seconds -= self.took[cell] + longer
-            if not fitting:
+        for cell in planned:
+            values[cell].append(true[cell] + sign * next(noise))
+        seconds = self.seconds - START_SECONDS - sum(map(self.took.__getitem__, planned))
+        heats: list[dict[str, float]] = []
+        separate = estimated(values)
+        cells = separate
+        for _ in range(RUN_LENGTH):
+            begun = len(heats)
+            for heat in next_heats([Entrants(cells, self.baseline)], chance):
+                seconds -= sum(self.took[cell] + self.longer for cell in heat)
+                if seconds >= 0:
+                    heats.append({c: true[c] + chance.gauss(0.0, HEAT_NOISE) for c in heat})
+            if begun == len(heats):
                 break
-            chance.shuffle(fitting)
-            for cell in fitting:
-                values[cell].append(true[cell] + sign * next(noise) / math.sqrt(length))
-                lengths[cell].append(round(length))
-            cells = estimated(values, lengths)
+            cells = {**separate, **joined(separate, heats).cells}
         return cells
 
 
@@ -132,9 +133,8 @@ RUN_LENGTH = 10_000
 """Rounds after which a run ends in any case."""
 
 
-def estimated(
-    values: Mapping[str, Sequence[float]], lengths: Mapping[str, Sequence[int]]
-) -> dict[str, LogEstimate]:
+def estimated(values: Mapping[str, Sequence[float]]) -> dict[str, LogEstimate]:
+    lengths = {name: [1] * len(own) for name, own in values.items()}
     cells = log_estimates(values, lengths, lengths)
     return {name: replace(cell, allowance=ALLOWANCE) for name, cell in cells.items()}
 
@@ -185,7 +185,7 @@ def coverage(chance: random.Random) -> float:
     for _ in range(RUNS):
         values = {name: [chance.gauss(0.0, 0.03)] for name in names}
         values[names[0]] += [chance.gauss(0.0, 0.03) for _ in range(6)]
-        cells = estimated(values, {name: [1] * len(own) for name, own in values.items()})
+        cells = estimated(values)
         first, *others = (cells[name] for name in reversed(names))
         held += confident_that_beaten(first, others) < CONFIDENCE
     return held / RUNS

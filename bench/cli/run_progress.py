@@ -76,7 +76,8 @@ class RunProgress:
         self.expected_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
-        self.preparing(f"one more round: {len(cells)} of {among}")
+        trials = "1 trial" if len(cells) == 1 else f"{len(cells)} trials"
+        self.preparing(f"one more round: {trials} of {among}")
 
     def time_is_spent(self, left_out: int) -> None:
         self.expected_left *= 1 - left_out / max(1, self.total - self.done)

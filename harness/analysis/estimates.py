@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from harness.analysis.control import NONE, Adjustment, Window, adjustment, mean_window
+from harness.analysis.heats import heat_of, joined
 from harness.analysis.stats import LogEstimate
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -150,7 +151,52 @@ class RunEstimates:
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
-    """Returns estimates from one run's trials with a throughput."""
+    """Returns estimates from one run's trials with a throughput.
+
+    Trials of a heat are joined with the separate ones. If all trials were interleaved
+    (`--interleave`), cells are compared within rounds instead (harness/analysis/ranking.py).
+    """
+    alone = {trial.cell_id for trial in finished if not trial.turn_began}
+    in_heats = [trial for trial in finished if trial.turn_began and trial.cell_id in alone]
+    estimates = _of_separate(
+        [trial for trial in finished if not (trial.turn_began and trial.cell_id in alone)]
+    )
+    return _with_heats(estimates, in_heats, finished) if in_heats else estimates
+
+
+def _with_heats(
+    estimates: RunEstimates, in_heats: Sequence[TrialRecord], finished: Sequence[TrialRecord]
+) -> RunEstimates:
+    heats: dict[int, dict[str, TrialRecord]] = {}
+    for trial in in_heats:
+        heats.setdefault(trial.trial, {})[trial.cell_id] = trial
+    values = [
+        heat_of({cell_id: trial.turn_samples_per_second for cell_id, trial in heat.items()})
+        for heat in heats.values()
+    ]
+    result = joined(estimates.cells, values)
+    by_trial = {
+        (trial.cell_id, trial.trial): math.exp(value[trial.cell_id] - level)
+        for heat, value, level in zip(heats.values(), values, result.levels, strict=True)
+        for trial in heat.values()
+    }
+    level_errors: dict[Hashable, float] = {}
+    for trial in in_heats:
+        error, key = result.cells[trial.cell_id].level_error, computing(trial)
+        level_errors[key] = max(error, level_errors.get(key, 0.0))
+    further = {trial.cell_id: level_errors.get(computing(trial), 0.0) for trial in finished}
+    cells = {
+        cell_id: replace(cell, error=math.hypot(cell.error, further[cell_id]))
+        for cell_id, cell in estimates.cells.items()
+    }
+    return replace(
+        estimates,
+        cells={**cells, **result.cells},
+        by_trial={**estimates.by_trial, **by_trial},
+    )
+
+
+def _of_separate(finished: Sequence[TrialRecord]) -> RunEstimates:
     windows = [windows_of(trial) for trial in finished]
     measured = [mean_window(own) if own else None for own in windows]
     adjustments = _adjustments(finished, measured)

@@ -4,6 +4,9 @@ After its first trial, a cell drops out if noise cannot explain its distance fro
 The others get three trials each. Further trials go to the largest undecided setting, to leaders and
 challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
 68, 2020). Cells with the lowest memory race separately.
+
+The largest setting, and then one that is drawn, race in heats: a few cells with the baseline, which
+ties the heats to each other. Trials of a heat are interleaved if the machine allows.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ GAIN_ERROR = 0.005
 docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
 """Lower bound on the critical values of one-sided bounds with 95 % confidence."""
-MOST_DRAWS = 6
-"""Draws per round, each of a leader and a challenger."""
+MOST_IN_HEAT = 4
+"""Largest number of cells in a heat, which are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,20 @@ class Entrants:
     """Cells with the lowest peak memory, which race separately."""
 
 
-def next_round(settings: Sequence[Entrants], chance: random.Random) -> set[str]:
-    """Returns the ids of cells that get one more trial; empty if nothing is open."""
-    if few := set().union(*map(_with_few_trials, settings)):
+def next_heats(settings: Sequence[Entrants], chance: random.Random) -> list[tuple[str, ...]]:
+    """Returns the ids of the cells of each heat, alone or together; empty if nothing is open."""
+    first, *others = sorted(settings, key=lambda setting: -len(setting.speeds)) or [
+        Entrants({}, "")
+    ]
+    if heats := _first_heats(first):
+        return heats
+    few: list[tuple[str, ...]] = [
+        (name,) for setting in others for name in _with_few_trials(setting)
+    ]
+    if few:
         return few
-    undecided = [setting for setting in settings if _is_open(setting)]
-    if not undecided:
-        return set()
-    return _drawn_trials(max(undecided, key=lambda setting: len(setting.speeds)), chance)
+    undecided = [setting for setting in (first, *others) if _is_open(setting)]
+    return [_drawn_heat(undecided[0], chance)] if undecided else []
 
 
 def _is_open(setting: Entrants) -> bool:
@@ -85,21 +94,43 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
     return len(ties) < 2 or all(bound.low >= 1 - EQUAL for bound in against_best(ties))
 
 
-def _with_few_trials(setting: Entrants) -> set[str]:
-    fields = [cells for cells in (setting.speeds, setting.smallest) if len(setting.speeds) > 1]
-    return {
-        name for cells in fields for name in contenders(cells) if cells[name].trials < RACE_ROUNDS
-    }
+def _with_few_trials(setting: Entrants) -> list[str]:
+    """Returns the contenders that get one more trial in any case, fastest first."""
+    if len(setting.speeds) < 2:
+        return []
+    few = [
+        name
+        for cells in (setting.speeds, setting.smallest)
+        for name in sorted(contenders(cells), key=lambda name: -cells[name].mean)
+        if cells[name].trials < RACE_ROUNDS
+    ]
+    return list(dict.fromkeys(few))
 
 
-def _drawn_trials(setting: Entrants, chance: random.Random) -> set[str]:
+def _first_heats(setting: Entrants) -> list[tuple[str, ...]]:
+    if not (few := _with_few_trials(setting)):
+        return []
+    always, size = _always(setting), MOST_IN_HEAT - 1
+    others = [name for name in few if name != always]
+    return [(always, *others[at : at + size]) for at in range(0, max(1, len(others)), size)]
+
+
+def _always(setting: Entrants) -> str:
+    """Returns the cell of all heats: the baseline, or else the fastest."""
+    if setting.baseline in setting.speeds:
+        return setting.baseline
+    return max(setting.speeds, key=lambda name: setting.speeds[name].mean)
+
+
+def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
     racing = {name: setting.speeds[name] for name in contenders(setting.speeds)}
-    draws = range(min(MOST_DRAWS, 1 + len(racing) // 4))
-    chosen = {name for _ in draws for name in top_two(racing, chance)}
-    usual = setting.speeds.get(setting.baseline)
-    if usual and usual.trials <= max(racing[name].trials for name in chosen):
-        chosen.add(setting.baseline)
-    return chosen
+    chosen = dict.fromkeys([_always(setting)])
+    for _ in range(MOST_TRIES):
+        drawn = [name for name in top_two(racing, chance) if name not in chosen]
+        chosen |= dict.fromkeys(drawn[: MOST_IN_HEAT - len(chosen)])
+        if len(chosen) == min(MOST_IN_HEAT, len(racing | chosen)):
+            break
+    return tuple(chosen)
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:

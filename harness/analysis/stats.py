@@ -33,7 +33,8 @@ ESTIMATE_METHOD = (
     "geometric mean over trials, with a 95 % interval. A trial is an independent launch and"
     " counts once: by the mean of its timed steps if a control ran, else by their median. The"
     " interval is Student's t on the logarithms, with variances moderated over all cells of the"
-    " run (Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004)"
+    " run (Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004). Trials that"
+    " were interleaved in a heat are compared within it, by least squares over all heats"
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
@@ -86,6 +87,9 @@ class LogEstimate:
     """Whether the mean is adjusted by the control, if there is one."""
     allowance: float = 0.0
     """Standard deviation of effects that repetition does not reduce."""
+    level_error: float = 0.0
+    """Further error of the value itself, common to cells that were interleaved, which cancels in
+    their ratios."""
 
     @property
     def whole_error(self) -> float:
@@ -103,7 +107,7 @@ class LogEstimate:
         """Returns the value with Student's t interval; none without a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
-        half = _students_t(confidence, self.degrees) * self.error
+        half = _students_t(confidence, self.degrees) * math.hypot(self.error, self.level_error)
         return Estimate(
             math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half), self.trials
         )
@@ -143,8 +147,9 @@ def between_runs(
         drift = first.control - second.control
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean + drift, None, count)
-    errors = first.error**2 + second.error**2
-    parts = first.error**4 / first.degrees + second.error**4 / second.degrees
+    of_first, of_second = (one.error**2 + one.level_error**2 for one in (first, second))
+    errors = of_first + of_second
+    parts = of_first**2 / first.degrees + of_second**2 / second.degrees
     degrees = errors**2 / parts if parts else min(first.degrees, second.degrees)
     singles = (first.trials == 1) + (second.trials == 1)
     error = math.sqrt(errors + singles * SINGLE_TRIAL**2 + (CONTROL_MISMATCH * drift) ** 2)

@@ -206,7 +206,7 @@ def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
         raw_samples_per_second=raw_samples,
         raw_tokens_per_second=raw_tokens,
         by_round={t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished},
-        turns=turns_of(finished),
+        turns=turns_of(finished) if all(trial.turn_began for trial in finished) else {},
         trend=max(map(abs, _values(finished, "trend")), default=None),
     )
 

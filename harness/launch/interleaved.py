@@ -69,6 +69,11 @@ class InterleavedLauncher:
         launch = Launch(cell, data, processes, more=more)
         return self.together([launch], on_progress, interleave=False)[0]
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, which another launcher of this process must not end."""
+        return [process.ready() for process in self._processes]
+
     def ignore_pid(self, pid: int) -> None:
         """Does nothing: other processes' launchers never see this one's children."""
 

@@ -54,6 +54,7 @@ class TrialOptions(TypedDict, total=False):
     turns: TimeSlices | None
     samples_per_control: int
     timed_seconds: float
+    timed_steps: int
     rewind_seed: int | None
     checkpoint: Checkpointing | None
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from harness.analysis.answer import entrants
 from harness.analysis.precision import too_wide
-from harness.analysis.race import next_round
+from harness.analysis.race import next_heats
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import summarised
 from harness.host.cores import oversubscribed
@@ -119,9 +119,14 @@ FURTHER_SHARE = 0.25
 
 
 class FurtherRound(NamedTuple):
-    cell_ids: set[str]
+    heats: list[tuple[str, ...]]
+    """Ids of cells that are interleaved if possible."""
     why: str
     """Text that completes `cells that ...`."""
+
+    @property
+    def cell_ids(self) -> set[str]:
+        return set().union(*self.heats)
 
 
 def worth_launching(plan: Plan, trials: Sequence[TrialRecord]) -> FurtherRound:
@@ -129,11 +134,11 @@ def worth_launching(plan: Plan, trials: Sequence[TrialRecord]) -> FurtherRound:
     fastest."""
     cells = summarised(trials)
     if plan.precision is not None:
-        wide = set(too_wide(cells, plan.precision))
-        return FurtherRound(wide - plan.once, "have too wide an interval")
+        wide = set(too_wide(cells, plan.precision)) - plan.once
+        return FurtherRound([(cell_id,) for cell_id in wide], "have too wide an interval")
     settings = entrants(timed(cells, plan.once))
-    racing = next_round(settings, random.Random(plan.order_seed + len(trials)))
-    return FurtherRound(racing, "may still be the fastest, or are compared with these")
+    heats = next_heats(settings, random.Random(plan.order_seed + len(trials)))
+    return FurtherRound(heats, "may still be the fastest, or are compared with these")
 
 
 class TimeBudget:

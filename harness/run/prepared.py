@@ -48,9 +48,11 @@ class PreparedTrial:
         timed_seconds: float | None = None,
         seed: int = 0,
         launches: int = 1,
+        timed_steps: int | None = None,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
-        and `key` decide whether and when it rewinds."""
+        and `key` decide whether and when it rewinds. `timed_steps`: of an interleaved trial, if not
+        the cell's."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -69,6 +71,8 @@ class PreparedTrial:
                 "samples_per_control": SAMPLES_PER_CONTROL,
                 "timed_seconds": 0.0 if fixed else timed_seconds,
             }
+        if timed_steps is not None:
+            more["timed_steps"] = timed_steps
         self.rewind_skipped_reason = self._why_not_rewound(timed_seconds)
         begins_with = zlib.crc32(f"{seed} {key.cell_id}".encode())
         chosen = (begins_with + key.trial) % min(launches, LAUNCHES_PER_REWIND) == 0
@@ -162,6 +166,19 @@ def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
         )
 
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
+
+
+def may_be_in_heat(cell: Cell) -> bool:
+    """Returns whether trials of the race may be interleaved: their steps can be chosen and cost
+    about the same, and they need nothing that only one trial can have."""
+    strategy = make_strategy(cell)
+    return (
+        has_control(cell)
+        and cell.checkpoint == "none"
+        and cell.memory_limit_bytes is None
+        and strategy.cycle == 1
+        and not strategy.capabilities.fixed_steps
+    )
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:

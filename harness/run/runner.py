@@ -3,13 +3,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Protocol
 
+from harness.analysis.race import MOST_IN_HEAT
 from harness.host.gpu_state import GpuLook
+from harness.host.memory_limits import available_memory_bytes
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
@@ -23,7 +26,13 @@ from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.record.trial_status import NOT_AGAIN
 from harness.run.allocation import TimeBudget, worth_launching
-from harness.run.prepared import PreparedTrial, Surroundings, needs_at_least_as_much_as, packages
+from harness.run.prepared import (
+    PreparedTrial,
+    Surroundings,
+    may_be_in_heat,
+    needs_at_least_as_much_as,
+    packages,
+)
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
 from harness.run.rows import (
@@ -35,6 +44,14 @@ from harness.run.rows import (
     trial_record,
 )
 from harness.spec.cell import Cell
+from harness.strategy.registry import make_strategy
+from harness.worker.spec import CYCLES_IN_A_TURN
+
+HEAT_SECONDS = 3.0
+"""Timed seconds of an interleaved trial of the race."""
+FEWEST_TURNS, MOST_TURNS = 6, 48
+RANK_BYTES = 400 * 2**20
+"""Resident memory of a process that has imported the libraries."""
 
 
 class ProgressListener(Protocol):
@@ -59,6 +76,8 @@ class PendingTrial(NamedTuple):
     position: int
     cell: Cell
     key: TrialKey
+    interleaved: bool = False
+    """Whether it trains interleaved with the pending trials of the same number."""
 
 
 @dataclass
@@ -75,6 +94,7 @@ class Runner:
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
     """This run's trials; None until the first further round reads them."""
+    _heats: InterleavedLauncher | None = None
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
     _idle: Idle = field(default_factory=Idle)
@@ -143,21 +163,28 @@ class Runner:
                 " interleaved"
             )
         with (
-            contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
-            if self.plan.interleaved
-            else contextlib.nullcontext()
-        ) as interleaved:
+            (
+                contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
+                if self.plan.interleaved
+                else contextlib.nullcontext()
+            ) as interleaved,
+            contextlib.ExitStack() as of_heats,
+        ):
             launcher = interleaved or self.start(wanted)
             references: dict[str, Reference] = {}
 
             def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
                 if interleaved:
                     return self._interleaved(interleaved, group, references, listener.step)
+                if group and group[0].interleaved:
+                    heats = self._launcher_of_heats(launcher, pending, of_heats, listener)
+                    steps = self._steps_of_heat([trial.cell for trial in group])
+                    return self._interleaved(heats, group, references, listener.step, steps)
                 return [
                     self.run_trial(
                         launcher, cell, key, at, references[reference_key(cell)], listener.step
                     )
-                    for at, cell, key in group
+                    for at, cell, key, _ in group
                 ]
 
             while pending:
@@ -171,39 +198,99 @@ class Runner:
                 pending = self.plan_extra_round(listener)
         return True
 
+    def _launcher_of_heats(
+        self,
+        launcher: LauncherProtocol,
+        pending: Sequence[PendingTrial],
+        until: contextlib.ExitStack,
+        listener: ProgressListener,
+    ) -> InterleavedLauncher:
+        """Returns the heats' launcher, started for the first heat and closed with `until`."""
+        if self._heats is None:
+            listener.preparing("importing packages for trials that train interleaved")
+            racing = packages([trial.cell for trial in pending])
+            self._heats = InterleavedLauncher(racing, min(MOST_IN_HEAT, len(self.cells)))
+            until.enter_context(contextlib.closing(self._heats))
+        for pid in self._heats.pids:
+            launcher.ignore_pid(pid)
+        return self._heats
+
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns one more trial of each cell of `worth_launching`, if time allows."""
+        """Returns the trials of `worth_launching` that time allows."""
         if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
             return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
-        worth, why = worth_launching(self.plan, self._recorded)
-        wanted = worth & {cell.id for cell in self.cells}
-        position = max(trial.position for trial in self._recorded) + 1
+        further = worth_launching(self.plan, self._recorded)
+        own = {cell.id: cell for cell in self.cells}
+        heats = [[own[name] for name in heat if name in own] for heat in further.heats]
+        wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
         if not wanted:
             return []
-        number = max(trial.trial for trial in self._recorded if trial.cell_id in wanted) + 1
-        seconds = {cell.id: self._seconds(cell, number) for cell in self.cells if cell.id in wanted}
-        launched = self._budget.shortest_that_fit(seconds)
-        cells = [cell for cell in self.cells if cell.id in launched]
-        if not cells:
+        together = [heat for heat in heats if len(heat) > 1 and self._may_interleave(heat)]
+        in_heats = {cell.id for heat in together for cell in heat}
+        groups = [*together, *([own[name]] for name in wanted if name not in in_heats)]
+        number = max(trial.trial for trial in self._recorded) + 1
+        seconds = {str(at): self._group_seconds(group, number) for at, group in enumerate(groups)}
+        fitting = self._budget.shortest_that_fit(seconds)
+        launched = [group for at, group in enumerate(groups) if str(at) in fitting]
+        if not launched:
             return []
-        listener.round_added(cells, f"{len(wanted)} cells that {why}")
-        return [
-            PendingTrial(position + i, cell, TrialKey(cell.id, number, 1))
-            for i, cell in enumerate(self.plan.shuffled(cells, number))
+        listener.round_added(
+            [cell for group in launched for cell in group],
+            f"{len(wanted)} cells that {further.why}",
+        )
+        position = max(trial.position for trial in self._recorded) + 1
+        pending = [
+            PendingTrial(0, cell, TrialKey(cell.id, number + at, 1), len(group) > 1)
+            for at, group in enumerate(launched)
+            for cell in self.plan.shuffled(group, number + at)
         ]
+        return [trial._replace(position=position + at) for at, trial in enumerate(pending)]
 
-    def _seconds(self, cell: Cell, trial: int) -> float:
-        """Returns the expected duration of a trial, from the cell's trials of the same length, else
-        from shorter ones."""
-        timed = self.plan.timed_seconds_of(cell, trial) or 0.0
-        expected: dict[float, list[float]] = {}
+    def _may_interleave(self, cells: Sequence[Cell]) -> bool:
+        """Whether these cells can train interleaved, all in memory together."""
+        if self.launcher is not Launcher or not self.plan.timed_seconds:
+            return False
+        peaks = {trial.cell_id: trial.peak_memory_bytes or 0 for trial in self._recorded or ()}
+        ranks = [make_strategy(cell).layout(cell.devices).processes for cell in cells]
+        needed = sum(
+            count * (RANK_BYTES + peaks.get(cell.id, 0))
+            for count, cell in zip(ranks, cells, strict=True)
+        )
+        return all(map(may_be_in_heat, cells)) and (
+            needed + MOST_IN_HEAT * RANK_BYTES < available_memory_bytes()
+        )
+
+    def _steps_of_heat(self, cells: Sequence[Cell]) -> int:
+        """Returns the timed steps of each trial of a heat, a multiple of a turn's."""
+        ids = {cell.id for cell in cells}
+        seconds = [
+            trial.step_seconds_mean
+            for trial in self._recorded or ()
+            if trial.cell_id in ids and trial.step_seconds_mean
+        ]
+        steps = HEAT_SECONDS / median(seconds) if seconds else 0
+        turns = min(max(steps / CYCLES_IN_A_TURN, FEWEST_TURNS), MOST_TURNS)
+        return CYCLES_IN_A_TURN * math.ceil(turns)
+
+    def _group_seconds(self, cells: Sequence[Cell], trial: int) -> float:
+        interleaved = len(cells) > 1
+        return sum(self._seconds(cell, trial, interleaved) for cell in cells)
+
+    def _seconds(self, cell: Cell, trial: int, interleaved: bool) -> float:
+        """Returns the expected duration of a trial, from the cell's trials of the same kind and
+        length, else from shorter ones."""
+        timed = HEAT_SECONDS if interleaved else self.plan.timed_seconds_of(cell, trial) or 0.0
+        expected: dict[tuple[bool, float], list[float]] = {}
         for known in self._recorded or ():
             if known.cell_id == cell.id:
-                longer = timed - (self.plan.timed_seconds_of(cell, known.trial) or 0.0)
-                expected.setdefault(longer, []).append((known.wall_seconds or 0.0) + longer)
+                in_heat = bool(known.turn_began)
+                before = self.plan.timed_seconds_of(cell, known.trial) or 0.0
+                longer = timed - (HEAT_SECONDS if in_heat else before)
+                seconds = (known.wall_seconds or 0.0) + longer
+                expected.setdefault((in_heat != interleaved, longer), []).append(seconds)
         return median(expected[min(expected)])
 
     def _trials(
@@ -214,13 +301,13 @@ class Runner:
     ) -> bool:
         """Runs these trials in order, one group per `launch`; returns False if interrupted."""
         for group in self._groups(pending):
-            launched = [trial for trial in group if self._is_launched(*trial, listener)]
-            for position, cell, key in launched:
-                listener.trial_started(cell, key.trial, position)
+            launched = [trial for trial in group if self._is_launched(trial, listener)]
+            for trial in launched:
+                listener.trial_started(trial.cell, trial.key.trial, trial.position)
             trials = launch(launched)
             if self._recorded is not None:
                 self._recorded += trials
-            for (_, cell, _), record in zip(launched, trials, strict=True):
+            for (_, cell, *_), record in zip(launched, trials, strict=True):
                 listener.trial_finished(cell, record)
                 self._budget.took[cell.id] = record.wall_seconds or 0.0
                 if record.status in NOT_AGAIN:
@@ -233,19 +320,19 @@ class Runner:
         return True
 
     def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
-        if not self.plan.interleaved:
-            return [[trial] for trial in pending]
-        by_number = itertools.groupby(pending, key=lambda trial: trial.key.trial)
-        return [list(group) for _, group in by_number]
+        def group(trial: PendingTrial) -> tuple[int, int]:
+            together = self.plan.interleaved or trial.interleaved
+            return trial.key.trial, 0 if together else trial.position
 
-    def _is_launched(
-        self, position: int, cell: Cell, key: TrialKey, listener: ProgressListener
-    ) -> bool:
+        return [list(trials) for _, trials in itertools.groupby(pending, key=group)]
+
+    def _is_launched(self, pending: PendingTrial, listener: ProgressListener) -> bool:
         """Returns whether to launch a trial: False if the cell ran out of memory or time, or the
         time budget is spent.
 
         If a cell that needs no more memory ran out of it, records this trial as skipped.
         """
+        position, cell, key, _ = pending
         if cell.id in self._given_up and key.trial > 0:
             return False
         if self.share[1] == 1 and self._budget.leaves_out(position, cell):
@@ -307,10 +394,11 @@ class Runner:
         pending: Sequence[PendingTrial],
         references: dict[str, Reference],
         on_progress: Callable[[int, float], None],
+        timed_steps: int | None = None,
     ) -> list[TrialRecord]:
         round_ = [
-            PreparedTrial(cell, key, position, references[reference_key(cell)])
-            for position, cell, key in pending
+            PreparedTrial(cell, key, at, references[reference_key(cell)], timed_steps=timed_steps)
+            for at, cell, key, _ in pending
         ]
         most = max((trial.gpus for trial in round_), default=0)
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()

@@ -92,7 +92,6 @@ class Amp(Strategy):
                 parameter.detach().copy_(master.detach())
 
         optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
-
         named = dict(zip(names, masters, strict=True))
         files = StateFiles(job, {"masters": Tensors(named), "optimizer": optimizer, "model": model})
         job.register(

@@ -116,7 +116,7 @@ class Loop:
         """Whether the next step is not timed, because caches are cold."""
         self.compile_seconds = 0.0
         self.timed = 0
-        self.planned = job.cell.timed_steps
+        self.planned = spec.timed_steps or job.cell.timed_steps
         self.traffic = RankTraffic(
             over_tcp=job.device.type == "cpu"
             and job.train_state is not None

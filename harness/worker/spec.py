@@ -79,6 +79,8 @@ class TrialSpec:
     samples_per_control: int = 0
     """Samples of a rank per control (harness/worker/control_process.py); 0: no control."""
     timed_seconds: float = 0.0
+    timed_steps: int | None = None
+    """Timed steps of an interleaved trial; None: the cell's."""
     """Minimum total seconds of timed steps, with a control."""
     rewind_seed: int | None = None
     """Seed of the rewind schedule (harness/worker/rewind.py); None: no rewinds."""

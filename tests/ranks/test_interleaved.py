@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from harness.analysis.answer import answer
+from harness.analysis.summary import cell_results
 from harness.launch.interleaved import InterleavedLauncher, Launch
+from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner, SilentListener
+from harness.record.trial import TrialRecord
+from harness.run import runner as runner_module
+from harness.run.runner import FEWEST_TURNS, Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
@@ -109,6 +116,50 @@ def test_an_interleaved_run_is_recorded_and_compared(
         )
         == 9
     ).all()
+
+
+def test_a_race_trains_its_heats_interleaved(
+    interleaved: InterleavedLauncher,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A cell whose number of steps is fixed takes separate trials."""
+    monkeypatch.setattr(interleaved, "close", lambda: None)
+    monkeypatch.setattr("harness.run.runner.InterleavedLauncher", lambda *_: interleaved)
+    monkeypatch.setattr("harness.run.runner.Launcher", lambda _: launcher)
+    monkeypatch.setattr("harness.run.runner.HEAT_SECONDS", 0.1)
+    for pid in interleaved.pids:
+        launcher.ignore_pid(pid)
+    cells = (cell("ddp"), cell("ddp", options={"static_graph": True}), cell("fsdp1"))
+    plan = Plan("heats", "test", cells, 1, timed_seconds=0.05, until_answered=True)
+    plan = dataclasses.replace(plan, time_budget_seconds=100.0, launches_per_round={cells[0].id: 3})
+    store, clock = Store(tmp_path / "results"), itertools.count(0.0, 40.0)
+    runner = Runner(store, plan, runner_module.Launcher, now=clock.__next__)
+    runner.begin()
+    assert runner.run(SilentListener())
+    found = TrialRecord.from_frame(store.load(steps=False).trials)
+    assert {(trial.status, trial.parity_verdict) for trial in found} == {("ok", "exact")}
+    in_heats = [trial for trial in found if trial.turn_began]
+    assert {trial.trial for trial in found if trial not in in_heats} == {0, 1, 2}
+    heats = {trial.trial for trial in in_heats}
+    assert heats
+    for number in heats:
+        heat = [trial for trial in in_heats if trial.trial == number]
+        assert 2 <= len(heat) <= 3
+        assert cells[0].id in {trial.cell_id for trial in heat}
+        (turns,) = {len(trial.turn_began) for trial in heat}
+        assert turns >= FEWEST_TURNS
+    results = cell_results(store.load(steps=False).trials)
+    raced = [result for result in results if result.cell_id in {t.cell_id for t in in_heats}]
+    assert len(raced) >= 2
+    for result in raced:
+        assert result.speed.turns == {}, "compared by estimates"
+        assert result.speed.log_throughput is not None
+        assert result.speed.log_throughput.level_error > 0
+        own = {trial.trial for trial in in_heats if trial.cell_id == result.cell_id}
+        assert own <= result.speed.by_round.keys()
+    assert answer(results) is not None
 
 
 @pytest.mark.parametrize("fault", ["raises", "raises_in_setup", "killed", "exits"])

@@ -17,7 +17,7 @@ import pytest
 
 from bench.planning import PlanOptions, kept_or_new_plan
 from harness.analysis.precision import too_wide
-from harness.analysis.race import Entrants, contenders, next_round, top_two
+from harness.analysis.race import MOST_IN_HEAT, Entrants, contenders, next_heats, top_two
 from harness.analysis.stats import LogEstimate
 from harness.analysis.summary import cell_results
 from harness.parity.reference import Reference
@@ -358,19 +358,23 @@ def test_contenders_get_three_trials_then_the_largest_setting_races() -> None:
     far = {"far": LogEstimate(-0.5, 0.02, 20, 1)}
     small = Entrants(cells(3, "s", 2), "s0")
     chance = random.Random(1)
-    new = Entrants(cells(1, "n", 3) | far, "n0")
-    assert next_round([small, new], chance) == {"n0", "n1", "n2"}
+    new = Entrants(cells(1, "n", 5) | far, "n0")
+    assert next_heats([small, new], chance) == [("n0", "n1", "n2", "n3"), ("n0", "n4")]
+    minor = Entrants(cells(1, "k", 2), "k0")
+    assert next_heats([Entrants(cells(3, "l", 3), "l0"), minor], chance) == [("k0",), ("k1",)]
     frugal = Entrants(cells(3, "m", 2) | far, "m0", far)
-    assert next_round([small, frugal], chance) == {"far"}, "it may still need the least memory"
-    large = Entrants(cells(3, "l", 9) | far, "l0")
-    drawn = next_round([small, large], chance)
-    assert drawn
-    assert drawn <= large.speeds.keys() - {"far"}
+    assert next_heats([small, frugal], chance) == [("m0", "far")], "it may need the least memory"
+    large = Entrants(cells(3, "l", 9) | far, "l1")
+    (drawn,) = next_heats([small, large], chance)
+    assert drawn[0] == "l1"
+    assert 1 < len(drawn) == len(set(drawn)) <= MOST_IN_HEAT
+    assert set(drawn) <= large.speeds.keys() - {"far"}
     known = {"a": LogEstimate(0.0, 1e-4, 20, 3), "b": LogEstimate(-1.0, 1e-4, 20, 3)}
-    assert next_round([Entrants(known, "b")], chance) == set()
+    assert next_heats([Entrants(known, "b")], chance) == []
     vague = {"a": LogEstimate(0.0, 0.02, 20, 3), "b": LogEstimate(-1.0, 0.02, 20, 1)}
-    assert next_round([Entrants(vague, "b")], chance) == {"a", "b"}, "its gain is not known"
-    assert next_round([Entrants(far, "far")], chance) == set(), "there is nothing to choose"
+    assert next_heats([Entrants(vague, "b")], chance) == [("b", "a")], "its gain is not known"
+    assert next_heats([Entrants(far, "far")], chance) == [], "there is nothing to choose"
+    assert next_heats([], chance) == []
 
 
 def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:

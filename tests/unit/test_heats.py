@@ -1,0 +1,107 @@
+"""Estimates from heats, whose trials are interleaved, and from separate trials."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from harness.analysis.heats import heat_of, joined, quasi_variances
+from harness.analysis.stats import LogEstimate
+
+LEVELS = {"a": 0.0, "b": -0.03, "c": -0.05, "d": -0.08, "e": -0.10}
+HEATS = (("a", "b", "c", "d"), ("a", "e"), ("a", "b", "c"), ("a", "b", "e"), ("a", "b"))
+NOISE, SEPARATE = 0.01, 0.04
+
+
+def measured(chance: random.Random) -> tuple[dict[str, LogEstimate], list[dict[str, float]]]:
+    separate = {
+        name: LogEstimate(level + chance.gauss(0, SEPARATE), SEPARATE, 20, 1)
+        for name, level in LEVELS.items()
+    }
+    heats = []
+    for names in HEATS:
+        machine = chance.gauss(0, 0.2)
+        heats.append({name: LEVELS[name] + machine + chance.gauss(0, NOISE) for name in names})
+    return separate, heats
+
+
+def test_slow_spells_and_single_turns_cancel() -> None:
+    speed = [100, 60, 100, 80, 100, 100]
+    turns = {
+        "a": [1.0 * x for x in speed],
+        "b": [0.9 * x for x in speed],
+        "c": [0.8 * x for x in speed],
+    }
+    turns["b"][2] /= 3
+    found = heat_of(turns)
+    assert found["b"] - found["a"] == pytest.approx(math.log(0.9), abs=1e-6)
+    assert found["c"] - found["a"] == pytest.approx(math.log(0.8), abs=1e-6)
+    shorter = heat_of({"a": turns["a"], "b": turns["b"][:5]})
+    assert shorter["b"] - shorter["a"] == pytest.approx(math.log(0.9), abs=1e-6)
+
+
+def test_intervals_of_differences_and_levels_hold() -> None:
+    chance = random.Random(1)
+    held: dict[str, list[bool]] = {name: [] for name in LEVELS}
+    for _ in range(600):
+        cells = joined(*measured(chance)).cells
+        for name, level in LEVELS.items():
+            gap = LogEstimate(
+                cells[name].mean - cells["a"].mean - (level - LEVELS["a"]),
+                math.hypot(cells["a"].error, cells[name].error),
+                cells[name].degrees,
+                1,
+            )
+            whole = cells["a"] if name == "a" else gap
+            interval = whole.estimate()
+            assert interval.low is not None
+            assert interval.high is not None
+            held[name].append(interval.low <= 1 <= interval.high)
+    shares = {name: statistics.fmean(own) for name, own in held.items()}
+    assert all(0.935 <= share <= 0.99 for share in shares.values()), shares
+    typical = joined(*measured(chance)).cells
+    assert typical["a"].error < typical["e"].error < 0.015
+    assert {name: typical[name].trials for name in LEVELS} == {
+        "a": 6,
+        "b": 5,
+        "c": 3,
+        "d": 2,
+        "e": 3,
+    }
+
+
+def test_heats_of_different_settings_do_not_tie_their_cells() -> None:
+    separate = {
+        name: LogEstimate(mean, SEPARATE, 20, 1)
+        for name, mean in {"a": 0.0, "b": 0.0, "c": 2.0, "d": 2.0}.items()
+    }
+    heats = [{"a": 1.0, "b": 0.9}, {"c": 5.0, "d": 4.9}] * 5
+    found = joined(separate, heats)
+    assert found.cells["a"].mean - found.cells["b"].mean == pytest.approx(0.1, abs=0.001)
+    assert found.cells["c"].mean == pytest.approx(2.05, abs=0.001)
+    assert found.levels[0] == pytest.approx(0.95, abs=0.01)
+    assert found.levels[1] == pytest.approx(2.95, abs=0.01)
+    assert found.cells["a"].level_error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.01)
+
+
+def test_until_their_spread_is_known_heats_are_as_noisy_as_separate_trials() -> None:
+    separate = {name: LogEstimate(0.0, SEPARATE, 20, 1) for name in "abc"}
+    few = joined(separate, [{"a": 0.0, "b": -0.1, "c": -0.2}]).cells
+    assert few["a"].degrees == 20
+    assert few["a"].error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.2)
+    unknown = {name: LogEstimate(0.0, 0.0, 0, 1) for name in "ab"}
+    assert joined(unknown, [{"a": 0.0, "b": -0.1}]).cells["a"].degrees == 0
+    known = joined(unknown, [{"a": 0.0, "b": -0.1}, {"a": 1.0, "b": 0.91}]).cells
+    assert known["a"].degrees == 1
+
+
+def test_quasi_variances_of_independent_cells_are_their_variances() -> None:
+    own = np.diag([1.0, 2.0, 4.0])
+    assert quasi_variances(own) == pytest.approx([1.0, 2.0, 4.0])
+    assert quasi_variances(own + 10) == pytest.approx([1.0, 2.0, 4.0]), "a common error cancels"
+    assert quasi_variances(np.diag([1.0, 3.0])) == pytest.approx([2.0, 2.0])
+    assert quasi_variances(np.array([[5.0]])) == pytest.approx([5.0])
