@@ -48,7 +48,7 @@ class Answer:
     better: tuple[CellResult, ...] = ()
     """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
-    """Likely reason for the gain, from profiles or bytes sent; may be empty."""
+    """Likely reason for the gain, from profiles or bytes sent."""
 
     @property
     def caveat(self) -> str:
@@ -119,7 +119,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns the cells that compete for trials, for each setting with a choice."""
+    """Returns cells that compete for trials, for each setting with a choice."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -235,8 +235,8 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
     """Returns throughputs over the baseline's by cell id.
 
-    Intervals of cells near the fastest hold jointly for these alone. Cells far behind do not widen
-    them, because they are never recommended.
+    Intervals of cells near the fastest hold jointly for these alone, because others are never
+    recommended.
     """
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
@@ -426,7 +426,7 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
 
 
 def complexity(cell: CellResult) -> tuple[int, int, str]:
-    """Returns a sort key: packages in addition to torch, then non-default options."""
+    """Returns a sort key: packages beyond torch, then non-default options."""
     axes = sum(cell.cell.is_set(name) for name in ("launcher", *TECHNIQUES))
     return len(cell.placement.packages), len(cell.cell.options) + axes, cell.cell.label
 

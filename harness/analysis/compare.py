@@ -24,8 +24,8 @@ from harness.spec.errors import UsageError
 MEMORY_EFFECT = 0.05
 """Smallest relative difference in peak memory that counts."""
 MEMORY_EFFECT_BYTES = 2 * 2**20
-"""Smallest difference in peak memory that counts. Ranks inherit their fork server's heap, whose
-free space differs between runs but not between trials, so trials do not show it."""
+"""Smallest difference in peak memory that counts. Free space in the heap that ranks inherit from
+their fork server differs between runs, but not between trials."""
 
 Kind = Literal[
     "slower",

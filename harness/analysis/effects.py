@@ -26,7 +26,7 @@ class Effect:
     value: str
     """Display text such as `recompute=full`."""
     pairs: int
-    """Number of cells with the feature that have a twin without it."""
+    """Cells with the feature that have a twin without it."""
     alone: Comparison | None
     """Throughput ratio with all else off; None if not measured."""
     alone_memory: float | None

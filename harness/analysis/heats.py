@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.analysis.stats import LogEstimate
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Numbers = NDArray[np.floating[Any]]
+    Numbers = NDArray[np.float64]
 
 FEWEST_DEGREES = 4
 """Degrees of freedom from which the spread between heats is used. Before that, a trial of a heat
@@ -68,8 +68,6 @@ def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined
 
 
 class HeatSpread(NamedTuple):
-    """Spread of trials in heats."""
-
     variance: float
     degrees: float
     known: bool
@@ -77,7 +75,7 @@ class HeatSpread(NamedTuple):
 
 
 def _connected(heats: Sequence[Heat]) -> list[list[int]]:
-    """Returns the numbers of the heats that share cells, directly or by others."""
+    """Returns numbers of the heats that share cells, directly or by others."""
     parts: list[tuple[set[str], list[int]]] = []
     for number, heat in enumerate(heats):
         names, numbers = set(heat), [number]
@@ -107,7 +105,7 @@ def _solved(
     information[range(count), range(count)] += weights
     weighted = design.T @ values / spread.variance
     weighted[:count] += weights * [separate[name].mean for name in names]
-    covariance = np.linalg.inv(information)
+    covariance = np.asarray(np.linalg.inv(information), np.float64)
     found = covariance @ weighted
     trials = design[:, :count].sum(axis=0)
     variances = quasi_variances(covariance[:count, :count], int(trials.argmax()))

@@ -35,7 +35,7 @@ _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Returns the ascending indices at which new levels begin, see METHOD.
+    """Returns ascending indices at which new levels begin, see METHOD.
 
     `smallest`: smallest relative change of the median that counts.
     """
@@ -129,7 +129,7 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """Returns the critical values of both statistics, each at half of FALSE_ALARM_RATE."""
+    """Returns critical values of both statistics, each at half of FALSE_ALARM_RATE."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(
@@ -174,7 +174,7 @@ class Series:
     figure: Figure
     points: tuple[HistoryPoint, ...]
     elsewhere: int = 0
-    """Number of omitted runs, with other hardware or memory method."""
+    """Omitted runs, with other hardware or memory method."""
     failed: int = 0
 
     @property

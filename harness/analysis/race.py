@@ -1,9 +1,9 @@
 """Chooses the cells that get the next trials: a race for the fastest of each setting.
 
-After its first trial, a cell drops out if noise cannot explain its distance from the fastest.
-The others get three trials each. Further trials go to the largest undecided setting, to leaders and
+After its first trial, a cell drops out if noise cannot explain its distance from the fastest. The
+others get three trials each. Further trials go to the largest undecided setting, to leaders and
 challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
-68, 2020). Cells with the lowest memory race separately.
+68, 2020).
 
 The largest setting, and then one that is drawn, race in heats: a few cells with the baseline, which
 ties the heats to each other. Trials of a heat are interleaved if the machine allows.
@@ -45,7 +45,7 @@ class Entrants:
 
 
 def next_heats(settings: Sequence[Entrants], chance: random.Random) -> list[tuple[str, ...]]:
-    """Returns the ids of the cells of each heat, alone or together; empty if nothing is open."""
+    """Returns ids of the cells of each heat, alone or together; empty if nothing is open."""
     first, *others = sorted(settings, key=lambda setting: -len(setting.speeds)) or [
         Entrants({}, "")
     ]
@@ -95,7 +95,7 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
 
 
 def _with_few_trials(setting: Entrants) -> list[str]:
-    """Returns the contenders that get one more trial in any case, fastest first."""
+    """Returns contenders that get one more trial in any case, fastest first."""
     if len(setting.speeds) < 2:
         return []
     few = [
@@ -134,7 +134,7 @@ def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns the ids of cells not far behind the fastest; without a spread, all."""
+    """Returns ids of cells not far behind the fastest; without a spread, all."""
     if not any(speed.degrees > 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)

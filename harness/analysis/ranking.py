@@ -35,7 +35,7 @@ from harness.analysis.stats import (
 )
 
 _NODES = 64
-"""Number of integration points, of equal probability."""
+"""Integration points, of equal probability."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def half_widths(
     others: Sequence[LogEstimate],
     two_sided: bool = False,
 ) -> list[float]:
-    """Returns the log ratios from which each other cell's difference from this one is jointly
+    """Returns log ratios from which each other cell's difference from this one is jointly
     significant."""
     from scipy.optimize import brentq
 
@@ -188,7 +188,7 @@ def compare(
 
 
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns the cells that may be a setting's fastest.
+    """Returns cells that may be a setting's fastest.
 
     Interleaved cells, which have no common spread, are compared with the first.
     """

@@ -37,7 +37,7 @@ class Hardware:
     gpu_memory_bytes: float | None
     power_limits: tuple[str, ...] | None = None
     ecc: tuple[str, ...] | None = None
-    """State of ECC by GPU; None if unknown."""
+    """State of ECC by GPU."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:

@@ -49,7 +49,6 @@ def worst_of(trials: Sequence[TrialRecord]) -> TrialRecord:
 
 
 def reason_of(trials: Sequence[TrialRecord]) -> str:
-    """Returns the cell's reason, with a count if trials differ."""
     worst = worst_of(trials)
     same = sum(trial.status == worst.status for trial in trials)
     if same == len(trials) or worst.status == "ok":

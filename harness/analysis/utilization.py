@@ -29,7 +29,7 @@ def mfu(
 
 
 def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
-    """Returns a device's FLOP/s at utilisation 1; None if unknown."""
+    """Returns a device's FLOP/s at utilisation 1."""
     if not (utilization and trial.flops_per_step and trial.samples_per_second):
         return None
     steps_per_second = trial.samples_per_second / trial.global_batch

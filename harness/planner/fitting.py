@@ -62,7 +62,7 @@ def fit(
     scale: float = SCALE,
     start: Constants | None = None,
 ) -> tuple[Constants, Floats]:
-    """Returns the constants and effects that bring log predictions closest to measurements.
+    """Returns constants and effects that bring log predictions closest to measurements.
 
     `predict` returns the shape and unit of `measured`. Effects are unknowns shared by rows, with
     prior 0 and standard deviation `effect_spread`, one for all or one each. `effects` (shape

@@ -114,7 +114,7 @@ def workload_of(model: str) -> str:
 def cells_of_layout(
     question: ClusterQuestion, model: str, layout: PlannedLayout, tried: Sequence[StrategyOptions]
 ) -> list[Cell]:
-    """Returns the cells that train with a layout.
+    """Returns cells that train with a layout.
 
     Prefers few packages, then an export. `tried`: options beyond the defaults.
     """
@@ -190,7 +190,7 @@ def cells_of_layouts(
     layouts: Iterable[tuple[PlannedLayout, float]],
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """Yields the cells of many layouts, each with its layout's value.
+    """Yields cells of many layouts, each with its layout's value.
 
     If a layout has no exportable strategy, later ones that differ in micro-batches are skipped.
     """

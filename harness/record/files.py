@@ -146,7 +146,7 @@ def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """Reads the undamaged files and issues a DamagedFileWarning for each of the others."""
+    """Reads undamaged files; issues a DamagedFileWarning for each of the others."""
     tables = []
     for file in files:
         try:
@@ -267,7 +267,7 @@ class RunFiles:
         return self.copy("trials", run_id).exists() and not self.single("trials", run_id)
 
     def single(self, table: str, run_id: str) -> list[Path]:
-        """Returns the files of committed trials; empty if only the copy is left."""
+        """Returns files of committed trials; empty if only the copy is left."""
         counted = sorted((self.folder / "trials" / run_id).glob("*.parquet"))
         if table == "trials":
             return counted

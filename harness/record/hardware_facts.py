@@ -58,7 +58,7 @@ def matmul_rate(column: str | None, precision: str) -> float | None:
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Counts the cores of all nodes, counting shared cores of a machine once."""
+    """Counts cores of all nodes, counting shared cores of a machine once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 

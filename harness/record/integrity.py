@@ -39,7 +39,6 @@ class Checked:
 
 
 def check_folder(store: Store) -> Checked:
-    """Returns the damaged files and those of another schema version."""
     problems: list[Problem] = []
     count = 0
     for table, file in files_of(store.folder):
@@ -127,7 +126,6 @@ def _check(table: str, file: Path) -> None:
 
 
 def _folder(file: Path) -> str:
-    """Returns the name of a file's table folder, if any."""
     names = (file.absolute().parent.name, file.absolute().parents[1].name)
     return next((name for name in names if name in (*TABLES, GATHERED)), "")
 

@@ -21,7 +21,7 @@ COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), str
 NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
 """Statuses of a probe that tell you nothing about the largest size."""
 LEAST_ROUNDS = 2
-"""Number of rounds that ignore the time budget, the minimum for a spread between trials."""
+"""Rounds that ignore the time budget, the minimum for a spread between trials."""
 FURTHER_TIMES = 4.0
 """Factor on the timed seconds of unplanned trials. Longer trials cost less than more launches and
 average out as much noise (docs/studies/run-precision.md)."""

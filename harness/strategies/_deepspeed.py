@@ -101,7 +101,7 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Returns the compiled ops; they run on the host, so CPU builds also serve GPUs."""
+    """Returns compiled ops; they run on the host, so CPU builds also serve GPUs."""
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 

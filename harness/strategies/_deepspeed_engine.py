@@ -101,7 +101,6 @@ def keep_norm(engine: DeepSpeedEngine) -> None:
 
 
 def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
-    """Saves each rank's shards, with step and random states."""
     client_state = {"step": step, "random": random_states()}
     engine.save_checkpoint(str(folder), CHECKPOINT, client_state=client_state)
 

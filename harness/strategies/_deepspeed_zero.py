@@ -85,7 +85,7 @@ class Swapping:
 
 
 def largest_part(sizes: Sequence[int], ranks: int) -> int:
-    """Returns the elements of a rank's largest part; a generous bound without `sizes`."""
+    """Returns elements of a rank's largest part; a generous bound without `sizes`."""
     return max((-(-size // ranks) for size in sizes), default=10**8)
 
 
@@ -196,7 +196,7 @@ class ZeroOptions(Strategy):
         require_locked(self.swapping(cell, cell.devices, sizes))
 
     def partitioned(self, workload: Workload, facts: ModelFacts) -> ModelFacts:
-        """Returns the facts with the trained parameters that DeepSpeed partitions."""
+        """Returns facts with the trained parameters that DeepSpeed partitions."""
         return facts
 
     def _check_swapped(self, cell: Cell, workload: Workload, sizes: Sequence[int]) -> None:

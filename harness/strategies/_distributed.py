@@ -39,7 +39,7 @@ class MeshSizes:
 
     @property
     def copies(self) -> int:
-        """Number of a replica's ranks that shard the same experts."""
+        """A replica's ranks that shard the same experts."""
         return self.shards * self.tensor // self.expert
 
 
@@ -215,7 +215,7 @@ def _named(facts: ModelFacts) -> Iterator[tuple[str, int]]:
 def exchange(
     cell: Cell, workload: Workload, sizes: MeshSizes, rows: float, numbers: bool = True
 ) -> float:
-    """Returns the bytes a rank sends per step to bring a layer's tokens to their experts, or back.
+    """Returns bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
     `rows`: bytes of a rank's hidden states, sent to each expert of a token; with uniform routing,
     `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for counts.
@@ -233,7 +233,7 @@ def sharded_traffic(
     facts: ModelFacts,
     reductions: int | None = None,
 ) -> float | None:
-    """Returns the bytes of FSDP's gathers and scatters and of token exchanges.
+    """Returns bytes of FSDP's gathers and scatters and of token exchanges.
 
     FSDP2 gathers in every micro-batch and reduces gradients `reductions` times (default: as often).
     Final norm and head stay gathered until backward. Experts are sharded among their ranks.
@@ -267,7 +267,7 @@ def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) 
 def tensor_traffic(
     cell: Cell, layout: Layout, workload: Workload, sizes: MeshSizes, facts: ModelFacts
 ) -> float | None:
-    """Returns the bytes of tensor parallelism without data parallelism.
+    """Returns bytes of tensor parallelism without data parallelism.
 
     Hidden states are all-reduced in forward after the embedding and each row-wise layer, in
     backward for each column-wise layer, including the head. Its logits are gathered.

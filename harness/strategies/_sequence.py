@@ -155,8 +155,8 @@ def even_attention(
 def exchanged_for_heads(
     cell: Cell, layout: Layout, gathers_positions: bool = False
 ) -> float | None:
-    """Returns the mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv
-    2309.14509, section 3.2: 4Nh/P).
+    """Returns mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv 2309.14509,
+    section 3.2: 4Nh/P).
 
     None unless the precision is fp32. A block has four all-to-alls (queries, keys, values, outputs)
     each way; recomputation repeats the forward ones. `gathers_positions` adds 8 bytes per token and
@@ -175,7 +175,7 @@ def exchanged_for_heads(
 
 
 def exchanges(cell: Cell, layout: Layout, gathers_positions: bool = False) -> float:
-    """Returns the number of collectives per step; see `exchanged_for_heads`."""
+    """Counts collectives per step; see `exchanged_for_heads`."""
     if layout.sequence == 1:
         return 0.0
     passes = 2 if cell.recompute == "none" else 3

@@ -271,7 +271,7 @@ def counts_labels(workload: Workload) -> bool:
 
 
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
-    """Returns the inputs of the model's forward by name.
+    """Returns inputs of the model's forward by name.
 
     Causal models get the shifted labels as `shift_labels` too. Otherwise Trainer counts unshifted
     ones if transformers does not recognise the loss by class name (as for GPT-2).

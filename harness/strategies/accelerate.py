@@ -1,5 +1,3 @@
-"""Hugging Face Accelerate."""
-
 from __future__ import annotations
 
 from pathlib import Path

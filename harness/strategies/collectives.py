@@ -99,7 +99,6 @@ def broadcast(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average(tensors: Iterable[Tensor]) -> None:
-    """Averages over all ranks in place."""
     import torch.distributed as dist
 
     for tensor in tensors:

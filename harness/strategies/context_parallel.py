@@ -1,5 +1,3 @@
-"""Ring attention."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""torch.nn.DataParallel."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""DistributedDataParallel."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -43,10 +41,7 @@ COMPRESSED = {
 
 
 class Ddp(Strategy):
-    """DistributedDataParallel: whole model on each rank, gradients all-reduced during backward.
-
-    On CPUs, PowerSGD uses one bucket for all gradients (see `least_bucket_mib`).
-    """
+    """DistributedDataParallel: whole model on each rank, gradients all-reduced during backward."""
 
     capabilities = Capabilities(
         compiles=("block", "block_cudagraphs"), extra_optimizers=("adamw_8bit", "muon")
@@ -136,7 +131,7 @@ class DdpCosts(CostModel[Ddp]):
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of gradients and of rank 0's buffer broadcast; None for PowerSGD."""
+        """Adds rank 0's broadcast of buffers; None for PowerSGD."""
         width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
         if width is None:
             return None
@@ -218,7 +213,7 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
 
 
 def factor_bytes(workload: Workload) -> int:
-    """Returns the bytes of PowerSGD's rank-4 factors, for matrices that they make less than half as
+    """Returns bytes of PowerSGD's rank-4 factors, for matrices that they make less than half as
     large (`_should_compress` in torch's powerSGD_hook.py)."""
     bytes_kept = 0
     for parameter in workload.on_meta().parameters():

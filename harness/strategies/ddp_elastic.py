@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class DdpElastic(Strategy):
-    """DDP that loses a rank once; torchrun's elastic agent restarts all ranks from a snapshot.
-
-    The result must match a run without the crash.
-    """
+    """DDP that loses a rank once; torchrun's elastic agent restarts all ranks from a snapshot."""
 
     capabilities = Capabilities(
         min_devices=2,
@@ -110,7 +107,7 @@ class Snapshots:
             self.noted[step, 1] = norm
 
     def replayed(self, step: int) -> Tensor:
-        """Returns the loss of a step before the restart and restores its norm."""
+        """Returns loss of a step before the restart and restores its norm."""
         noted: tuple[Tensor, ...] = self.noted[step].clone().unbind()
         loss, norm = noted
         if not norm.isnan():

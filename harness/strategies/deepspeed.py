@@ -1,5 +1,3 @@
-"""DeepSpeed ZeRO."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -212,7 +210,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of about 3 elements per parameter (paper, stages 1 to 3: 2, 2, 3).
+        """Returns bytes of about 3 elements per parameter (paper, stages 1 to 3: 2, 2, 3).
 
         Stages 1 and 2 all-reduce gradients and gather the updated parameters. Stage 3 gathers for
         forward and backward, except parameters reused soon (`_reused`), and persistent ones after
@@ -258,7 +256,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 
 
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
-    """Returns the elements that stage 3 keeps for backward, within the reuse distance.
+    """Returns elements that stage 3 keeps for backward, within the reuse distance.
 
     Persistent parameters (at most `threshold` elements) stay whole, and so do not count.
     """

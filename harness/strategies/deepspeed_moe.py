@@ -17,10 +17,9 @@ from harness.workloads import Workload, make_workload
 class DeepspeedMoe(Strategy):
     """DeepSpeed's `MoE` layer: experts divided among ranks, the rest data parallel (ZeRO stage 0).
 
-    Copies the model's weights; drops no token and draws no expert at random. DeepSpeed 0.19.8 clips
-    to the mean of the ranks' norms, although their experts differ, so cells with `clip_norm` are
-    `diverged`. Its gate balances layers separately, so `balance_weight` is refused. Rows are padded
-    to the busiest expert's number, so traffic has no formula.
+    DeepSpeed 0.19.8 clips to the mean of the ranks' norms, although their experts differ, so cells
+    with `clip_norm` are `diverged`. Its gate balances layers separately, so `balance_weight` is
+    refused. Rows are padded to the busiest expert's number, so traffic has no formula.
     """
 
     requires = ("deepspeed",)

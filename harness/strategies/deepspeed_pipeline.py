@@ -1,5 +1,3 @@
-"""DeepSpeed's pipeline module."""
-
 from __future__ import annotations
 
 import functools
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 class DeepspeedPipeline(Strategy):
     """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
 
-    TiedLayerSpec sums the gradients of parameters tied between the end stages. DeepSpeed 0.19.8
-    would clip to the first stage's norm alone; `count_in_norm` adds the others.
+    TiedLayerSpec sums the gradients of parameters tied between the end stages.
     """
 
     requires = ("deepspeed",)
@@ -120,7 +117,7 @@ class DeepspeedPipeline(Strategy):
 def count_in_norm(stage: Stage) -> None:
     """Marks a stage's parameters as model parallel, except copies of the first stage's.
 
-    DeepSpeed's gradient norm counts only these, and all of the first stage, but it marks none.
+    DeepSpeed 0.19.8 counts only these and the first stage in the gradient norm, but marks none.
     """
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():
@@ -137,10 +134,9 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
         return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the bytes of 1F1B's micro-batches in flight and the engine's input copies.
+        """Returns bytes of 1F1B's micro-batches in flight and the engine's input copies.
 
-        Agrees with torch's allocator (docs/studies/recompute-memory.md); torch's memory tracker
-        shows 1.1 to 1.3 MB more on the last stage (llama-128x4, two ranks).
+        Agrees with torch's allocator, unlike its memory tracker (docs/studies/recompute-memory.md).
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
@@ -175,7 +171,7 @@ def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
 
 
 def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
-    """Returns the bytes of the engine's buffers in stage `stage` of `count` between steps.
+    """Returns bytes of the engine's buffers in stage `stage` of `count` between steps.
 
     Each boundary adds one micro-batch's hidden states or gradients. The first stage keeps its
     latest token ids, the last its latest results and labels (DeepSpeed 0.19,

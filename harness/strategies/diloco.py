@@ -1,5 +1,3 @@
-"""DiLoCo by torchft."""
-
 from __future__ import annotations
 
 import dataclasses

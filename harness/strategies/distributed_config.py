@@ -1,5 +1,3 @@
-"""transformers' native parallelism."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -65,7 +63,6 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts FSDP2's collectives and exchanges with experts; None with tensor parallelism."""
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None

@@ -33,8 +33,7 @@ BROADCAST = Tolerance(
 class FairscaleOss(Strategy):
     """fairscale's OSS and ShardedDataParallel (ZeRO-2): ranks update whole parameters.
 
-    Gradients are cleared through the model (see `clear`). torch's sharded loss scaler replaces
-    fairscale's, which is disabled without CUDA.
+    torch's sharded loss scaler replaces fairscale's, which is disabled without CUDA.
     """
 
     requires = ("fairscale",)

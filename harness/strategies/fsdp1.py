@@ -1,5 +1,3 @@
-"""FullyShardedDataParallel (FSDP1)."""
-
 from __future__ import annotations
 
 import dataclasses

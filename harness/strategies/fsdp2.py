@@ -1,5 +1,3 @@
-"""FSDP2."""
-
 from __future__ import annotations
 
 import contextlib
@@ -138,7 +136,7 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of parameter gathers (blocks again for backward) and gradient scatters:
+        """Returns bytes of parameter gathers (blocks again for backward) and gradient scatters:
         ZeRO-3's 3P minus the root's second gather.
 
         Without `no_sync` each micro-batch scatters. Hybrid sharding adds all-reduces between
@@ -197,7 +195,7 @@ def without_sync(root: FSDPModule) -> Iterator[None]:
 def sharded_messages(
     cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
 ) -> float:
-    """Returns the number of collectives per step.
+    """Counts collectives per step.
 
     Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered (hybrid:
     and all-reduced) once per step or, without `no_sync`, per micro-batch.

@@ -1,5 +1,3 @@
-"""Horovod."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -18,7 +18,7 @@ from harness.workloads import Workload, make_workload
 class ParallelismConfigMesh(mesh.MeshStrategy):
     """Accelerate with a `ParallelismConfig`: FSDP2, replicated or not, or tensor parallelism.
 
-    Accelerate rejects it on CPUs, so it is told that they are GPUs. Ranks communicate over gloo.
+    On CPUs, see `pretend_gpus`; ranks communicate over gloo.
     """
 
     requires = ("accelerate",)

@@ -1,5 +1,3 @@
-"""Pipeline parallelism."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -100,7 +98,7 @@ class PipelineCosts(CostModel[Pipeline]):
         return held_with_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the mean bytes a rank sends: hidden states, their gradients and tied gradients.
+        """Counts hidden states, their gradients and tied gradients.
 
         End ranks have one neighbour. A V-shaped schedule has one boundary within a rank.
         """

@@ -1,5 +1,3 @@
-"""Post-local SGD."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tensor parallelism."""
-
 from __future__ import annotations
 
 import inspect
@@ -82,7 +80,7 @@ class TensorParallel(Strategy):
 
 class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the rank's part; sequence parallelism also splits embedding and head."""
+        """Sequence parallelism also splits embedding and head."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -94,17 +92,15 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         return model_states(cell, own) if own else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns the activations of the rank's part of each layer.
-
-        Sequence parallelism also splits tokens elsewhere (arXiv 2205.05198, section 4.2.2).
-        """
+        """Sequence parallelism also splits tokens outside split layers (arXiv 2205.05198, section
+        4.2.2)."""
         if workload.split is None or not workload.split.one_reduction_each:
             return None
         shared = self.strategy.sequence_parallel and layout.tensor > 1
         return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the bytes of hidden-state all-reduces.
+        """Returns bytes of hidden-state all-reduces.
 
         Layers split by row have one in forward, by column one in backward. Megatron-LM (arXiv
         1909.08053, section 3) needs four per block, as it first sums gradients of layers with the

@@ -1,5 +1,3 @@
-"""3D parallelism."""
-
 from __future__ import annotations
 
 import functools
@@ -134,7 +132,7 @@ class ThreeDCosts(CostModel[ThreeD]):
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
-    """Returns the states of a rank that shares this part of the model with `ranks` data ranks.
+    """Returns states of a rank that shares this part of the model with `ranks` data ranks.
 
     FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer
     moments by whole parameters; DDP adds buckets.

@@ -83,7 +83,7 @@ def tiles_of(
 
 @functools.cache
 def largest_layers(workload: Workload) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of inputs and outputs of the largest linear layers by path."""
+    """Returns numbers of inputs and outputs of the largest linear layers by path."""
     from torch import nn
 
     modules = workload.on_meta().named_modules()

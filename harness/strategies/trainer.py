@@ -1,5 +1,3 @@
-"""transformers' Trainer."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -17,10 +15,8 @@ class TransformersTrainer(AccelerateEngine):
     """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
     Disables Trainer's defaults: shuffling, clipping at 1.0, learning-rate decay, exempting norms
-    and biases from weight decay, DDP's search for unused parameters. The order of samples is
-    checked at every step. Its gradient norm and check for NaN losses remain on, and are timed.
-
-    Scales a router's balancing loss (see `scale_balance` in _trainer.py).
+    and biases from weight decay, DDP's search for unused parameters. Its gradient norm and check
+    for NaN losses remain on, and are timed.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

@@ -1,5 +1,3 @@
-"""DeepSpeed-Ulysses with `DistributedAttention`."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

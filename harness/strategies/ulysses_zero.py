@@ -1,5 +1,3 @@
-"""DeepSpeed-Ulysses with ZeRO."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
 class UlyssesZero(Deepspeed):
     """DeepSpeed-Ulysses (UlyssesSPAttentionHF) with ZeRO over all ranks.
 
-    Attention exchanges tokens for heads (arXiv 2309.14509); states are sharded over data-parallel
-    and sequence-parallel ranks together.
+    Attention exchanges tokens for heads (arXiv 2309.14509).
     """
 
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))

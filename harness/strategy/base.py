@@ -114,7 +114,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def cycle(self) -> int:
-        """Number of steps after which the work repeats, such as a period of averaging."""
+        """Steps after which the work repeats, such as a period of averaging."""
         return 1
 
     def rewind_skipped_reason(self, cell: Cell) -> str:
@@ -200,7 +200,7 @@ class CostModel(Generic[StrategyT_co]):
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the bytes the fullest rank keeps between steps, with the library's copies."""
+        """Returns bytes the fullest rank keeps between steps, with the library's copies."""
         return None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
@@ -213,7 +213,7 @@ class CostModel(Generic[StrategyT_co]):
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Counts the activations of a rank's tokens and layers."""
+        """Counts activations of a rank's tokens and layers."""
         from harness.workloads.operators import activation_bytes
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
@@ -222,12 +222,12 @@ class CostModel(Generic[StrategyT_co]):
         return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the mean bytes a rank must send per step in its library's collectives (see
+        """Returns mean bytes a rank must send per step in its library's collectives (see
         harness/measure/rank_traffic.py)."""
         return None
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns the sequential collectives and transfers per step that a rank waits for, averaged
+        """Returns sequential collectives and transfers per step that a rank waits for, averaged
         over a cycle. Each that overlaps backward counts `BESIDE_BACKWARD`."""
         return None
 
@@ -243,5 +243,5 @@ class CostModel(Generic[StrategyT_co]):
         return float(cell.global_batch * per_sample)
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns the approximate bytes per step to and from disk, host or parameter server."""
+        """Returns approximate bytes per step to and from disk, host or parameter server."""
         return 0.0

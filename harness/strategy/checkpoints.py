@@ -35,7 +35,7 @@ FILE = "checkpoint.pt"
 
 
 def checkpoint_step(cell: Cell) -> int:
-    """Returns the number of steps before the checkpoint: half of the parity segment."""
+    """Returns steps before the checkpoint: half of the parity segment."""
     return cell.parity_steps // 2
 
 

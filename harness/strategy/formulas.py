@@ -23,8 +23,8 @@ KEPT_RESULTS = 2
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
-    """Returns the states of one of `shards` equal shards; module buffers are not sharded. Gradients
-    are transient, because zero_grad frees them."""
+    """Returns states of one of `shards` equal shards; module buffers are not sharded. Gradients are
+    transient, because zero_grad frees them."""
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=optimizer_bytes(cell, facts) / shards,
@@ -34,7 +34,7 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
-    """Returns the facts of a rank's part of the model; None for partly frozen models, whose frozen
+    """Returns facts of a rank's part of the model; None for partly frozen models, whose frozen
     names are unknown.
 
     `share`: fraction of a parameter that the rank holds, by name.
@@ -59,7 +59,7 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
 def facts_of_stages(
     workload: Workload, facts: ModelFacts, own: Collection[int], count: int, tensor_ranks: int = 1
 ) -> ModelFacts | None:
-    """Returns the facts of a rank with stages `own` of `count`; None if the model has no split."""
+    """Returns facts of a rank with stages `own` of `count`; None if the model has no split."""
     split = workload.split
     if split is None:
         return None
@@ -80,7 +80,7 @@ def facts_of_stages(
 
 
 def received_bytes(stage: int, count: int, hidden: float) -> float:
-    """Returns the bytes of a stage's receive buffers, for all micro-batches."""
+    """Returns bytes of a stage's receive buffers, for all micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
 
 
@@ -96,7 +96,7 @@ def pipeline_states(
     keeps: Callable[[Cell, ModelFacts], States] = model_states,
     buffers: Callable[[int, int, float], float] = received_bytes,
 ) -> States | None:
-    """Returns the states of the fullest pipeline rank, including buffers.
+    """Returns states of the fullest pipeline rank, including buffers.
 
     `own`: each rank's stages. `keeps`: a rank's states from its facts. `buffers`: a stage's bytes
     from its index, the stage count, and the bytes of a rank's hidden states.
@@ -127,18 +127,18 @@ def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
 
 
 def all_reduced(ranks: int, size: float) -> float:
-    """Returns the bytes each rank must send to all-reduce `size` bytes."""
+    """Returns bytes each rank must send to all-reduce `size` bytes."""
     return 2 * passed_once(ranks, size)
 
 
 def passed_once(ranks: int, size: float) -> float:
-    """Returns the bytes each rank sends in a reduce-scatter, all-gather or average broadcast."""
+    """Returns bytes each rank sends in a reduce-scatter, all-gather or average broadcast."""
     return (ranks - 1) / ranks * size
 
 
 def hidden_bytes(cell: Cell, layout: Layout) -> float | None:
-    """Returns the bytes of one block's hidden states for a rank's samples in a step; None unless
-    the precision is fp32."""
+    """Returns bytes of one block's hidden states for a rank's samples in a step; None unless the
+    precision is fp32."""
     from harness.workloads import make_workload
 
     if cell.precision != "fp32":

@@ -110,8 +110,6 @@ class TrainState:
 
 
 class TrainStateOptions(TypedDict, total=False):
-    """Optional fields of TrainState."""
-
     restore: Mapping[str, Callable[[Tensor], Tensor]]
     compute: Sequence[tuple[object, str]]
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None

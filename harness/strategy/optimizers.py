@@ -28,7 +28,7 @@ TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
 """Tolerances of optimizers that amplify gradient rounding. After 20 steps, 8-bit AdamW is off by
 up to 2.9e-3 of an update."""
 QUANTISED_ELEMENTS = 4096
-"""Number of elements below which bitsandbytes keeps moments in fp32."""
+"""Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
 """Elements of a moment that share a scale."""
 CODES = 256
@@ -131,7 +131,7 @@ def _together(*parts: Optimizer) -> Optimizer:
 
 
 def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
-    """Returns the bytes the optimizer keeps for the whole model between steps.
+    """Returns bytes the optimizer keeps for the whole model between steps.
 
     AdamW keeps two moments of a parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054,
     section 3.1, for fp32), Muon one for block matrices. AdamW8bit's two have one byte per element,
@@ -151,7 +151,7 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
 
 
 def hidden_matrices(facts: ModelFacts, workload: Workload) -> list[int]:
-    """Returns the number of elements of each matrix in the blocks, which Muon updates.
+    """Counts each matrix's elements in the blocks, which Muon updates.
 
     Tells matrices by size: vectors have at most 4 x hidden elements. Muon skips 3D expert weights.
     """

@@ -101,7 +101,7 @@ def _micro_batches_of_round(part: PipelineRank) -> int:
 
 
 def _ahead(part: PipelineRank) -> int:
-    """Returns the number of warm-up forwards, before forwards and backwards alternate."""
+    """Counts warm-up forwards, before forwards and backwards alternate."""
     if part.engine.schedule in FORWARDS_FIRST:
         return len(part.own) * part.micro_batches
     each_hop = 2 if len(part.own) > 1 else 1

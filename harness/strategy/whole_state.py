@@ -63,7 +63,7 @@ def moments_of(
 
 
 def moments_by_torch(model: nn.Module, optimizer: Optimizer) -> Iterator[Moment]:
-    """Yields whole optimizer states, gathered by torch's `get_optimizer_state_dict`."""
+    """Yields whole optimizer states."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,

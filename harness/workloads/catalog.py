@@ -1,5 +1,3 @@
-"""Workloads by name."""
-
 from __future__ import annotations
 
 import functools

@@ -41,7 +41,7 @@ class ModelFacts:
     flops_per_sample: int
     """FLOPs of forward and backward."""
     sizes: tuple[int, ...]
-    """Number of elements of each trainable parameter, in order."""
+    """Elements of each trainable parameter, in order."""
     parameter_bytes: int = 0
     """Bytes of all parameters; 0 means fp32."""
     trained_bytes: int = 0
@@ -225,8 +225,8 @@ def parameters_of(cell: Cell) -> int:
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Returns the floating-point operations of `forward` and its backward, by torch's
-    FlopCounterMode: matrix products, convolutions and attention, 2 per multiply-add.
+    """Returns FLOPs of `forward` and its backward, by torch's FlopCounterMode: matrix products,
+    convolutions and attention, 2 per multiply-add.
 
     `forward` calls `model`, perhaps on fake tensors, and returns a scalar.
     """

@@ -45,7 +45,7 @@ class Split(ABC):
     one_reduction_each: bool = True
     """Whether each split layer communicates by a single all-reduce."""
     exported: str = ""
-    """Why its stages cannot be exported as a script; empty if they can."""
+    """Why its stages cannot be exported as a script."""
 
     def __init__(self, tied: Mapping[str, str] | None = None) -> None:
         """`tied`: names of shared parameters on the last stage -> on the first."""

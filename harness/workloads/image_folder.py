@@ -17,7 +17,7 @@ MOST_BYTES = 4 * 2**30
 
 
 def image_files(name: str, folder: Path, num_labels: int) -> list[list[Path]]:
-    """Returns a list of files per class; classes are the subfolders, by name.
+    """Returns each class's files; classes are the subfolders, by name.
 
     Raises UsageError if a subfolder is empty, or for no or too many of them.
     """

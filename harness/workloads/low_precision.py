@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NF4_BLOCK = 64
 """Weights per scale."""
 _NF4_VALUES = 16
-"""Number of values that a 4-bit weight can take."""
+"""Values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
 """Features with larger inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
 FIRST_CAPABILITY = (9, 0)

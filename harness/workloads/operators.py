@@ -108,7 +108,7 @@ def activation_bytes(
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
 ) -> int:
-    """Returns the peak bytes of saved and temporary tensors in forward, loss and backward, without
+    """Returns peak bytes of saved and temporary tensors in forward, loss and backward, without
     parameters, buffers and parameter gradients.
 
     `precision`: fp32 or autocast's. `tensor_ranks` split each layer of a block and, with
@@ -125,8 +125,8 @@ def activation_bytes(
 def recomputed_flops(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool = False
 ) -> int:
-    """Returns the floating-point operations per sample that recomputation adds to a step: 2 per
-    multiply-add, 1 per output element of elementwise operators.
+    """Returns FLOPs per sample that recomputation adds to a step: 2 per multiply-add, 1 per output
+    element of elementwise operators.
 
     `whole_blocks`: do not stop at the last tensor that backward needs.
     """
@@ -242,11 +242,11 @@ class Held(OperatorObserver):
 @dataclass(frozen=True)
 class Operators:
     number: int
-    """Number of operators other than views."""
+    """Operators other than views."""
     moved_bytes: int
     """Bytes read and written outside matrix products, convolutions and attention."""
     convolutions: int
-    """Number of convolutions; a backward for both input and weight counts twice."""
+    """Convolutions; a backward for both input and weight counts twice."""
     held_bytes: int
     """Peak bytes, see `activation_bytes`."""
 

@@ -49,12 +49,12 @@ class Structure:
     """Paths of modules with parameters before and after the blocks, if a pipeline can split
     them."""
     no_stages: str = ""
-    """Why the model cannot be split into stages; empty if it can."""
+    """Why the model cannot be split into stages."""
     tensor: TensorPlan = field(default_factory=TensorPlan)
     positions: int = 0
     """Longest sequence that learned positions allow, if fewer than the config says."""
     no_sequence: str = ""
-    """Why ranks cannot share a sample's tokens; empty if they can."""
+    """Why ranks cannot share a sample's tokens."""
     batch_norm: bool = False
     zero_gradients: frozenset[str] = frozenset()
     """Names of parameters whose gradient is analytically zero."""
@@ -196,7 +196,7 @@ def _tensor_plan(model: PreTrainedModel, paths: tuple[str, ...]) -> TensorPlan:
 
 
 def _positions(model: nn.Module) -> int:
-    """Returns the number of learned positions after a padding row; 0 if there are none."""
+    """Counts learned positions after a padding row."""
     from torch import nn
 
     usable = [

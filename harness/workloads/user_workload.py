@@ -38,7 +38,7 @@ class UserModel(Protocol):
         """
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss of the samples, given the model's output."""
+        """Returns mean loss of the samples, given the model's output."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -93,14 +93,14 @@ class Workload:
     """Mel bins and frames of a speech model's input."""
     num_labels: int = 0
     vocabulary: int = 0
-    """Number of tokens in the vocabulary; 0 for images."""
+    """Tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
     """Longest sequence; 0 means no limit."""
     cannot_train: str = ""
-    """Why no strategy can train it; empty if some can."""
+    """Why no strategy can train it."""
     blocks: int = 0
     heads: int = 0
-    """Number of heads that tensor parallelism divides: key-value heads if grouped."""
+    """Heads that tensor parallelism divides: key-value heads if grouped."""
     query_heads: int = 0
     head_width: int = 0
     """Elements per token in one head's query or key."""
@@ -112,14 +112,14 @@ class Workload:
     """Paths of the ModuleLists of blocks; empty if unknown."""
     tied: bool = False
     no_sequence: str = ""
-    """Why ranks cannot share a sample's tokens; empty if they can."""
+    """See Structure."""
     window: int = 0
-    """Fewest tokens that some block's attention is limited to; 0 means no limit."""
+    """See Structure."""
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """See Family."""
     requires: tuple[str, ...] = ()
-    """Packages needed in addition to transformers."""
+    """Packages needed beyond transformers."""
 
     @property
     def version(self) -> str:
@@ -230,14 +230,13 @@ class Workload:
         return model
 
     def on_meta(self) -> nn.Module:
-        """Returns the model without storage for its weights."""
         import torch
 
         with torch.device("meta"):
             return self._new_model(saved_weights=False)
 
     def logits(self, model: Callable[[Tensor], Tensor | HasLogits], inputs: Tensor) -> Tensor:
-        """Returns the logits; `model` may be wrapped and return a plain tensor."""
+        """Returns logits; `model` may be wrapped and return a plain tensor."""
         return self.logits_of(self.output(model, inputs))
 
     def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
@@ -264,7 +263,7 @@ class Workload:
         return cast("Tensor", getattr(output, "logits", output))
 
     def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
-        """Returns the mean cross entropy, or its sum over `label_tokens`; always in fp32.
+        """Returns mean cross entropy, or its sum over `label_tokens`; always in fp32.
 
         `logits`: (samples, tokens, vocabulary) or (samples, classes); `labels`: (samples, tokens)
         or (samples,), already shifted for causal models; -100 is no label.
@@ -338,7 +337,7 @@ class Workload:
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
 
     def retained(self, model: nn.Module) -> Iterator[Retained]:
-        """Yields what layers keep between steps in addition to parameters and buffers."""
+        """Yields what layers keep between steps beyond parameters and buffers."""
         return iter(())
 
     def countable(self) -> Workload:
@@ -479,7 +478,7 @@ def require_steady(workload: Workload, sequence_length: int) -> None:
 
 
 def _losses(workload: Workload, sequence_length: int) -> tuple[float, float, float, float]:
-    """Returns the loss of two samples: twice in train mode, in eval mode, and one by one (mean)."""
+    """Returns loss of two samples: twice in train mode, in eval mode, and one by one (mean)."""
     import torch
 
     model = workload.build(0, saved_weights=False)

@@ -105,10 +105,10 @@ class MeasuredRuns:
         )
 
     def consistent(self) -> Bools:
-        """Returns which rows are consistent; failed rows are.
+        """Returns which rows are consistent, including failed ones.
 
-        If another row did at least as much work in less than half the time, the slower one is taken
-        to have run different code.
+        Others took over twice as long as a row with at least as much work, so they ran different
+        code.
         """
         size = self.sizes
         seconds, a = np.where(self.ran, self.seconds, np.inf), self.layouts

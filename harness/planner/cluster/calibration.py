@@ -249,12 +249,12 @@ class CalibratedRange:
     pipeline: int
 
     def model_beyond(self, parameters: float) -> float:
-        """Returns the doublings of parameters outside the range."""
+        """Returns doublings of parameters outside the range."""
         low, high = self.parameters
         return float(max(0.0, np.log2(low / parameters), np.log2(parameters / high)))
 
     def layout_beyond(self, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Returns the doublings of nodes and axes above the range, summed; others count 0."""
+        """Returns doublings of nodes and axes above the range, summed; others count 0."""
         total: Floats = np.zeros(len(nodes))
         most = (self.nodes[1], self.tensor, self.pipeline)
         for value, limit in zip((nodes, tensor, pipeline), most, strict=True):
@@ -285,7 +285,6 @@ class ClusterCalibration:
 
 
 def calibration_file(given: str | Path | None) -> Path:
-    """Returns the calibration file, by default the built-in one."""
     return DEFAULT if given is None or str(given) == "default" else Path(given)
 
 

@@ -378,7 +378,6 @@ def device_counts(question: ClusterQuestion) -> list[int]:
 def sweep(
     question: ClusterQuestion, calibration: ClusterCalibration, goal: str
 ) -> list[SweepSquare]:
-    """Returns the best layout for each model and number of devices."""
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)

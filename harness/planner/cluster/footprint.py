@@ -95,7 +95,6 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
-    """Returns the bytes of each part of a step."""
     of = STATES[recipe.precision]
     shards = recipe.gpus if recipe.sharding == "full" else 1
     trained = trained_parameters(shape, recipe) / recipe.tensor
@@ -161,7 +160,7 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 
 
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes that FSDP has gathered: embedding, head and one layer.
+    """Returns bytes that FSDP has gathered: embedding, head and one layer.
 
     Native code wraps the first two separately and prefetches a layer.
     """

@@ -78,7 +78,6 @@ class Cluster:
     """Disk space per node."""
 
     def computing_in(self, precision: Precision) -> Cluster:
-        """Returns the cluster with matrix-product rates for this precision."""
         if precision != "fp32":
             return self
         peak = gpu_models()[self.device].fp32_flops_per_second or self.flops_per_second / 8

@@ -1,7 +1,7 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Follows transformers' code, whose import takes seconds. FAMILIES has differences from Llama;
-transformers, if installed, counts other types.
+Follows transformers' code, whose import takes seconds. If installed, transformers counts types not
+in FAMILIES.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _kv_heads(config: Config, kind: str, heads: int, size: Callable[..., int]) -
 
 
 def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) -> int:
-    """Returns the parameters beyond Llama's matrices and norms, which ModelShape counts."""
+    """Returns parameters beyond Llama's matrices and norms, which ModelShape counts."""
     hidden, feed = shape.hidden, shape.feed_forward
     bias = bool(config.get(family.bias_key)) if family.bias_key else False
     layer_norms = family.layer_norms

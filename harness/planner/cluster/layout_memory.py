@@ -56,7 +56,7 @@ def model_states(
     of: StateBytes,
     whole_gradients: Ints | int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns the bytes of parameters, gradients and optimizer state on a rank.
+    """Returns bytes of parameters, gradients and optimizer state on a rank.
 
     A rank holds `held` parameters before ZeRO shards them and updates `owned` (arXiv 1910.02054,
     section 5).
@@ -77,7 +77,7 @@ def stage_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 
 
 def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns the parameters that one rank updates (shape [layouts]).
+    """Returns parameters that one rank updates (shape [layouts]).
 
     From ZeRO stage 1 on, the data axis shares them (arXiv 1910.02054, section 5.1).
     """
@@ -94,7 +94,7 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 
 
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
-    """Returns the bytes of model states on the device, without offloaded ones.
+    """Returns bytes of model states on the device, without offloaded ones.
 
     Gradients of offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857).
     """
@@ -119,7 +119,7 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 
 
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Returns the number of micro-batches whose activations a stage holds under 1F1B.
+    """Counts micro-batches whose activations a stage holds under 1F1B.
 
     One for itself and each later stage (PipeDream-2BW, arXiv 2006.09503), more with interleaved
     chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
@@ -170,7 +170,7 @@ def memory(
     first_stage_only: bool = False,
     precision: Precision = "bf16",
 ) -> LayoutMemory:
-    """Returns the bytes of each layout's fullest stage, as in the calibrated runs.
+    """Returns bytes of each layout's fullest stage, as in the calibrated runs.
 
     States follow ZeRO (arXiv 1910.02054) and activations 1F1B (arXiv 2006.09503); the allocator's
     part is fitted. `native_memory` covers torch's own code.
@@ -253,7 +253,6 @@ def native_memory(
     layouts: PlannedLayouts,
     precision: Precision,
 ) -> NativeMemory:
-    """Returns the bytes that `footprint` counts for layouts of torch's own code."""
     rows = np.flatnonzero(layouts.native)
     part = layouts.take(rows)
     # Accumulation beyond 2 changes nothing, so fewer recipes need counting.
@@ -297,7 +296,7 @@ def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
-    """Returns the bytes reserved under a limit: the demand up to a knee, then ever less of it.
+    """Returns bytes reserved under a limit: the demand up to a knee, then ever less of it.
 
     PyTorch's allocator frees cached blocks when memory runs out (its notes on CUDA semantics). The
     exponential is assumed.

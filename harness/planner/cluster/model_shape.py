@@ -106,7 +106,7 @@ class ModelShape:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of parameters, counting a tied matrix once."""
+        """Parameters, counting a tied matrix once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer_parameters + self.other % self.layers + ends
 

@@ -46,7 +46,7 @@ published runs (scripts/planner_widths.py)."""
 OFFLOADED = 0.2
 """Assumed half-width with offload, for which no published run was found."""
 TIE = 0.01
-"""Difference in log speed of tied layouts; less memory then wins."""
+"""Difference in log speed of tied layouts."""
 TRIED = 3
 """Top layouts meant to be tried together."""
 CONSIDERED = 512

@@ -195,7 +195,7 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
 
 
 def _sharding(data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
-    """Returns the pairs of ZeRO stage and offload that libraries offer.
+    """Returns pairs of ZeRO stage and offload that libraries offer.
 
     Stages 2 and 3 shard gradients in every micro-batch; DeepSpeed refuses them in pipelines.
     Parameters are offloaded only with stage 3 or on one device.

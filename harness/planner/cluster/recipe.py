@@ -100,7 +100,6 @@ class Adapter:
         return shape.layers * (each + self.dora * self.outputs(shape))
 
     def outputs(self, shape: ModelShape) -> int:
-        """Returns the outputs of all targets in a layer."""
         sizes = matrix_sizes(shape)
         return sum(sizes[name][1] for name in self.targets if name in sizes)
 
@@ -157,7 +156,7 @@ def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def quantised_parameters(shape: ModelShape) -> int:
-    """Returns the parameters that quantisation applies to: those in layers' matrices."""
+    """Returns parameters that quantisation applies to: those in layers' matrices."""
     return shape.layers * (shape.attention_parameters + shape.experts * shape.expert_parameters)
 
 

@@ -47,7 +47,6 @@ class AxisBandwidths:
     gather: Floats
     """Bandwidth of all-gather and reduce-scatter on the data axis."""
     stage: Floats
-    """Bandwidth to the next stage."""
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
@@ -82,7 +81,7 @@ class AxisBandwidths:
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
-        """Returns the seconds to send a micro-batch's activations forward and gradients back.
+        """Returns seconds to send a micro-batch's activations forward and gradients back.
 
         Hidden states travel once each way per interleaved chunk (Megatron-LM, arXiv 2104.04473,
         section 2.2), split over the tensor axis (section 4.1).
@@ -101,7 +100,7 @@ class AxisBandwidths:
         attention: Floats,
         c: TimeConstants,
     ) -> Floats:
-        """Returns the exposed seconds of a layer's collectives, forward and backward.
+        """Returns exposed seconds of a layer's collectives, forward and backward.
 
         Tensor axis: arXiv 2205.05198 (see TENSOR_COLLECTIVES), with a fitted exposed share. Context
         axis: ring attention, arXiv 2310.01889. Expert axis: GShard, arXiv 2006.16668.
@@ -138,7 +137,7 @@ class AxisBandwidths:
         micro_batch_seconds: Floats,
         c: TimeConstants,
     ) -> tuple[Floats, Floats]:
-        """Returns the exposed seconds of gradients and sharded parameters, and those of offload.
+        """Returns exposed seconds of gradients and sharded parameters, and those of offload.
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
@@ -237,7 +236,7 @@ class _Layer:
         return computed, stage.layers * self.communication[rows]
 
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
-        """Returns the seconds of a stage whose device needs `device` seconds.
+        """Returns seconds of a stage whose device needs `device` seconds.
 
         Long kernels hide later launches; short ones wait for theirs. A smooth maximum is assumed,
         with fitted `launch_sharpness`.
@@ -258,7 +257,7 @@ def product(
     c: TimeConstants,
     parts: Floats | float = 1.0,
 ) -> Floats:
-    """Returns the seconds of an M x K by K x N product on one device, its rows cut into `parts`.
+    """Returns seconds of an M x K by K x N product on one device, its rows cut into `parts`.
 
     Follows the roofline (Williams and others, CACM 2009). A half size of 1 means reading operands
     once (K x N per part) and writing the result.
@@ -272,7 +271,7 @@ def product(
 def _layer(
     question: ClusterQuestion, layouts: PlannedLayouts, links: AxisBandwidths, c: TimeConstants
 ) -> _Layer:
-    """Returns the seconds of a layer for one micro-batch.
+    """Returns seconds of a layer for one micro-batch.
 
     Products and elementwise passes follow the roofline (Williams and others, CACM 2009), attention
     a share of the peak (FlashAttention-2, arXiv 2307.08691); launches are fitted.

@@ -114,7 +114,7 @@ def _launches(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
-    """Returns the seconds for dequantising matrices, and for DoRA's norms in each forward."""
+    """Returns seconds for dequantising matrices, and for DoRA's norms in each forward."""
     if not recipe.adapter:
         return 0.0
     again = recipe.recompute == "full"

@@ -279,7 +279,7 @@ class FirstChoice:
 
     setting: str
     compared: int
-    """Number of exact cells in the setting."""
+    """Exact cells in the setting."""
     chosen: str
     best: str
     slower: float

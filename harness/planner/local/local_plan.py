@@ -77,7 +77,7 @@ class LocalPlan:
 
 
 def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
-    """Returns the candidates tied with the first one."""
+    """Returns candidates tied with the first one."""
     first = candidates[0]
     return [
         candidate

@@ -49,7 +49,7 @@ def _divided(states: States, parts: int) -> States:
 def sent_bytes(
     cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, workload: Workload
 ) -> float:
-    """Returns the bytes that a rank sends in a step, by the strategy's formula.
+    """Returns bytes that a rank sends in a step, by the strategy's formula.
 
     All bytes of a parameter server count, because ranks wait for it. Without a formula, each axis
     sends once per cycle. The data axis averages gradients, plus half as many bytes for sharded
@@ -77,7 +77,7 @@ def engine_of(strategy: Strategy, name: str) -> str:
 
 
 def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
-    """Returns the matrix-product operations of a rank's update.
+    """Returns matrix-product operations of a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
     4 n^2 m + 2 n^3 for n x m elements, n <= m. Returns 0 if the hidden size is unknown.
@@ -92,7 +92,7 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
 def messages(
     cell: Cell, strategy: Strategy, layout: Layout, facts: ModelFacts, blocks: int
 ) -> float:
-    """Returns the collectives and transfers in a step, by the strategy's formula.
+    """Returns collectives and transfers in a step, by the strategy's formula.
 
     Without one, the tensor axis has four per block (see `sent_bytes`), a pipeline two per
     micro-batch. The data axis has one, or three per block for sharded parameters.

@@ -54,7 +54,7 @@ _MESSAGES = ("send", "receive")
 
 
 def backend_bytes(call: Call) -> int:
-    """Returns the bytes that gloo holds during a call in addition to the call's tensors."""
+    """Returns bytes that gloo holds during a call beyond the call's tensors."""
     return call.tensor_bytes if call.operation in COPIED_BY_GLOO and call.group_size > 1 else 0
 
 

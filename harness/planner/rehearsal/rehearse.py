@@ -118,8 +118,7 @@ def _owns_some(train_state: TrainState) -> bool:
 
 
 def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """Yields the region with its block counted from the nearer end, or once from each if near
-    both."""
+    """Yields the region counted from its nearer end, or from both if near both."""
     step, phase, model, block = place
     if block < 0:
         yield RelativeRegion(step, phase, model, "before the first block")

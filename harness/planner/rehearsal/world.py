@@ -1,7 +1,7 @@
 """Simulates one rank of a world of any size in one process, with almost no memory.
 
-The strategy's and torch's code run unchanged on fake tensors, which have no values. SUBSTITUTIONS
-replaces what cannot run this way.
+The strategy's and torch's code run unchanged on fake tensors. SUBSTITUTIONS replaces what cannot
+run this way.
 """
 
 from __future__ import annotations
@@ -363,10 +363,7 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """Restores these packages' global variables when the block ends.
-
-    Libraries keep the process groups of their first world.
-    """
+    """Restores these packages' global variables, which keep their first world's process groups."""
     for package in packages:
         importlib.import_module(package)
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
