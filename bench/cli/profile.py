@@ -125,10 +125,10 @@ def name_ranks(folder: Path) -> list[Path]:
             "process_sort_index": {"sort_index": rank},
         }
         trace = json.loads(gzip.decompress(file.read_bytes()))
-        own = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
+        pid = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
         for event in trace["traceEvents"]:
             name = event.get("name")
-            if event.get("ph") == "M" and name in names and event.get("pid") == own:
+            if event.get("ph") == "M" and name in names and event.get("pid") == pid:
                 event["args"] = names[name]
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), 5))
         traces[file] = trace

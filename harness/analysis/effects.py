@@ -136,7 +136,7 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     ]
     if not speeds:
         return None
-    gaps = [with_it.mean - without.mean for with_it, without in speeds]
+    gaps = [enabled.mean - disabled.mean for enabled, disabled in speeds]
     error = math.sqrt(sum(a.whole_error**2 + b.whole_error**2 for a, b in speeds)) / len(speeds)
     scatter = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 2 else 0.0
     degrees = min(estimate.whole_degrees for pair in speeds for estimate in pair)
@@ -147,7 +147,7 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
     if len(speeds) != 2:
         return mean
-    each = [mean, *(ratio(with_it, without, CONFIDENCE) for with_it, without in speeds)]
+    each = [mean, *(ratio(enabled, disabled, CONFIDENCE) for enabled, disabled in speeds)]
     lows = [one.low for one in each if one.low is not None]
     highs = [one.high for one in each if one.high is not None]
     return replace(mean, low=min(lows, default=None), high=max(highs, default=None))

@@ -60,9 +60,9 @@ def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
     for part in _connected(heats):
-        found = _solved(separate, [heats[number] for number in part], spread)
-        cells |= found.cells
-        for number, level in zip(part, found.levels, strict=True):
+        estimates = _solved(separate, [heats[number] for number in part], spread)
+        cells |= estimates.cells
+        for number, level in zip(part, estimates.levels, strict=True):
             levels[number] = level
     return Joined(cells, levels)
 
@@ -70,8 +70,8 @@ def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined
 class HeatSpread(NamedTuple):
     variance: float
     degrees: float
-    known: bool
-    """Whether it is that of heats, instead of separate trials."""
+    from_heats: bool
+    """Whether heats show it; else it is that of separate trials."""
 
 
 def _connected(heats: Sequence[Heat]) -> list[list[int]]:
@@ -94,26 +94,26 @@ def _solved(
     separate: Mapping[str, LogEstimate], heats: Sequence[Heat], spread: HeatSpread
 ) -> Joined:
     """Once the heats' spread is known, they alone decide differences: separate trials would add
-    little, and wrong weights would harm."""
+    little, and a wrong weight would bias them."""
     import numpy as np
 
     design, values, names = _layout(heats)
     count = len(names)
     precisions = np.array([_precision(separate[name], spread.variance) for name in names])
-    weights = precisions * (LITTLE if spread.known else 1.0)
+    weights = precisions * (LITTLE if spread.from_heats else 1.0)
     information = design.T @ design / spread.variance
     information[range(count), range(count)] += weights
     weighted = design.T @ values / spread.variance
     weighted[:count] += weights * [separate[name].mean for name in names]
     covariance = np.asarray(np.linalg.inv(information), np.float64)
-    found = covariance @ weighted
+    solution = covariance @ weighted
     trials = design[:, :count].sum(axis=0)
     variances = quasi_variances(covariance[:count, :count], int(trials.argmax()))
     level_error = float(precisions.sum()) ** -0.5
     cells = {
         name: replace(
             separate[name],
-            mean=float(found[at]),
+            mean=float(solution[at]),
             error=math.sqrt(float(variances[at])),
             degrees=spread.degrees,
             trials=separate[name].trials + int(trials[at]),
@@ -121,12 +121,10 @@ def _solved(
         )
         for at, name in enumerate(names)
     }
-    return Joined(cells, [float(level) for level in found[count:]])
+    return Joined(cells, [float(level) for level in solution[count:]])
 
 
-def _layout(
-    heats: Sequence[Heat],
-) -> tuple[Numbers, Numbers, list[str]]:
+def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
     """Returns the design (trials by cells, then heats), the values, and the cells' names."""
     import numpy as np
 
@@ -186,7 +184,7 @@ def quasi_variances(covariance: Numbers, first: int = 0) -> Numbers:
     sums[pairs, rows] = sums[pairs, others] = 1.0
     # Relative deviations count, so that no small variance is neglected for a large one.
     scale = differences[rows, others]
-    found = np.linalg.lstsq(sums / scale[:, None], np.ones(len(rows)), rcond=None)[0]
-    found = np.maximum(np.asarray(found), float(scale.min()) / 8)
-    result: Numbers = np.maximum(found, differences[first] - found[first])
-    return result
+    nearest = np.linalg.lstsq(sums / scale[:, None], np.ones(len(rows)), rcond=None)[0]
+    nearest = np.maximum(np.asarray(nearest), float(scale.min()) / 8)
+    variances: Numbers = np.maximum(nearest, differences[first] - nearest[first])
+    return variances

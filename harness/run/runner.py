@@ -168,7 +168,7 @@ class Runner:
                 if self.plan.interleaved
                 else contextlib.nullcontext()
             ) as interleaved,
-            contextlib.ExitStack() as of_heats,
+            contextlib.ExitStack() as resources,
         ):
             launcher = interleaved or self.start(wanted)
             references: dict[str, Reference] = {}
@@ -177,7 +177,7 @@ class Runner:
                 if interleaved:
                     return self._interleaved(interleaved, group, references, listener.step)
                 if group and group[0].interleaved:
-                    heats = self._launcher_of_heats(launcher, pending, of_heats, listener)
+                    heats = self._launcher_of_heats(launcher, pending, resources, listener)
                     steps = self._steps_of_heat([trial.cell for trial in group])
                     return self._interleaved(heats, group, references, listener.step, steps)
                 return [
@@ -202,15 +202,15 @@ class Runner:
         self,
         launcher: LauncherProtocol,
         pending: Sequence[PendingTrial],
-        until: contextlib.ExitStack,
+        resources: contextlib.ExitStack,
         listener: ProgressListener,
     ) -> InterleavedLauncher:
-        """Returns the heats' launcher, started for the first heat and closed with `until`."""
+        """Returns the heats' launcher, started for the first heat and closed with `resources`."""
         if self._heats is None:
             listener.preparing("importing packages for trials that train interleaved")
             racing = packages([trial.cell for trial in pending])
             self._heats = InterleavedLauncher(racing, min(MOST_IN_HEAT, len(self.cells)))
-            until.enter_context(contextlib.closing(self._heats))
+            resources.enter_context(contextlib.closing(self._heats))
         for pid in self._heats.pids:
             launcher.ignore_pid(pid)
         return self._heats
@@ -228,10 +228,10 @@ class Runner:
         wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
         if not wanted:
             return []
-        together = [heat for heat in heats if len(heat) > 1 and self._may_interleave(heat)]
-        in_heats = {cell.id for heat in together for cell in heat}
-        groups = [*together, *([own[name]] for name in wanted if name not in in_heats)]
         number = max(trial.trial for trial in self._recorded) + 1
+        groups = self._interleaved_groups(heats)
+        in_heats = {cell.id for group in groups for cell in group}
+        groups += [[own[name]] for name in wanted if name not in in_heats]
         seconds = {str(at): self._group_seconds(group, number) for at, group in enumerate(groups)}
         fitting = self._budget.shortest_that_fit(seconds)
         launched = [group for at, group in enumerate(groups) if str(at) in fitting]
@@ -241,13 +241,21 @@ class Runner:
             [cell for group in launched for cell in group],
             f"{len(wanted)} cells that {further.why}",
         )
-        position = max(trial.position for trial in self._recorded) + 1
-        pending = [
-            PendingTrial(0, cell, TrialKey(cell.id, number + at, 1), len(group) > 1)
-            for at, group in enumerate(launched)
-            for cell in self.plan.shuffled(group, number + at)
+        alone = {group[0].id for group in launched if len(group) == 1}
+        rounds = [group for group in launched if len(group) > 1]
+        rounds.append([cell for cell in self.cells if cell.id in alone])
+        numbered = [
+            (cell, TrialKey(cell.id, number + at, 1), at < len(rounds) - 1)
+            for at, cells in enumerate(rounds)
+            for cell in self.plan.shuffled(cells, number + at)
         ]
-        return [trial._replace(position=position + at) for at, trial in enumerate(pending)]
+        position = max(trial.position for trial in self._recorded) + 1
+        return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
+
+    def _interleaved_groups(self, heats: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
+        """Returns the heats without cells that must train alone, if this machine has the memory."""
+        fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
+        return [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
 
     def _may_interleave(self, cells: Sequence[Cell]) -> bool:
         """Whether these cells can train interleaved, all in memory together."""
@@ -259,9 +267,7 @@ class Runner:
             count * (RANK_BYTES + peaks.get(cell.id, 0))
             for count, cell in zip(ranks, cells, strict=True)
         )
-        return all(map(may_be_in_heat, cells)) and (
-            needed + MOST_IN_HEAT * RANK_BYTES < available_memory_bytes()
-        )
+        return needed + MOST_IN_HEAT * RANK_BYTES < available_memory_bytes()
 
     def _steps_of_heat(self, cells: Sequence[Cell]) -> int:
         """Returns the timed steps of each trial of a heat, a multiple of a turn's."""

@@ -169,7 +169,7 @@ def test_a_hosts_clocks_are_reported(tmp_path: Path) -> None:
 def test_memory_limits_of_containers_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, Docker limits /dev/shm to 64 MiB."""
+    """Docker limits /dev/shm to 64 MiB by default."""
     import shutil
     from types import SimpleNamespace
 

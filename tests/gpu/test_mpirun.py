@@ -28,7 +28,7 @@ TWO_NODES = {
 def test_mpirun_stays_on_its_node_in_an_allocation_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, Open MPI reads SLURM's variables and starts ranks on all nodes."""
+    """Open MPI reads SLURM's variables by default, and starts ranks on all nodes."""
     for name, value in TWO_NODES.items():
         monkeypatch.setenv(name, value)
     write = "import os, pathlib, socket, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']"
