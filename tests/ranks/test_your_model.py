@@ -60,8 +60,10 @@ def test_the_model_of_the_documents_trains_as_in_one_process(
     next(block for block in pages.blocks(PAGE.read_text()) if block.path).apply(tmp_path)
     (tmp_path / "wrong.py").write_text(WRONG)
     tiny = {"workload": f"{tmp_path / 'my.py'}:Tiny", **MICRO}
-    trials = run_cells(cell("ddp", **tiny), cell(f"{tmp_path / 'wrong.py'}:Wrong", **tiny)).trials
-    assert trials["parity_verdict"].tolist() == ["exact", "diverged"]
+    wrong = f"{tmp_path / 'wrong.py'}:Wrong"
+    trials = run_cells(cell("ddp", **tiny), cell(wrong, **tiny)).trials
+    verdicts = dict(zip(trials["strategy"], trials["parity_verdict"], strict=True))
+    assert verdicts == {"ddp": "exact", wrong: "diverged"}
 
 
 @pytest.mark.thorough
