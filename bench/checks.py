@@ -18,6 +18,7 @@ from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, v
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuState, heat, started_library, states_of
 from harness.host.nvml import Nvml
+from harness.spec.text import plural
 
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
@@ -213,7 +214,7 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
     if cores < len(devices):
         yield Trouble(
             "CPU",
-            f"{cores} cores for {len(devices)} GPUs",
+            f"{plural(cores, 'core')} for {plural(len(devices), 'GPU')}",
             "ranks share cores, so GPUs wait for kernels to be launched",
             "request more from the scheduler (cpus_per_node), or use taskset or docker run"
             " --cpuset-cpus",
@@ -253,7 +254,7 @@ def _governor(root: Path) -> Trouble | None:
         return None
     return Trouble(
         "CPU",
-        f"{sum(kinds.values())} cores have the frequency governor {', '.join(kinds)}",
+        f"{plural(sum(kinds.values()), 'core')} with frequency governor {', '.join(kinds)}",
         "their clocks drop between steps and take time to recover, so trials differ",
         "sudo cpupower frequency-set -g performance",
     )

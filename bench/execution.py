@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from bench.host import Host, host_of
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import PlanOptions, kept_or_new_plan, require_no_budget
 from bench.select import baseline_choice
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision
@@ -105,6 +105,8 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
         )
     if host_name and not (options.dry_run and plan_options.matrix):
         raise UsageError("--host only plans for another host: it needs --matrix and --dry-run")
+    if options.share[1] > 1:
+        require_no_budget(plan_options, "--share")
     plan, begun = kept_or_new_plan(store, plan_options, options.resume)
     host = host_of(host_name, nodes)
     todo = Runner(store, plan, share=options.share).open_trials()

@@ -86,11 +86,8 @@ def _matrix(options: PlanOptions) -> Matrix:
 
 
 def _new_plan(options: PlanOptions) -> Plan:
-    if options.interleave and options.time_budget_seconds is not None and not options.precision:
-        raise UsageError(
-            "--interleave runs all planned rounds, so --time-budget cannot shorten them: leave it"
-            " out, or add --precision, whose further rounds it limits"
-        )
+    if options.interleave:
+        require_no_budget(options, "--interleave")
     matrix, host = _matrix(options), host_of(options.host, options.nodes)
     name = options.matrix or FROM_PYTHON
     expanded = expand(
@@ -138,6 +135,15 @@ def _new_plan(options: PlanOptions) -> Plan:
         require_few(plan)
         plan = dataclasses.replace(plan, interleaved=True)
     return plan
+
+
+def require_no_budget(options: PlanOptions, option: str) -> None:
+    """Raises UsageError for a time budget of planned rounds, all of which `option` runs."""
+    if options.time_budget_seconds is not None and not options.precision:
+        raise UsageError(
+            f"{option} runs all planned rounds, so --time-budget cannot shorten them: leave it out,"
+            " or add --precision, whose further rounds it limits"
+        )
 
 
 def require_few(plan: Plan) -> None:

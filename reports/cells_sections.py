@@ -8,6 +8,7 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import System, grouped
 from harness.record.trial import TrialRecord
 from harness.record.trial_status import NO_RESULT, NOT_LAUNCHED
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.columns import (
@@ -26,7 +27,7 @@ from reports.groups import Group, RankedCell, RankedGroup, fairly_timed
 from reports.names import STATUS, cell_name, disturbance_legend, flags
 from reports.run_report import NOT_REACHED, RunReport
 from reports.speed_sections import batch_column
-from reports.text import DASH, deviation, exact, number, percent, plural, scaled
+from reports.text import DASH, deviation, exact, number, percent, scaled
 
 WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from harness.analysis.cell_result import CellResult
+from harness.spec.text import plural
 from reports import run_facts
 from reports.blocks import prose_under
 from reports.cells_sections import overview
@@ -14,7 +15,7 @@ from reports.memory_sections import WITHIN, with_states
 from reports.names import named
 from reports.run_report import RunReport
 from reports.settings_section import compared
-from reports.text import MIB, listed, number, percent, plural
+from reports.text import MIB, listed, number, percent
 from reports.time_sections import WORDS, routed, sent, with_traffic
 from reports.verdict_sections import ParityCounts
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import PAIR_CONFIDENCE
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, joined, phrase, prose, small, strong
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.markdown_writer import markdown_text
 from reports.runs import verdict_td
-from reports.text import DASH, exact, number, plural, size
+from reports.text import DASH, exact, number, size
 
 if TYPE_CHECKING:
     from harness.analysis.compare import ComparedCell, RunComparison
@@ -54,9 +55,13 @@ def memory(line: ComparedCell) -> str:
     return f"{size(line.first.peak)} to {size(line.second.peak)}, x {line.memory.ratio:.2f}"
 
 
-def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
+def disturbed(compared: RunComparison, *, changed: bool = False) -> list[tuple[str, str]]:
+    """Returns cells with disturbed trials and what disturbed them; `changed`: without cells whose
+    throughput and memory show no difference."""
     return [
-        (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
+        (line.cell_name, "; ".join(line.disturbed))
+        for line in compared.lines
+        if line.disturbed and not (changed and line.verdict == "no difference seen")
     ]
 
 

@@ -13,6 +13,7 @@ from harness.analysis.setting import grouped, setting
 from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
 from harness.spec.link import UNSHAPED, Link
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, prose
 from reports.columns import ReportColumn, computed, in_mebibytes, interval, table_of, words
@@ -20,7 +21,7 @@ from reports.groups import Group
 from reports.line_chart import Bandwidths, Line
 from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
 from reports.run_report import RunReport
-from reports.text import DASH, MIB, bits, listed, number, plural
+from reports.text import DASH, MIB, bits, listed, number
 
 MOST_NAMED = 12
 EMULATED = "emulated links between nodes of one machine"

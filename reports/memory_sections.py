@@ -13,6 +13,7 @@ from harness.record.plan import COLUMNS, MATRIX, Plan
 from harness.record.run_record import RunRecord
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import data, joined, prose, small
@@ -29,7 +30,7 @@ from reports.columns import (
 )
 from reports.groups import by_setting
 from reports.names import cell_name, chart_name, main_workload, named, notes_for
-from reports.text import MIB, number, plain, plural, scaled, signed, size
+from reports.text import MIB, number, plain, scaled, signed, size
 
 if TYPE_CHECKING:
     from harness.record.store import Results

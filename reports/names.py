@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from harness.analysis.cell_result import CellResult
 from harness.analysis.trials import CAUSES
 from harness.spec.link import over
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import LABEL
-from reports.text import percent, plural, shortened
+from reports.text import percent, shortened
 
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
 NOTES = {

@@ -13,6 +13,7 @@ from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
 from harness.record.run_record import RunRecord
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import BREAK, data, prose, small
@@ -21,7 +22,7 @@ from reports.groups import RankedGroup
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import named
 from reports.run_report import RunReport, only, ran
-from reports.text import DASH, listed, plain, plural
+from reports.text import DASH, listed, plain
 from reports.verdict_sections import Pick, fast, verdict
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def page(store: Store, folder: Path) -> str:
         failing = plural(sum(entry.failures > 0 for entry in shown), "run")
         facts += [f"newest {_date(shown[0])} UTC", f"failures in {failing}"]
     footer = prose("index footer")
-    title = f"Reports of {len(shown)} runs"
+    title = f"Reports of {plural(len(shown), 'run')}"
     small_print = ui.Paragraph(prose("index"), "small")
     head = PageHead(title, "All reports", facts, footer, navigation=False)
     sections = [PageSection("runs", "Runs, newest first", [runs_table(shown), small_print])]

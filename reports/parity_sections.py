@@ -9,6 +9,7 @@ from harness.analysis.control import Adjustment
 from harness.analysis.control_levels import ControlLevels, control_levels
 from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import Bar, Bars, omitted
 from reports.blocks import data, joined, phrase, plain_text, prose
@@ -16,7 +17,7 @@ from reports.columns import cell_table, figure, word
 from reports.line_chart import Losses
 from reports.names import chart_name, main_workload, marks
 from reports.run_report import RunReport
-from reports.text import deviation, finite, number, plural
+from reports.text import deviation, finite, number
 from reports.verdict_sections import ParityCounts
 
 MOST_LOSSES = 6

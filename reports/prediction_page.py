@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
 from harness.planner.local.local_plan import LocalCandidate, LocalPlan, ScalingCurve
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.line_chart import Line, Predicted
-from reports.text import number, plural
+from reports.text import number
 
 MOST_ROWS = 20
 Bounded = tuple[float, float, float]
@@ -130,7 +131,7 @@ def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> st
     ]
     inside = [p.devices for curve in curves for p in curve.points if not p.doublings_beyond]
     within = max(inside, default=0)
-    note = f"Right of the dotted line, at {within} devices, nothing was measured."
+    note = f"Right of the dotted line, at {plural(within, 'device')}, nothing was measured."
     chart = Predicted(
         "scaling",
         "Throughput over devices",
@@ -196,7 +197,7 @@ def cluster_page(
         f"{question.shape.name} on {question.devices} x {question.cluster.device}",
         (
             f"{question.global_batch} sequences of {question.sequence_length} tokens a step",
-            f"{plan.considered} layouts",
+            plural(plan.considered, "layout"),
             f"constants: {source}",
         ),
         (choice, *sentences),

@@ -7,7 +7,8 @@ from typing import Any
 
 from harness.record.hardware_facts import SpeedMeasurement
 from harness.record.run_record import RunRecord
-from reports.text import number, plural
+from harness.spec.text import plural
+from reports.text import number
 
 GIB = 2**30
 

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports import closed_lines as lines
 from reports import run_facts
@@ -20,7 +21,6 @@ from reports.run_report import RunReport
 from reports.sections import Section, Written, written_page, written_text
 from reports.settings_section import settings_blocks
 from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, scaling_blocks
-from reports.text import plural
 from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks, traffic_blocks
 from reports.verdict_sections import verdict_blocks
 

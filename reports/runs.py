@@ -16,6 +16,7 @@ from harness.analysis.selection import MeasuredCell, RunSelection, measured, sel
 from harness.analysis.setting import grouped
 from harness.record.run_record import RunRecord
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import BREAK, data, joined, phrase, prose, small
@@ -23,7 +24,7 @@ from reports.html_writer import PageHead
 from reports.line_chart import Trend
 from reports.run_report import only
 from reports.sections import Section, Written, written_page, written_text
-from reports.text import DASH, MIB, exact, number, plural, signed
+from reports.text import DASH, MIB, exact, number, signed
 
 if TYPE_CHECKING:
     from harness.record.store import Results
@@ -172,7 +173,7 @@ def _against(
         return comparison, ""
     both = tuple(line for line in comparison.lines if line.first and line.second)
     rest = len(comparison.lines) - len(both)
-    why_not = f"of another matrix: {rest} cells are in only one of the two"
+    why_not = f"of another matrix: {plural(rest, 'cell')} in only one of the two"
     return dataclasses.replace(comparison, lines=both), why_not
 
 
@@ -420,7 +421,7 @@ SECTIONS: tuple[Section[Runs], ...] = (
 def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
     newest = runs.newest
     head = PageHead(
-        f"{len(runs.runs)} runs compared, the newest {newest.run_id}",
+        f"{plural(len(runs.runs), 'run')} compared, the newest {newest.run_id}",
         "How do these runs compare?",
         [
             plural(len(runs.runs), "run"),

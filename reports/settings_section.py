@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.analysis.answer import Answer, answer, nothing_to_choose
 from harness.analysis.cell_result import CellResult
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import BREAK, data, prose, small
 from reports.columns import gained, interval, over_baseline
@@ -11,7 +12,7 @@ from reports.groups import RankedGroup, biggest
 from reports.names import OVERSUBSCRIBED, cell_name
 from reports.run_report import RunReport
 from reports.speed_sections import comparable, throughput_bars
-from reports.text import DASH, plural
+from reports.text import DASH
 from reports.verdict_sections import verdict
 
 

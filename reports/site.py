@@ -11,6 +11,7 @@ from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports import overview, write_report, write_whole
 from reports.blocks import BREAK, data, phrase, prose, small, strong
@@ -20,7 +21,6 @@ from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import device_words, named
 from reports.overview import Entry
 from reports.run_report import RunReport
-from reports.text import plural
 
 FILTERS = {"model": "Model", "machine": "GPU and host", "strategy": "Strategy"}
 

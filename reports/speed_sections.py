@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from harness.analysis.answer import answer
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SCALED, batch, series, setting
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import data, prose
@@ -34,7 +35,7 @@ from reports.names import (
     unit,
 )
 from reports.run_report import RunReport
-from reports.text import DASH, MIB, exact, number, percent, plain, plural
+from reports.text import DASH, MIB, exact, number, percent, plain
 
 MOST_CHARTS = 12
 MOST_SHOWN = 16

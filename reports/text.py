@@ -76,10 +76,6 @@ def exact(value: float | None) -> str:
     return str(int(number_)) if number_.is_integer() and abs(number_) < 2**53 else repr(number_)
 
 
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
 def listed(words: list[str], most: int = 4) -> str:
     """Returns `a, b and c`; past `most`, `a, b, c and 7 more`."""
     shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harness.analysis.cell_result import CellResult
 from harness.analysis.utilization import PARTS, GpuTime, gpu_time
 from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
 from reports.blocks import phrase, prose
@@ -25,7 +26,7 @@ from reports.columns import (
 from reports.groups import Group, by_setting
 from reports.memory_sections import MOST_CHARTS
 from reports.names import chart_name, main_workload, marks, named, notes_for
-from reports.text import DASH, number, percent, plain, plural, scaled, signed
+from reports.text import DASH, number, percent, plain, scaled, signed
 
 WORDS = {
     "compute": "compute",

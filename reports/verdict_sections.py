@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from harness.analysis.answer import Answer, why_no_more_trials
 from harness.analysis.cell_result import CellResult
+from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, phrase, prose, strong
 from reports.columns import ReportColumn, cell_table, mebibytes, throughput_column, word, words
 from reports.groups import RankedCell, RankedGroup, fairly_timed, of_real_things, tied_with_fastest
 from reports.names import cell_name, disturbance, gpu_findings
 from reports.run_report import RunReport
-from reports.text import MIB, number, plain, plural
+from reports.text import MIB, number, plain
 
 
 @dataclass(frozen=True)

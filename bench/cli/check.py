@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench.cli.options import Json
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from harness.record.integrity import Checked
@@ -63,8 +64,8 @@ def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> No
         where = f"; moved to {moved[problem.file]}" if problem.file in moved else ""
         console.print(escape(f"{problem}{where}"), highlight=False, soft_wrap=True)
     console.print(
-        f"read {checked.files} files, found {len(checked.problems)} problems"
-        + (f", moved {len(moved)} files" if moved else ""),
+        f"read {plural(checked.files, 'file')}, found {plural(len(checked.problems), 'problem')}"
+        + (f", moved {plural(len(moved), 'file')}" if moved else ""),
         highlight=False,
     )
     if not json_output:

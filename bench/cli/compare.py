@@ -182,6 +182,7 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from harness.spec.text import plural
     from reports.comparison import COLUMNS, disturbed, words
 
     console = (
@@ -208,8 +209,15 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
             console.print(
                 f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.reason)}"
             )
-    for name, explanation in disturbed(comparison):
+    changed = disturbed(comparison, changed=True)
+    for name, explanation in changed:
         console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(explanation)}")
+    if others := len(disturbed(comparison)) - len(changed):
+        cells = plural(others, "other cell" if changed else "cell")
+        console.print(
+            f"[yellow]disturbed[/yellow] trials of {cells} without a difference;"
+            " --format html lists them"
+        )
     for name, explanation in comparison.method.items():
         console.print(f"{name}: {escape(explanation)}")
     console.print(f"[bold]{escape(comparison.headline)}[/bold]")
@@ -273,6 +281,7 @@ def _runs(out: Console, series: Series) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from harness.spec.text import plural
     from reports.runs import change_words
 
     values = [point.value.value for point in series.points]
@@ -298,9 +307,10 @@ def _runs(out: Console, series: Series) -> None:
         )
     out.print(table)
     if series.elsewhere:
-        out.print(f"left out: {series.elsewhere} runs on other hardware")
+        out.print(f"left out: {plural(series.elsewhere, 'run')} on other hardware")
     if series.failed:
-        out.print(f"left out: {series.failed} runs in which it failed or was not verified")
+        failed = plural(series.failed, "run")
+        out.print(f"left out: {failed} in which it failed or was not verified")
 
 
 def _cells(out: Console, all_series: list[Series]) -> None:

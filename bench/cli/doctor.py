@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from bench.cli.options import Json, OutFolder, Resume
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -211,7 +212,9 @@ def _devices() -> dict[str, str]:
     from harness.host.memory_limits import available_memory_bytes, memory_bytes
 
     rows = {
-        "CPU": f"{cpu_model() or 'unknown'}, {len(allowed_cores())} cores for this process",
+        "CPU": (
+            f"{cpu_model() or 'unknown'}, {plural(len(allowed_cores()), 'core')} for this process"
+        ),
         "memory": (
             f"{memory_bytes() / 2**30:.1f} GiB for this process,"
             f" {available_memory_bytes() / 2**30:.1f} GiB of it available"

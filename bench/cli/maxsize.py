@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from bench.cli.options import Json, Only, Results, Resume, Settings, WriteReport
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,7 +190,7 @@ class SearchRequest:
         budget, many = parse_bytes(self.budget), self.ranks or host.many
         needed = budget * (1 if host.device == "cuda" else many)
         if not 0 < needed <= host.memory_bytes:
-            whose = "a GPU" if host.device == "cuda" else f"this host for {many} ranks"
+            whose = "a GPU" if host.device == "cuda" else f"this host for {plural(many, 'rank')}"
             raise UsageError(
                 f"--budget {self.budget!r}: give more than 0 and at most the"
                 f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"

@@ -24,6 +24,7 @@ from bench.cli.options import (
     Top,
     WrittenMatrix,
 )
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -176,7 +177,8 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
         console.print(escape(sentence))
     dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
-        f"{answer.considered} layouts considered; left out, as they cannot run: {dropped or 'none'}"
+        f"{plural(answer.considered, 'layout')} considered; left out, as they cannot run:"
+        f" {dropped or 'none'}"
     )
     console.print(escape(f"constants: {source}"))
     for sentence in written:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from bench.cli.options import AllRuns, Json, Results, Runs
+from harness.spec.text import plural
 
 
 def publish(
@@ -52,4 +53,4 @@ def publish(
         )
         return
     already = f", {done.already} already there" if done.already else ""
-    print(f"{done.path}: {done.cells} cells written{already}")
+    print(f"{done.path}: {plural(done.cells, 'cell')} written{already}")

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from bench.cli.terminal import duration, table
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from bench.execution import Prepared
@@ -68,14 +69,13 @@ def show_plan(out: Console, prepared: Prepared) -> None:
             f" {escape(absent.reason)}"
         )
     references = prepared.references
+    runs = plural(references.number, "reference run")
     disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
-    out.print(f"{prepared.trials_to_run} trials to run, about {duration(prepared.total_seconds)}")
-    out.print(
-        f"{references.number} reference runs, if none are cached: {duration(references.seconds)},"
-        f" {disk}"
-    )
+    trials = plural(prepared.trials_to_run, "trial")
+    out.print(f"{trials} to run, about {duration(prepared.total_seconds)}")
+    out.print(f"{runs}, if none are cached: {duration(references.seconds)}, {disk}")
     out.print(f"about {duration(prepared.total_seconds + references.seconds)} in total")
-    if planned.until_answered and planned.time_budget_seconds:
+    if planned.until_answered and planned.time_budget_seconds and prepared.part[1] == 1:
         out.print(
             "then more trials of cells that may still be the best of their setting in speed or"
             f" memory, until {duration(planned.time_budget_seconds)} have passed"
@@ -86,7 +86,7 @@ def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> Non
     cell, baseline = headline.cells[0], headline.baseline
     against = "no baseline"
     if baseline is not None:
-        against = f"baseline {baseline.label}, {planned.trials_of(baseline)} trials"
+        against = f"baseline {baseline.label}, {plural(planned.trials_of(baseline), 'trial')}"
     out.print(
         f"headline: {cell.workload_name} · {cell.device} x{cell.devices} · {cell.precision} · batch"
         f" {cell.global_batch}: {len(headline.candidates)} of {len(headline.cells)} cells may be"
@@ -124,7 +124,7 @@ def show_inputs(out: Console, device: str) -> None:
 
 def _title(planned: Plan) -> str:
     timed = (
-        f"matrix {escape(planned.matrix)}: {len(planned.cells) - len(planned.once)} cells x"
-        f" {planned.trials} trial{'' if planned.trials == 1 else 's'}"
+        f"matrix {escape(planned.matrix)}: {plural(len(planned.cells) - len(planned.once), 'cell')}"
+        f" x {plural(planned.trials, 'trial')}"
     )
     return timed + (f", and {len(planned.once)} once, for parity" if planned.once else "")

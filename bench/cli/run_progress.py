@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bench.cli.terminal import duration
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from harness.record.plan import Plan
@@ -76,8 +77,7 @@ class RunProgress:
         self.expected_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
-        trials = "1 trial" if len(cells) == 1 else f"{len(cells)} trials"
-        self.preparing(f"one more round: {trials} of {among}")
+        self.preparing(f"one more round: {plural(len(cells), 'trial')} of {among}")
 
     def time_is_spent(self, left_out: int) -> None:
         self.expected_left *= 1 - left_out / max(1, self.total - self.done)
@@ -86,8 +86,8 @@ class RunProgress:
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         self.preparing(
-            f"the time budget of {duration(self.budget)} is spent: {left_out} trials are skipped;"
-            " bench run --resume runs them"
+            f"the time budget of {duration(self.budget)} is spent: skipping"
+            f" {plural(left_out, 'trial')}, which bench run --resume runs"
         )
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from bench.cli import options as opt
 from harness.record.trial_status import NOT_LAUNCHED
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -245,8 +246,8 @@ def _parity(out: Console, cell: CellResult) -> None:
         f" {deviation(cell.parity.update_tolerance)} allowed"
     )
     out.print(
-        f"  over {cell.cell.parity_steps} steps: largest deviation in loss {loss}, in parameters"
-        f" {update}"
+        f"  over {plural(cell.cell.parity_steps, 'step')}: largest deviation in loss {loss}, in"
+        f" parameters {update}"
     )
     _compared(out, cell.parity)
     if cell.parity.rewinds:
@@ -290,7 +291,8 @@ def _checkpoint(out: Console, cell: CellResult) -> None:
     out.print(
         f"[bold]checkpoint[/bold]  {cell.cell.checkpoint}, saved by"
         f" {cell.cell.checkpoint_from or 'the same ranks'}:"
-        f" {scaled(facts.checkpoint_bytes, 1 / MIB)} MiB in {facts.checkpoint_files} files"
+        f" {scaled(facts.checkpoint_bytes, 1 / MIB)} MiB in"
+        f" {plural(facts.checkpoint_files or 0, 'file')}"
     )
     out.print(
         f"  saved in {scaled(facts.checkpoint_save_seconds, 1e3)} ms, of which"

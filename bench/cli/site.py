@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bench.cli.options import Json
+from harness.spec.text import plural
 
 
 def site(
@@ -41,4 +42,5 @@ def site(
         machines, runs = list(written.machines), list(written.runs)
         print(json.dumps({"site": str(written.index), "runs": runs, "machines": machines}))
     else:
-        print(f"{written.index}: {len(written.runs)} runs of {len(written.machines)} machines")
+        read = f"{plural(len(written.runs), 'run')} of {plural(len(written.machines), 'machine')}"
+        print(f"{written.index}: {read}")

@@ -13,6 +13,7 @@ import typer
 from bench.cli import options as opt
 from bench.cluster.target import Target
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from bench.cluster.jobs import ClusterJob, JobState
@@ -283,7 +284,7 @@ def _show(
     for job in jobs:
         where = f" on {job.nodes}" if job.nodes else ""
         reason = f" ({job.reason})" if job.reason else ""
-        again = f", restarted {job.restarts} times" if job.restarts else ""
+        again = f", restarted {plural(job.restarts, 'time')}" if job.restarts else ""
         console.print(f"job {job.job_id}: {job.state}{reason}{where}, {job.elapsed}{again}")
     if forgotten:
         console.print("SLURM no longer lists its jobs")

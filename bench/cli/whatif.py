@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from bench.cli.options import Devices, Html, Json, LocalResults, NodeLink
+from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,6 +141,6 @@ def _table(title: str, curve: ScalingCurve) -> Table:
             f"{point.predicted:,.1f} ({point.low:,.0f} to {point.high:,.0f})",
             f"{point.predicted / ideal:.0%}",
             "" if point.measured is None else f"{point.measured:,.1f}",
-            f"{beyond:.0f} doublings beyond measurements" if beyond else "",
+            f"{plural(round(beyond), 'doubling')} beyond measurements" if beyond else "",
         )
     return table

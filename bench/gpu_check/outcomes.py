@@ -11,6 +11,7 @@ from typing import Literal
 from bench.gpu_check.steps import Step
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
+from harness.spec.text import plural
 
 NO_TIME = "no time was left; continue with --resume"
 GOOD_PARITY = ("exact", "within tolerance")
@@ -116,7 +117,7 @@ def step_verdict(step: Step, shown: Mapping[str, object]) -> tuple[Verdict, str]
     ]
     if wrong:
         return "refuted", "; ".join(wrong)
-    return "confirmed", f"{len(ran)} of {len(cells)} cells: {step.status}"
+    return "confirmed", f"{len(ran)} of {plural(len(cells), 'cell')}: {step.status}"
 
 
 def _is_as_claimed(step: Step, cell: ShownCell) -> bool:

@@ -21,9 +21,9 @@ UNVERIFIED = "unverified"
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
-Summary = Literal["shared", "median", "largest", "worst"]
-"""How trials become one value: any trial's, the median or largest of finished ones, or that of the
-trial with the worst parity."""
+Summary = Literal["shared", "median", "largest", "worst", "all"]
+"""How trials become one value: any trial's, the median or largest of finished ones, that of the
+trial with the worst parity, or whether it is true in every trial that has one."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
@@ -161,8 +161,8 @@ class Checkpoint:
     checkpoint_save_seconds: float | None = of_trials("median", None)
     checkpoint_blocked_seconds: float | None = of_trials("median", None)
     checkpoint_load_seconds: float | None = of_trials("median", None)
-    checkpoint_restores_random: bool | None = of_trials("shared", None)
-    checkpoint_restores_bits: bool | None = of_trials("shared", None)
+    checkpoint_restores_random: bool | None = of_trials("all", None)
+    checkpoint_restores_bits: bool | None = of_trials("all", None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LEAST_TRIALS, Estimate, percentile
+from harness.spec.text import plural
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Precision:
         median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
         return (
             f"throughput relative to the baseline is known to {median} (95 % interval, median of"
-            f" {self.cells} cells; nine in ten: {nine_in_ten})"
+            f" {plural(self.cells, 'cell')}; nine in ten: {nine_in_ten})"
         )
 
 

@@ -10,6 +10,7 @@ from harness.analysis.cell_result import CellResult
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.cell import TECHNIQUES, Cell, without_folder
 from harness.spec.link import over
+from harness.spec.text import plural
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -46,7 +47,7 @@ class Setting:
     @property
     def text(self) -> str:
         """Readable form, such as `gpt2-mini in fp32 on 2 ranks, 8 samples of 64 tokens a step`."""
-        ranks = "1 rank" if self.devices == 1 else f"{self.devices} ranks"
+        ranks = plural(self.devices, "rank")
         on = f" on {self.nodes} nodes {over(self.links)}" if self.links else ""
         threads = f" of {self.threads_per_device} cores" if self.threads_per_device > 1 else ""
         optimizer = f" with {self.optimizer}" if self.optimizer != "adamw" else ""

@@ -111,7 +111,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
     status = worst_of(trials).status
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
     judged = [trial for trial in trials if trial.parity_verdict is not None]
-    fill = _Fill(trials[0], finished, min(judged, key=_worst_first, default=None))
+    fill = _Fill(trials, finished, min(judged, key=_worst_first, default=None))
     return CellResult(
         run_id=trials[0].run_id,
         cell=_cell(trials[0].cell),
@@ -140,7 +140,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
 class _Fill:
     """Fills the fields of a group as their metadata declares."""
 
-    first: TrialRecord
+    trials: Sequence[TrialRecord]
     finished: Sequence[TrialRecord]
     most_deviating: TrialRecord | None
 
@@ -156,7 +156,7 @@ class _Fill:
     def _value(self, summary: Summary, column: str) -> Any:
         match summary:
             case "shared":
-                trials = (self.first, *self.finished)
+                trials = (self.trials[0], *self.finished)
                 return next((v for t in trials if (v := getattr(t, column)) is not None), None)
             case "median":
                 values = _values(self.finished, column)
@@ -165,6 +165,9 @@ class _Fill:
                 return max(_values(self.finished, column), default=None)
             case "worst":
                 return self.most_deviating and getattr(self.most_deviating, column)
+            case "all":
+                values = _values(self.trials, column)
+                return all(values) if values else None
 
 
 def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:

@@ -40,6 +40,7 @@ Kind = Literal[
     "device communication",
     "device transfer",
     "device copy",
+    "device data",  # the batch's copy to the device
     "device optimizer",  # from the optimizer's first kernel to its last
 ]
 
@@ -54,6 +55,7 @@ _DEVICE = {
     "device attention": "compute",
     "device compute": "compute",
     "device copy": "offload",
+    "device data": "data",
     "device communication": "communication",
     "device transfer": "communication",
 }
@@ -255,6 +257,7 @@ _PARTS: dict[Kind, str] = {
     "device communication": "communication",
     "device transfer": "communication",
     "device copy": "copy",
+    "device data": "copy",
 }
 _COMPUTES = ("device matmul", "device attention", "device update", "device compute")
 

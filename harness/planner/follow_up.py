@@ -16,6 +16,7 @@ from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
 from harness.spec.cell import FILLED_IN, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
+from harness.spec.text import plural
 from harness.strategy.base import Strategy
 from harness.strategy.registry import make_strategy, strategies, validate, with_defaults
 from harness.workloads import make_workload
@@ -62,7 +63,7 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
         raise UsageError(f"file {str(file)!r} exists already; name another one") from None
     except OSError as error:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
-    return f"wrote {len(cells)} cells to {file}"
+    return f"wrote {plural(len(cells), 'cell')} to {file}"
 
 
 def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:

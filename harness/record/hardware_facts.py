@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from harness.spec.text import plural
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -70,7 +72,4 @@ def shared_machine(nodes: Sequence[Mapping[str, Any]], emulation: str | None = N
     between = (
         f"emulated links between them ({emulation})" if emulation else "no network between them"
     )
-    return (
-        f"{len(nodes)} nodes on {len(machines)} machine{'' if len(machines) == 1 else 's'}:"
-        f" {between}"
-    )
+    return f"{plural(len(nodes), 'node')} on {plural(len(machines), 'machine')}: {between}"

@@ -41,7 +41,7 @@ class ProfileRecord(Record):
     optimizer_seconds: tuple[float, ...] = ()
     """by rank: updating parameters and clearing gradients"""
     data_seconds: tuple[float, ...] = ()
-    """by rank: getting the batch"""
+    """by rank: getting and copying the batch"""
     bubble_seconds: tuple[float, ...] = ()
     """by rank: waiting for another pipeline stage"""
     offload_seconds: tuple[float, ...] = ()

@@ -55,6 +55,8 @@ class EndedTrial:
     status: str
     started_at: datetime
     wall_seconds: float | None
+    turn_began: Sequence[float] = ()
+    """As in TrialRecord; empty unless the trial trained interleaved with others."""
 
     @property
     def key(self) -> TrialKey:

@@ -222,13 +222,17 @@ MOST_RUNS = 20
 
 
 def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
-    """Returns median seconds by cell id, each from the newest run with any."""
+    """Returns median seconds by cell id, each from the newest run with any. Trials that trained
+    interleaved also waited for others; they count for cells without separate trials only."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
-        by_cell: dict[str, list[float]] = {}
+        separate: dict[str, list[float]] = {}
+        interleaved: dict[str, list[float]] = {}
         for trial in store.ended_trials(run_id):
             if trial.wall_seconds is not None:
+                by_cell = interleaved if trial.turn_began else separate
                 by_cell.setdefault(trial.cell_id, []).append(trial.wall_seconds)
+        by_cell = interleaved | separate
         medians = {cell_id: median(took) for cell_id, took in by_cell.items()} | medians
         if cell_ids <= medians.keys():
             break

@@ -290,12 +290,12 @@ class Runner:
         length, else from shorter ones."""
         timed = HEAT_SECONDS if interleaved else self.plan.timed_seconds_of(cell, trial) or 0.0
         expected: dict[tuple[bool, float], list[float]] = {}
-        for known in self._recorded or ():
-            if known.cell_id == cell.id:
-                in_heat = bool(known.turn_began)
-                before = self.plan.timed_seconds_of(cell, known.trial) or 0.0
+        for recorded in self._recorded or ():
+            if recorded.cell_id == cell.id:
+                in_heat = bool(recorded.turn_began)
+                before = self.plan.timed_seconds_of(cell, recorded.trial) or 0.0
                 longer = timed - (HEAT_SECONDS if in_heat else before)
-                seconds = (known.wall_seconds or 0.0) + longer
+                seconds = (recorded.wall_seconds or 0.0) + longer
                 expected.setdefault((in_heat != interleaved, longer), []).append(seconds)
         return median(expected[min(expected)])
 

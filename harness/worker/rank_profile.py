@@ -52,6 +52,8 @@ class RawEvent(Protocol):
     def end_ns(self) -> int: ...
     def start_thread_id(self) -> int: ...
     def scope(self) -> int: ...
+    def correlation_id(self) -> int: ...
+    def linked_correlation_id(self) -> int: ...
     def activity_type(self) -> str: ...
     def is_user_annotation(self) -> bool: ...
 
@@ -210,10 +212,11 @@ def _on_host(event: RawEvent) -> bool:
 
 def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
     """Returns the events of a breakdown, in seconds after `zero` (nanoseconds)."""
+    copies = _batch_copies(raw)
     events = [
         Event(kind, e.start_thread_id(), (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9)
         for e in raw
-        if (kind := _kind(e))
+        if (kind := _kind(e, copies))
     ]
     nodes: dict[int, list[float]] = {}
     for e in raw:
@@ -227,6 +230,21 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
             if inside:
                 events.append(Event("hook", e.start_thread_id(), max(inside), end))
     return events
+
+
+def _batch_copies(raw: Sequence[RawEvent]) -> set[int]:
+    """Returns correlation ids of the operators that copy a batch."""
+    spans = [e for e in raw if e.name() == f"{_MARK}data" and _on_host(e)]
+    return {
+        e.correlation_id()
+        for e in raw
+        if e.name() == "aten::copy_"
+        and any(
+            span.start_thread_id() == e.start_thread_id()
+            and span.start_ns() <= e.start_ns() < span.end_ns()
+            for span in spans
+        )
+    }
 
 
 def training_thread(events: list[Event], calling: int) -> int:
@@ -244,10 +262,12 @@ def training_thread(events: list[Event], calling: int) -> int:
     return most
 
 
-def _kind(event: RawEvent) -> Kind | None:
+def _kind(event: RawEvent, batch_copies: set[int]) -> Kind | None:
     name = event.name()
     if not _on_host(event):
         kind = _device_kind(event, name)
+        if kind == "device copy" and event.linked_correlation_id() in batch_copies:
+            return "device data"
         return kernel_kind(name) if kind == "device compute" else kind
     if name.startswith(_MARK):
         return _MARKS.get(name.removeprefix(_MARK))

@@ -157,7 +157,7 @@ def test_a_hosts_clocks_are_reported(tmp_path: Path) -> None:
         (system / name).write_text(text + "\n")
     told = {one.what: one.fix for one in host_troubles(tmp_path)}
     assert (
-        told["1 cores have the frequency governor powersave"]
+        told["1 core with frequency governor powersave"]
         == "sudo cpupower frequency-set -g performance"
     )
     assert "no_turbo" in told["turbo is on"]

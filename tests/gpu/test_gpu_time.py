@@ -116,6 +116,7 @@ def on_device(name: str, activity: str = "kernel") -> Any:
         device_type=lambda: SimpleNamespace(name="CUDA"),
         activity_type=lambda: activity,
         is_user_annotation=lambda: activity == "gpu_user_annotation",
+        linked_correlation_id=lambda: 0,
         scope=lambda: 0,
     )
 

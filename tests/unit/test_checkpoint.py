@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.analysis.summary import cell_results
 from harness.record.checkpoint import NAME, Manifest
 from harness.spec.cell import Cell
 from harness.spec.errors import BadCheckpoint, Refused, UsageError
@@ -15,6 +16,7 @@ from harness.workloads import make_workload
 from reports.run_report import ran
 from reports.run_sections import run_text
 from tests.unit.made_results import stored, trial_rows
+from tests.unit.stored_trials import frame_of, trial_row
 
 COSTS = {
     "checkpoint_step": 6,
@@ -97,6 +99,35 @@ def test_the_reference_is_the_training_without_a_restart() -> None:
     cell = plain.model_copy(update={"checkpoint": "full", "checkpoint_from": "single x1"})
     assert cell.reference() == plain.reference()
     assert cell.id != plain.id
+
+
+@pytest.mark.parametrize(
+    ("by_trial", "of_cell"),
+    [
+        ((True, True), True),
+        ((True, False), False),
+        ((None, True), True),
+        ((True, True, False), False),
+        ((None, None), None),
+    ],
+)
+def test_a_cell_restores_only_what_every_trial_restored(
+    by_trial: tuple[bool | None, ...], of_cell: bool | None
+) -> None:
+    """A trial that failed because it did not restore counts too."""
+    cell = Cell(strategy="ddp", devices=2, checkpoint="full")
+    failed = {"status": "failed", "samples_per_second": None, "parity_verdict": None}
+    rows = [
+        trial_row(
+            cell,
+            trial,
+            checkpoint_restores_bits=restored,
+            **(failed if restored is False else {}),
+        )
+        for trial, restored in enumerate(by_trial)
+    ]
+    (result,) = cell_results(frame_of(rows))
+    assert result.checkpoint.checkpoint_restores_bits is of_cell
 
 
 def test_the_section_is_for_runs_with_checkpoints(tmp_path: Path) -> None:

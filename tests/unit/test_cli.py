@@ -69,6 +69,10 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
             ["run", "--matrix", "smoke", "--resume", "--time-budget", "5min"],
             ["--resume", "--time-budget"],
         ),
+        (
+            ["run", "--matrix", "smoke", "--share", "0/2", "--time-budget", "5min"],
+            ["--share", "--time-budget"],
+        ),
         (["run", "--resume"], ["nothing to resume"]),
         (["run", "--matrix", "full", "--interleave"], ["--interleave", "2 to 8", "--only"]),
         (

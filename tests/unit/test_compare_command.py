@@ -110,6 +110,19 @@ def test_json_has_the_numbers(folder: Path) -> None:
     assert (missing["kind"], missing["b"]) == ("missing", None)
 
 
+def test_the_table_names_disturbed_trials_of_changed_cells_only(tmp_path: Path) -> None:
+    store = Store(tmp_path / "noisy")
+    busy = {"foreign_load_cores": 0.9, "idle_before": 0.5, "idle_after": 1.0}
+    for run_id, speeds, load in ((OLD, [100.0, 100.1], {}), (NEW, [90.0, 90.1], busy)):
+        store.write_run(RunRecord(**run_row(run_id=run_id)))
+        for row in trial_rows(CELL, speeds) + trial_rows(OTHER, [50.0, 50.1]):
+            store.write_trial(TrialRecord(**(row | load | {"run_id": run_id})))
+    told = ask(store.folder, OLD, NEW)[1].splitlines()
+    named, counted = [line for line in told if line.startswith("disturbed")]
+    assert named.startswith(f"disturbed {CELL.name}: B, trial 0: ")
+    assert " 1 other cell " in counted
+
+
 def test_exit_codes_for_scripts(folder: Path) -> None:
     assert ask(folder, "latest~1", "latest", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (

@@ -143,6 +143,8 @@ def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any
         device_type=lambda: SimpleNamespace(name="CPU"),
         activity_type=lambda: "cpu_op",
         scope=lambda: scope,
+        correlation_id=lambda: begin,
+        linked_correlation_id=lambda: 0,
     )
 
 
@@ -202,6 +204,24 @@ def test_device_events_without_an_activity_type(
     event.device_type = lambda: SimpleNamespace(name="CUDA")
     event.is_user_annotation = lambda: annotation
     assert [found.kind for found in events_of([event], 0)] == kinds
+
+
+def test_the_copy_of_a_batch_is_data_and_no_offload() -> None:
+    """The host launches a batch's copy at 2, within data 1-3, and another one at 4. The GPU copies
+    the batch from 3 to 5 s, and what the other one asked for from 6 to 7 s."""
+
+    def copy(begin: int, end: int, launched: int) -> Any:
+        event = raw("Memcpy HtoD (Pinned -> Device)", begin * 10**9, end * 10**9)
+        event.activity_type = lambda: "gpu_memcpy"
+        event.device_type = lambda: SimpleNamespace(name="CUDA")
+        event.is_user_annotation = lambda: False
+        event.linked_correlation_id = lambda: launched * 10**9
+        return event
+
+    spans = [("bench:data", 1, 3), ("aten::copy_", 2, 3), ("aten::copy_", 4, 5)]
+    on_host = [raw(name, begin * 10**9, end * 10**9) for name, begin, end in spans]
+    found = parts(*events_of([*on_host, copy(3, 5, 2), copy(6, 7, 4)], 0))
+    assert (found["data"], found["offload"]) == (4.0, 1.0)
 
 
 def test_annotations_and_the_engine_compute_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,15 @@ def test_the_expected_time_is_that_of_the_newest_run(
     read.clear()
     assert expected_seconds(many, [RARE], 2) == {RARE.id: 7.0}
     assert len(read) == MOST_RUNS
+
+
+def test_the_expected_time_is_that_of_separate_trials(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**one_cell_run("run")))
+    turns = {"turn_began": (0.0,), "turn_samples_per_second": (8.0,)}
+    for trial, more in enumerate([{"wall_seconds": 5.0}, *2 * [{"wall_seconds": 20.0, **turns}]]):
+        store.write_trial(TrialRecord(**trial_row(CELL, trial, "run", **more)))
+    assert expected_seconds(store, [CELL], 2) == {CELL.id: 5.0}
 
 
 def test_the_status_of_a_run_needs_no_pandas(many: Store) -> None:

@@ -200,7 +200,7 @@ def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> No
     (other,) = found.shown
     assert other.against is not None
     assert other.against.headline == "1 regression: slower 1"
-    assert other.why_not == "of another matrix: 1 cells are in only one of the two"
+    assert other.why_not == "of another matrix: 1 cell in only one of the two"
 
 
 def test_runs_without_anything_in_common(tmp_path: Path) -> None:

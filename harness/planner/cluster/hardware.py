@@ -20,8 +20,8 @@ GIGA = 1e9
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth relative to one direction of a node's links.
 
-Measured: 436 and 250 of 450 GB/s on H100 nodes (Ultra-Scale Playbook). All-reduce on A100 nodes
-usually reaches 230 to 240 of 300 GB/s."""
+All-reduce: between 436 of 450 GB/s, measured on H100 nodes (Ultra-Scale Playbook), and 230 to 240
+of 300 GB/s, usual on A100 nodes. Gathers: 250 of 450 GB/s, measured on H100 nodes (same source)."""
 PCIE_BYTES_PER_SECOND = 32e9
 """One direction of PCI Express 4.0 x16 (PCI-SIG)."""
 WIRE_SHARE = 0.73

@@ -17,6 +17,7 @@ from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.link import Link
+from harness.spec.text import plural
 from harness.spec.training import EXACT, Layout, States
 from harness.strategy.base import Strategy
 from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states, passed_once
@@ -163,7 +164,7 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
                 results[result.cell_id] = result
     without_cells = LocalMeasurements(
         f"{newest['host']}, {newest['cpu_model'] or 'unknown processor'},"
-        f" {newest['cpu_cores']} cores",
+        f" {plural(int(newest['cpu_cores']), 'core')}",
         int(newest["cpu_cores"]),
         int(newest["memory_bytes"]),
         (),
