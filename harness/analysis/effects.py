@@ -147,9 +147,9 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
     if len(speeds) != 2:
         return mean
-    each = [mean, *(ratio(enabled, disabled, CONFIDENCE) for enabled, disabled in speeds)]
-    lows = [one.low for one in each if one.low is not None]
-    highs = [one.high for one in each if one.high is not None]
+    ratios = [mean, *(ratio(enabled, disabled, CONFIDENCE) for enabled, disabled in speeds)]
+    lows = [one.low for one in ratios if one.low is not None]
+    highs = [one.high for one in ratios if one.high is not None]
     return replace(mean, low=min(lows, default=None), high=max(highs, default=None))
 
 

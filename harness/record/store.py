@@ -56,7 +56,7 @@ class EndedTrial:
     started_at: datetime
     wall_seconds: float | None
     turn_began: Sequence[float] = ()
-    """As in TrialRecord; empty unless the trial trained interleaved with others."""
+    """Start of each turn of an interleaved trial, in seconds since the epoch."""
 
     @property
     def key(self) -> TrialKey:

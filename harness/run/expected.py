@@ -230,8 +230,8 @@ def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
         interleaved: dict[str, list[float]] = {}
         for trial in store.ended_trials(run_id):
             if trial.wall_seconds is not None:
-                by_cell = interleaved if trial.turn_began else separate
-                by_cell.setdefault(trial.cell_id, []).append(trial.wall_seconds)
+                kind = interleaved if trial.turn_began else separate
+                kind.setdefault(trial.cell_id, []).append(trial.wall_seconds)
         by_cell = interleaved | separate
         medians = {cell_id: median(took) for cell_id, took in by_cell.items()} | medians
         if cell_ids <= medians.keys():

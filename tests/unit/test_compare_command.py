@@ -117,8 +117,8 @@ def test_the_table_names_disturbed_trials_of_changed_cells_only(tmp_path: Path) 
         store.write_run(RunRecord(**run_row(run_id=run_id)))
         for row in trial_rows(CELL, speeds) + trial_rows(OTHER, [50.0, 50.1]):
             store.write_trial(TrialRecord(**(row | load | {"run_id": run_id})))
-    told = ask(store.folder, OLD, NEW)[1].splitlines()
-    named, counted = [line for line in told if line.startswith("disturbed")]
+    lines = ask(store.folder, OLD, NEW)[1].splitlines()
+    named, counted = [line for line in lines if line.startswith("disturbed")]
     assert named.startswith(f"disturbed {CELL.name}: B, trial 0: ")
     assert " 1 other cell " in counted
 

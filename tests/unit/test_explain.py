@@ -220,8 +220,8 @@ def test_the_copy_of_a_batch_is_data_and_no_offload() -> None:
 
     spans = [("bench:data", 1, 3), ("aten::copy_", 2, 3), ("aten::copy_", 4, 5)]
     on_host = [raw(name, begin * 10**9, end * 10**9) for name, begin, end in spans]
-    found = parts(*events_of([*on_host, copy(3, 5, 2), copy(6, 7, 4)], 0))
-    assert (found["data"], found["offload"]) == (4.0, 1.0)
+    seconds = parts(*events_of([*on_host, copy(3, 5, 2), copy(6, 7, 4)], 0))
+    assert (seconds["data"], seconds["offload"]) == (4.0, 1.0)
 
 
 def test_annotations_and_the_engine_compute_nothing() -> None:
