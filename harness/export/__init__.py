@@ -215,6 +215,9 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
             and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained)
         ),
         "block_path": workload.block_path,
+        "every_block": ", ".join(
+            f"*model.get_submodule({json.dumps(path)})" for path in workload.block_paths
+        ),
         "ranges": [list(pair) for pair in data.ranges],
         "num_labels": data.num_labels,
         "image_size": data.image_size,

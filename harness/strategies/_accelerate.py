@@ -14,7 +14,7 @@ from harness.strategies._deepspeed import settle
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import model_states, whole_model_states
+from harness.strategy.formulas import fsdp_transient, model_states, whole_model_states
 from harness.strategy.job import LOSS_SCALE, own_precision
 from harness.strategy.recipe import whole
 from harness.workloads import Workload, make_workload
@@ -137,10 +137,7 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         if self.strategy.engine == "ddp":
             wrapped = cell.device == "cpu" or cell.devices > 1
             return whole_model_states(cell, facts) if wrapped else model_states(cell, facts)
-        states = model_states(cell, facts, shards=cell.devices)
-        if cell.micro_batches == 1:
-            return states
-        return dataclasses.replace(states, transient=whole_gradient_bytes(cell, facts))
+        return fsdp2_states(cell, facts, cell.devices)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         zero = self.strategy.zero
@@ -151,9 +148,15 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         return zero.costs.messages(cell, layout, facts) if zero else None
 
 
-def whole_gradient_bytes(cell: Cell, facts: ModelFacts) -> float:
-    # Accelerate's FSDP2 accumulates unreduced gradients in the cell's precision.
-    return float(facts.trained_bytes if cell.precision == "fp32" else 2 * sum(facts.sizes))
+def fsdp2_states(cell: Cell, facts: ModelFacts, shards: int) -> States:
+    """Returns states of Accelerate's FSDP2, which gathers parameters and accumulates unreduced
+    gradients in the cell's precision."""
+    states, half = model_states(cell, facts, shards), cell.precision != "fp32"
+    gradients = states.transient
+    if cell.micro_batches > 1:
+        gradients = float(2 * sum(facts.sizes) if half else facts.trained_bytes)
+    transient = fsdp_transient(cell, facts, gradients, half=half)
+    return dataclasses.replace(states, transient=transient)
 
 
 def make_accelerator(

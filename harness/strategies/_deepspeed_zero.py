@@ -145,6 +145,11 @@ class ZeroOptions(Strategy):
                 "DeepSpeed has no fp16 on this CPU: use one with AVX512-FP16 or AMX-FP16, a GPU, or"
                 " bf16"
             )
+        if self.stage > 0 and workload.arithmetic and not workload.partly_frozen:
+            raise Refused(
+                f"DeepSpeed's stages 1 to 3 update fp32 masters, and {workload.name} has none: use"
+                f" {workload.in_fp32} with precision {workload.arithmetic}"
+            )
         if cell.precision != "fp32" and workload.kind in ("image", "speech"):
             raise Refused(
                 "DeepSpeed keeps images, spectra and BatchNorm's statistics in fp32 but weights in"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,13 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, Retained, States
 from harness.strategies._accelerate import recompute_by_transformers, recompute_elsewhere
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import all_reduced, hidden_bytes, model_states, passed_once
+from harness.strategy.formulas import (
+    all_reduced,
+    fsdp_transient,
+    hidden_bytes,
+    model_states,
+    passed_once,
+)
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -49,7 +55,8 @@ class Plans:
 
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
-    shards: Mapping[str, str]
+    freed: tuple[str, ...]
+    """Paths of modules that transformers' FSDP2 frees after forward and gathers again."""
 
     def style(self, name: str) -> str | None:
         """Returns a parameter's tensor-parallel style; None if it is whole on every rank."""
@@ -58,13 +65,6 @@ class Plans:
 
     def is_expert(self, name: str) -> bool:
         return any_block(name) in self.expert
-
-    def gathered_twice(self, name: str) -> bool:
-        name = any_block(name)
-        return any(
-            style == "free_full_weight" and name.startswith(module + ".")
-            for module, style in self.shards.items()
-        )
 
 
 def any_block(name: str) -> str:
@@ -79,7 +79,14 @@ def plans_of(workload: Workload) -> Plans:
     with torch.device("meta"):
         model: Any = workload.build(0, saved_weights=False)
     experts = getattr(model, "ep_plan", {})  # from transformers 5.19 on
-    return Plans(dict(model.tp_plan), dict(experts), dict(model.fsdp_plan))
+    # A tied embedding stays gathered with the head.
+    kept = model.get_input_embeddings() if workload.tied else None
+    freed = [
+        path
+        for path, module in model.named_modules()
+        if model.fsdp_plan.get(any_block(path)) == "free_full_weight" and module is not kept
+    ]
+    return Plans(dict(model.tp_plan), dict(experts), tuple(freed))
 
 
 def check_version() -> None:
@@ -231,29 +238,39 @@ def sharded_traffic(
     workload: Workload,
     sizes: MeshSizes,
     facts: ModelFacts,
+    freed: Iterable[str],
     reductions: int | None = None,
 ) -> float | None:
     """Returns bytes of FSDP's gathers and scatters and of token exchanges.
 
     FSDP2 gathers in every micro-batch and reduces gradients `reductions` times (default: as often).
-    Final norm and head stay gathered until backward. Experts are sharded among their ranks.
+    Modules `freed` after forward are gathered again for backward. Experts are sharded among their
+    ranks.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
         return None
     plans, parts = plans_of(workload), cell.micro_batches
+    twice = tuple(f"{path}." for path in freed)
     reduced = reductions or parts
     total = 0.0
     for name, size in _named(facts):
         apart = sizes.expert > 1 and plans.is_expert(name)
         ranks = sizes.copies if apart else sizes.shards
-        gathers = 2 if apart or plans.gathered_twice(name) else 1
+        gathers = 2 if apart or name.startswith(twice) else 1
         own = 4.0 * size / (sizes.expert if apart else 1)
         total += passed_once(ranks, (gathers * parts + reduced) * own)
         total += reduced * all_reduced(sizes.replicas, own / ranks)
     if sizes.expert > 1:
         total += workload.blocks * _exchanges(cell, workload, sizes, hidden)
     return total
+
+
+def collectives(shards: int, replicas: int, freed: int, kept: int = 0) -> int:
+    """Counts FSDP2's collectives in a micro-batch: gathers, repeated for `freed` units but not for
+    `kept` ones, scatters, and all-reduces between replicas."""
+    units = freed + kept
+    return (units + freed + units if shards > 1 else 0) + (units if replicas > 1 else 0)
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) -> float:
@@ -288,7 +305,8 @@ def tensor_traffic(
     }
     again = cell.recompute != "none"
     rows = sum(style == "rowwise" for style in styles.values())
-    columns = sum(style.startswith("colwise") for style in styles.values())
+    # A tied head is split by column too, but has no parameter of its own.
+    columns = sum(style.startswith("colwise") for style in styles.values()) + workload.tied
     repeated = (rows if workload.experts else rows - workload.blocks) if again else 0
     reduced = rows + columns + 1 + repeated
     added = sum(4.0 * size for name, size in _named(facts) if plans.style(name) == ADDED_UP)
@@ -338,4 +356,9 @@ class MeshStrategyCosts(CostModel[MeshStrategy]):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         sizes = self.strategy.sizes(cell.devices)
-        return mesh_states(cell, make_workload(cell.workload), sizes, facts)
+        states = mesh_states(cell, make_workload(cell.workload), sizes, facts)
+        if sizes.tensor > 1 or sizes.expert > 1:
+            # Does not count gathered parts of divided layers.
+            return states
+        transient = fsdp_transient(cell, facts, states.transient)
+        return dataclasses.replace(states, transient=transient)

@@ -35,13 +35,18 @@ def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
     return Layout(data=devices // ranks, sequence=ranks)
 
 
-def check_heads(workload: Workload, ranks: int) -> None:
-    """Raises Refused if attention heads, or key and value heads, do not divide evenly."""
-    if workload.heads % ranks:
+def check_heads(workload: Workload, ranks: int, repeats_keys: bool = False) -> None:
+    """Raises Refused if attention heads, or key and value heads, do not divide evenly.
+
+    `repeats_keys`: whether ranks may share a key and value head.
+    """
+    keys = workload.heads
+    uneven = keys % ranks and not (repeats_keys and ranks % keys == 0)
+    if uneven or workload.query_heads % ranks:
         raise Refused(
-            f"{workload.name} has {workload.heads} attention heads (or key and value heads, if"
-            f" fewer), which do not divide among {ranks} ranks; use a divisor of {workload.heads}"
-            " as sequence_ranks"
+            f"{workload.name} has {workload.query_heads} attention heads and {keys} key and value"
+            f" heads, which do not divide among {ranks} ranks; use a divisor of {keys} as"
+            " sequence_ranks"
         )
 
 
@@ -159,13 +164,13 @@ def exchanged_for_heads(
     section 3.2: 4Nh/P).
 
     None unless the precision is fp32. A block has four all-to-alls (queries, keys, values, outputs)
-    each way; recomputation repeats the forward ones. `gathers_positions` adds 8 bytes per token and
-    computed block.
+    each way; recomputation repeats the forward ones. Fewer key and value heads than ranks are
+    repeated. `gathers_positions` adds 8 bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence
     if cell.precision != "fp32" or not workload.query_heads:
         return None
-    widths = 2 * workload.head_width * (workload.query_heads + workload.heads)
+    widths = 2 * workload.head_width * (workload.query_heads + max(workload.heads, ranks))
     element_bytes = 2.0 if workload.arithmetic else 4.0
     tokens = cell.global_batch / layout.data * cell.sequence_length / ranks
     passes = 2 if cell.recompute == "none" else 3

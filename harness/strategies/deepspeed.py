@@ -15,7 +15,7 @@ from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import SWAPPED_BYTES, ZeroOptions
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts
-from harness.strategy.formulas import all_reduced, passed_once
+from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
@@ -151,15 +151,17 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         whole, ranks, sizes = sum(facts.sizes), layout.replicas, facts.sizes
         buffers = float(facts.buffer_bytes)
         frozen = (facts.parameter_bytes - facts.trained_bytes) * width / 4
+        if chosen.stage == 0 and width == 4:
+            # Gradients and their flat copy; half weights also have an fp32 copy.
+            return dataclasses.replace(model_states(cell, facts), transient=8.0 * whole)
         if chosen.stage == 0:
-            masters = 0 if width == 4 else 4 * whole
-            kept = (width * whole + frozen, 0, 4 * moments * whole, buffers + masters)
+            kept = (width * whole + frozen, 0, 4 * moments * whole, buffers + 4 * whole)
             return States(*kept, transient=(width + 4) * whole)
         if chosen.stage == 3:
             states = self._states_3(cell, layout, facts)
             return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)
         part = 2 * -(-whole // (2 * ranks))
-        held_until_reduced = whole if chosen.stage == 1 else chosen.bucket(sizes)
+        held_until_reduced = whole if chosen.stage == 1 else max(chosen.bucket(sizes), *sizes)
         transient = max(width * (held_until_reduced + part), 12 * part)
         states = States(
             width * part * ranks + frozen, 0, 4 * moments * part, buffers + 4 * part, transient
@@ -181,6 +183,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
         moments = cell.moments
         bucket = chosen.bucket(facts.sizes)
+        # Parameters above the bucket's size are gathered, and their gradients reduced, alone.
+        largest = max(bucket, *facts.sizes)
         optimizer_leaves = chosen.offload_optimizer != "none" and cell.device == "cuda"
         parameters_leave = chosen.offload_parameters != "none" and cell.device == "cuda"
         swapped_groups = [
@@ -206,7 +210,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             gradients=0.0 if optimizer_leaves else float(gradients),
             optimizer=0.0 if optimizer_leaves else 4 * moments * updated,
             library=library,
-            transient=max(4.0 * width * bucket, 12.0 * max(sum(group) for group in groups)),
+            transient=max(
+                2.0 * width * (bucket + largest), 12.0 * max(sum(group) for group in groups)
+            ),
         )
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:

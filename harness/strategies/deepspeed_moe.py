@@ -98,7 +98,7 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
             size // self.strategy.expert if inside in name else size
             for name, size in zip(facts.trainable, facts.sizes, strict=True)
         ]
-        size = 4 * sum(sizes)
+        size = facts.trained_bytes * sum(sizes) // sum(facts.sizes)
         own = dataclasses.replace(
             facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
         )

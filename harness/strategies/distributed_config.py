@@ -7,7 +7,6 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.spec.training import Layout, TrainStep
 from harness.strategies import _distributed as mesh
-from harness.strategies.fsdp2 import sharded_messages
 from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
@@ -57,7 +56,8 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
-            return mesh.sharded_traffic(cell, layout, workload, sizes, facts)
+            freed = mesh.plans_of(workload).freed
+            return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed)
         if layout.data > 1:
             return None
         return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
@@ -66,7 +66,12 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
         if sizes.tensor > 1:
             return None
-        of_block = 5 if cell.recompute == "none" else 8  # recomputation repeats forward's three
-        exchanged = of_block * workload.blocks * cell.micro_batches if sizes.expert > 1 else 0
-        hybrid = sizes.replicas > 1
-        return exchanged + sharded_messages(cell, workload.blocks, True, hybrid, no_sync=False)
+        # Final norm and head are one more unit, as is all of a model without a plan.
+        freed = len(mesh.plans_of(workload).freed)
+        count = mesh.collectives(sizes.shards, sizes.replicas, freed, kept=1)
+        if sizes.expert > 1:
+            # Three in forward, repeated by recomputation, and two in backward.
+            exchanges = 5 if cell.recompute == "none" else 8
+            of_experts = mesh.collectives(sizes.copies, sizes.replicas, freed=1)
+            count += workload.blocks * (exchanges + of_experts)
+        return float(cell.micro_batches * count)

@@ -11,7 +11,7 @@ from harness.spec.training import Layout, Retained, States, TrainStep
 from harness.strategies.fairscale_oss import check_recompute, recompute_by_fairscale
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import StateDict, StateFiles
-from harness.strategy.formulas import model_states
+from harness.strategy.formulas import fsdp_transient, model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
@@ -112,12 +112,10 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
         shard = model_states(cell, facts, shards=layout.data)
         if self.strategy.cpu_offload:
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
-        transient = shard.transient
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
-        if whole:
-            transient = float(facts.trained_bytes)
-        if not self.strategy.reshard_after_forward:
-            transient = 4.0 * facts.parameters + (transient if whole else 0.0)
+        gradients = float(facts.trained_bytes) if whole else shard.transient
+        reshards = self.strategy.reshard_after_forward
+        transient = fsdp_transient(cell, facts, gradients, reshards)
         return dataclasses.replace(shard, transient=transient)
 
 

@@ -9,7 +9,7 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
 from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import model_states
+from harness.strategy.formulas import fsdp_transient, model_states
 from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.strategy.whole_state import moments_by_torch, plain_name
 from harness.workloads import Workload, make_workload
@@ -107,10 +107,9 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         if chosen.cpu_offload and cell.device == "cuda":
             states = dataclasses.replace(states, parameters=0.0, optimizer=0.0)
             gradients = gradients if whole else 0.0
-        if chosen.sharding == "shard_grad_op":
-            gathered = float(facts.parameter_bytes)
-            return dataclasses.replace(states, transient=gathered + (gradients if whole else 0.0))
-        return dataclasses.replace(states, transient=gradients)
+        reshards = chosen.auto_wrap and chosen.sharding != "shard_grad_op"
+        transient = fsdp_transient(cell, facts, gradients, reshards)
+        return dataclasses.replace(states, transient=transient)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         blocks = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0

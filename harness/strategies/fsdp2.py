@@ -12,7 +12,13 @@ from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategies._accelerate_config import fsdp2_export
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import all_reduced, model_states, passed_once
+from harness.strategy.formulas import (
+    all_reduced,
+    fsdp_transient,
+    model_states,
+    passed_once,
+    unit_sizes,
+)
 from harness.strategy.job import own_precision, standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.low_precision import store_as_floats
@@ -124,15 +130,14 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return 3 if self.strategy.reshard_after_forward else 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        shard = model_states(cell, facts, shards=self._shards(cell))
-        if self.strategy.cpu_offload and cell.device == "cuda":
+        chosen, shard = self.strategy, model_states(cell, facts, shards=self._shards(cell))
+        if chosen.cpu_offload and cell.device == "cuda":
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0, transient=0.0)
-        transient = shard.transient
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
-        if whole:
-            transient = float(facts.trained_bytes)
-        if not self.strategy.reshard_after_forward:
-            transient = self._gathered(facts) + (transient if whole else 0.0)
+        gradients = float(facts.trained_bytes) if whole else shard.transient
+        transient = fsdp_transient(
+            cell, facts, gradients, chosen.reshard_after_forward, chosen.mixed_precision
+        )
         return dataclasses.replace(shard, transient=transient)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
@@ -145,12 +150,7 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         shards, parts = self._shards(cell), cell.micro_batches
         if cell.precision != "fp32" or sum(facts.sizes) != facts.parameters:
             return None
-        paths = tuple(f"{path}." for path in make_workload(cell.workload).block_paths)
-        blocks = sum(
-            size
-            for name, size in zip(facts.trainable, facts.sizes, strict=True)
-            if name.startswith(paths)
-        )
+        blocks = facts.parameters - unit_sizes(make_workload(cell.workload), facts)[""]
         whole = float(facts.parameter_bytes)
         again = whole * blocks / facts.parameters if self.strategy.reshard_after_forward else 0.0
         gathered = whole + again
@@ -163,12 +163,6 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         return sharded_messages(
             cell, blocks, chosen.reshard_after_forward, chosen.hybrid, chosen.no_sync
         )
-
-    def _gathered(self, facts: ModelFacts) -> float:
-        if not self.strategy.mixed_precision:
-            return float(facts.parameter_bytes)
-        # Packed weights stay packed.
-        return float(min(facts.parameter_bytes, 2 * facts.parameters))
 
     def _shards(self, cell: Cell) -> int:
         return cell.devices // 2 if self.strategy.hybrid else cell.devices

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
+import functools
 from importlib.metadata import version
+from typing import TYPE_CHECKING, cast
 
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
@@ -13,6 +14,9 @@ from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategy import Cell, Job, ModelFacts
 from harness.strategy.optimizers import with_dtensors_apart
 from harness.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ParallelismConfigMesh(mesh.MeshStrategy):
@@ -79,13 +83,26 @@ class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
         return self.strategy.tensor == 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        states = super().states(cell, layout, facts)
-        if states is None or cell.micro_batches == 1 or not self.accumulates_whole_gradients:
-            return states
-        return dataclasses.replace(states, transient=_accelerate.whole_gradient_bytes(cell, facts))
+        sizes = self.strategy.sizes(cell.devices)
+        if sizes.tensor > 1:
+            return super().states(cell, layout, facts)
+        return _accelerate.fsdp2_states(cell, facts, sizes.shards)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
             return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
-        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, reductions=1)
+        freed = freed_modules(workload)
+        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed, reductions=1)
+
+
+@functools.cache
+def freed_modules(workload: Workload) -> tuple[str, ...]:
+    """Returns paths of modules that Accelerate's FSDP2 frees after forward: blocks and, unless the
+    head shares its weight, the input embedding."""
+    if workload.tied:
+        return workload.block_paths
+    model = cast("PreTrainedModel", workload.on_meta())
+    embedding = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embedding)
+    return (*workload.block_paths, path)

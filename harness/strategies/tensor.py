@@ -120,7 +120,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts an all-reduce per split layer and block, and repeated ones (see `traffic`).
 
-        Sequence parallelism has four gathers and four scatters per block, and norm gradients.
+        Sequence parallelism has four gathers and four scatters per block, and norm gradients. Its
+        embedding scatters and, in backward, gathers; its head gathers twice and scatters.
         """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:
@@ -131,8 +132,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         forward = 4 if self.strategy.sequence_parallel else len(workload.split.by_row)
         repeated = forward - 1 if cell.recompute != "none" else 0
         of_block = (8 if self.strategy.sequence_parallel else split) + repeated
-        norms = 2 * workload.blocks + 1 if self.strategy.sequence_parallel else 0
-        return float(workload.blocks * cell.micro_batches * of_block + norms)
+        outside, norms = (5, 2 * workload.blocks + 1) if self.strategy.sequence_parallel else (0, 0)
+        return float(cell.micro_batches * (workload.blocks * of_block + outside) + norms)
 
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:

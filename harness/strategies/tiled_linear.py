@@ -63,6 +63,10 @@ class TiledLinearCosts(DeepspeedCosts):
         tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
         return super().states(cell, layout, tiled)
 
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
+        return super().traffic(cell, layout, tiled)
+
 
 def tiles_of(
     workload: Workload, facts: ModelFacts, out_tiles: int, in_tiles: int

@@ -37,7 +37,8 @@ class UlyssesZero(Deepspeed):
     def check(self, cell: Cell, workload: Workload) -> None:
         super().check(cell, workload)
         _sequence.check_config(workload)
-        _sequence.check_heads(workload, self.layout(cell.devices).sequence)
+        ranks = self.layout(cell.devices).sequence
+        _sequence.check_heads(workload, ranks, repeats_keys=True)
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return None

@@ -77,5 +77,6 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         return all_reduced(ranks, size) + passed_once(ranks, size + buffers)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and a broadcast per parameter, which all overlap."""
-        return 1.0 + 2 * BESIDE_BACKWARD * len(facts.sizes)
+        """Counts DDP's messages and a broadcast per parameter or bucket, which all overlap."""
+        bucketed = self.strategy.parameters_as_bucket_view
+        return 1.0 + 2 * BESIDE_BACKWARD * (layout.data if bucketed else len(facts.sizes))

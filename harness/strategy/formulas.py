@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,35 @@ def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
         library=float(facts.buffer_bytes),
         transient=facts.trained_bytes / shards,
     )
+
+
+def unit_sizes(workload: Workload, facts: ModelFacts) -> Counter[str]:
+    """Returns trained elements of each block by path, and of all else under an empty path."""
+    sizes: Counter[str] = Counter()
+    for name, size in zip(facts.trainable, facts.sizes, strict=True):
+        path = next((path for path in workload.block_paths if name.startswith(f"{path}.")), "")
+        number = name.removeprefix(f"{path}.").partition(".")[0]
+        sizes[f"{path}.{number}" if path else ""] += size
+    return sizes
+
+
+def fsdp_transient(
+    cell: Cell, facts: ModelFacts, gradients: float, reshards: bool = True, half: bool = False
+) -> float:
+    """Returns FSDP's transient bytes: `gradients`, kept until the update, and gathered parameters.
+
+    Backward gathers two blocks, one of them prefetched, and all parameters outside blocks. Unless
+    FSDP `reshards`, forward ends with the whole model gathered. `half`: gathers half precision.
+    Frozen parameters are assumed to be spread like trained ones.
+    """
+    from harness.workloads import make_workload
+
+    whole = min(facts.parameter_bytes, 2 * facts.parameters) if half else facts.parameter_bytes
+    blocks = unit_sizes(make_workload(cell.workload), facts)
+    gathered = blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
+    in_backward = gradients + whole * gathered / sum(facts.sizes)
+    after_forward = whole + (gradients if cell.micro_batches > 1 else 0.0)
+    return in_backward if reshards else max(in_backward, after_forward)
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:

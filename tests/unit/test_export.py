@@ -151,6 +151,17 @@ def test_the_script_compiles_blocks_where_the_cell_does(kind: str, call: str) ->
     ast.parse(compiled)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_the_script_wraps_and_recomputes_encoder_and_decoder(tmp_path: Path, strategy: str) -> None:
+    name = save_config(tmp_path, "t5", "T5ForSequenceClassification", num_labels=5)
+    one = small(strategy, workload=name, recompute="full")
+    script = export_files(one, "torchrun")[0]["train.py"]
+    ast.parse(script)
+    encoder, decoder = make_workload(name).block_paths
+    both = f'[*model.get_submodule("{encoder}"), *model.get_submodule("{decoder}")]'
+    assert script.count(both) == 2
+
+
 @pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
 def test_parameters_on_a_disk_keep_their_dtype(to: str) -> None:
     options = {"stage": 3, "offload_parameters": "nvme"}

@@ -18,9 +18,10 @@ from harness.strategies._accelerate_config import block_classes
 from harness.strategies.fsdp1 import wrap_policy
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.counts import model_facts
+from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.workload import made_up_spectra
 from tests.tiny_models import MODELS, save_config
+from tests.unit.test_mixture import needs_meshes
 
 ALONE = {"mamba": 0, "falcon": 4, "vit": 4}
 """Attention heads of models that tensor parallelism cannot split."""
@@ -69,6 +70,22 @@ def test_ties_are_read(tmp_path: Path, model: str) -> None:
     assert apart.split is not None
     assert apart.split.tied == {}
     assert "share" in refusal("tiled_linear", tied.name, micro_batches=1)
+
+
+@needs_meshes
+def test_a_tied_head_sends_as_much_as_one_with_its_own_weight(tmp_path: Path) -> None:
+    sent = []
+    for tied in (True, False):
+        name = save_config(tmp_path / str(tied), "llama", tie_word_embeddings=tied)
+        model = make_workload(name).on_meta()
+        names = tuple(path for path, _ in model.named_parameters())
+        facts = ModelFacts(names, len(names), 0, (1,) * len(names))
+        axes: dict[str, Any] = {"sequence_length": 32, "options": {"tensor": 2}}
+        cell = Cell(strategy="parallelism_config", devices=2, workload=name, **axes)
+        strategy = make_strategy(cell)
+        sent.append(strategy.costs.traffic(cell, strategy.layout(2), facts))
+    assert sent[0]
+    assert sent[0] == sent[1]
 
 
 def test_sequence_parallelism_of_tied_embeddings_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Batch, Layout
-from harness.strategies._sequence import SequencePart, even_attention
+from harness.strategies._sequence import SequencePart, even_attention, exchanged_for_heads
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts
@@ -60,6 +61,26 @@ def test_half_weights_halve_all_to_alls() -> None:
         assert sent is not None
         exchanged.append(sent - 40)
     assert exchanged[1] == exchanged[0] / 2
+
+
+def test_ranks_may_share_a_head_of_keys() -> None:
+    """Only DeepSpeed's UlyssesSPAttentionHF repeats heads of keys and values."""
+    shared = dataclasses.replace(make_workload("llama-nano"), heads=1)
+    validate(sequence_cell("ulysses_zero"), shared, here=False)
+    with pytest.raises(Refused, match="2 attention heads and 1 key and value heads"):
+        validate(sequence_cell("ulysses"), shared, here=False)
+    with pytest.raises(Refused, match="do not divide among 4 ranks"):
+        validate(sequence_cell("ulysses_zero", devices=4), shared, here=False)
+
+
+def test_repeated_heads_are_sent_as_often() -> None:
+    """Each of 16 ranks has 4 of 64 tokens of 8 samples, in llama-1b's 16 blocks. It sends 15 of 16
+    parts of 32 heads of queries and of outputs, 16 (twice 8) of keys and of values, and of their
+    gradients. A head has 64 numbers."""
+    one = sequence_cell("ulysses_zero", devices=16, workload="llama-1b")
+    widths = 64 * (32 + 32 + 16 + 16)
+    sent = exchanged_for_heads(one, Layout(sequence=16))
+    assert sent == pytest.approx(16 * 2 * 4 * (8 * 4) * widths * 15 / 16)
 
 
 def test_states_are_sharded_over_ranks_that_share_samples_too() -> None:

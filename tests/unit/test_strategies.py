@@ -279,6 +279,7 @@ def test_powersgd_gets_one_bucket_on_cpus() -> None:
         ("amp", {"options": {"rounded_masters": True}, "precision": "bf16"}, "opt_level O2"),
         ("deepspeed", {"options": {"stage": 0, "bucket_elements": 1000}}, "stage 1, 2 or 3"),
         ("deepspeed", {"options": {"stage": 2, "persistent_elements": 0}}, "stage 3"),
+        ("deepspeed", {"options": {"stage": 1}, "workload": "llama-nano+bf16"}, "precision bf16"),
         ("deepspeed", {"options": {"stage": 3, "folder": ""}}, "nvme"),
         ("horovod", {"options": {"transport": "tcp"}}, "leave transport out"),
         (

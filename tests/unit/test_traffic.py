@@ -23,7 +23,7 @@ from harness.measure.rank_traffic import (
 from harness.spec.cell import Cell
 from harness.spec.training import States
 from harness.strategies.tiled_linear import TiledLinear
-from harness.strategy.formulas import model_states, whole_model_states
+from harness.strategy.formulas import BESIDE_BACKWARD, model_states, whole_model_states
 from harness.strategy.registry import make_strategy
 from harness.worker.rank_answer import Offload
 from harness.workloads import make_workload
@@ -95,6 +95,14 @@ def test_formulas_by_hand() -> None:
 TEN = ModelFacts(("a",), 10, 0, (10,), buffer_bytes=100, scale_bytes=60)
 """Ten fp32 parameters, 40 bytes of buffers, and 60 of scales."""
 
+BLOCKS = ModelFacts(
+    ("head", *(f"model.layers.{n}.{part}" for n in range(5) for part in ("a", "b"))),
+    16,
+    0,
+    (2, 3, 1, *[1] * 6, 1, 3),
+)
+"""Five blocks of 4, 2, 2, 2 and 4 fp32 parameters, and 2 outside."""
+
 
 def cell(strategy: str, **axes: Any) -> Cell:
     return Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", **axes})
@@ -115,9 +123,9 @@ def disk_or_host(one: Cell) -> float:
     return strategy.costs.disk_or_host_bytes(one, strategy.layout(one.devices), TEN)
 
 
-def states(one: Cell) -> States:
+def states(one: Cell, facts: ModelFacts = TEN) -> States:
     strategy = make_strategy(one)
-    kept = strategy.costs.states(one, strategy.layout(one.devices), TEN)
+    kept = strategy.costs.states(one, strategy.layout(one.devices), facts)
     assert kept is not None
     return kept
 
@@ -140,9 +148,10 @@ def test_half_weights_are_gathered_in_half_the_bytes() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gathered_parameters_take_their_own_width(mixed: bool) -> None:
+    """At the end of backward, with a rank's half of 40 bytes of gradients."""
     options = {"reshard_after_forward": False, "mixed_precision": mixed}
     kept = states(cell("fsdp2", precision="bf16", options=options))
-    assert kept.transient == (20 if mixed else 40)
+    assert kept.transient == 20 + (20 if mixed else 40)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -159,23 +168,44 @@ def test_a_starting_point_in_host_memory_is_not_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "one_part", "two_parts"),
     [
-        ("fsdp1", {"sharding": "full_shard"}, 20, 40),
-        ("fsdp1", {"sharding": "shard_grad_op"}, 40, 80),
-        ("fairscale_fsdp", {}, 20, 40),
-        ("fairscale_fsdp", {"no_sync": False}, 20, 20),
-        ("fairscale_fsdp", {"reshard_after_forward": False}, 40, 80),
-        ("accelerate", {"engine": "fsdp2"}, 20, 40),
-        ("trainer", {"engine": "fsdp2"}, 20, 40),
+        ("fsdp1", {"sharding": "full_shard"}, 56, 104),
+        ("fsdp1", {"sharding": "shard_grad_op"}, 64, 128),
+        ("fsdp1", {"auto_wrap": False}, 64, 128),
+        ("fsdp2", {}, 56, 104),
+        ("fsdp2", {"reshard_after_forward": False, "no_sync": False}, 64, 80),
+        ("fairscale_fsdp", {}, 56, 104),
+        ("fairscale_fsdp", {"no_sync": False}, 56, 56),
+        ("fairscale_fsdp", {"reshard_after_forward": False}, 64, 128),
+        ("accelerate", {"engine": "fsdp2"}, 56, 104),
+        ("trainer", {"engine": "fsdp2"}, 56, 104),
     ],
     ids=str,
 )
 def test_gathered_parameters_and_whole_gradients_within_a_step(
     strategy: str, options: dict[str, object], one_part: float, two_parts: float
 ) -> None:
-    found = [
-        states(cell(strategy, options=options, micro_batches=parts)).transient for parts in (1, 2)
-    ]
-    assert found == [one_part, two_parts]
+    """Four ranks have 16 of 64 bytes of gradients each. Backward gathers 2 + 4 + 4 parameters."""
+    cells = [cell(strategy, devices=4, options=options, micro_batches=n) for n in (1, 2)]
+    assert [states(one, BLOCKS).transient for one in cells] == [one_part, two_parts]
+
+
+@pytest.mark.parametrize(("bucket", "size"), [(4, 2 * 4 * (4 + 10)), (100, 4 * 4 * 100)])
+def test_a_parameter_above_deepspeeds_bucket_is_gathered_whole(bucket: int, size: float) -> None:
+    """Stage 3 holds two buckets of parameters and two of gradients. A larger parameter, here of 10
+    elements, takes the place of one bucket each."""
+    options = {"stage": 3, "bucket_elements": bucket}
+    assert states(cell("deepspeed", options=options)).transient == size
+
+
+@pytest.mark.parametrize(
+    "one",
+    [cell("deepspeed"), cell("deepspeed_moe", workload="mixtral-nano", options={"expert": 1})],
+    ids=lambda one: str(one.strategy),
+)
+def test_half_weights_without_zero_keep_half_moments(one: Cell) -> None:
+    """Ten parameters and two moments of each. Gradients, their flat copy and its fp32 copy."""
+    half = ModelFacts(("a",), 10, 0, (10,), parameter_bytes=20, trained_bytes=20)
+    assert states(one, half) == States(parameters=20, optimizer=40, transient=20 + 20 + 40)
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("zero2", 2), ("zero3", 3)])
@@ -208,18 +238,12 @@ def test_bytes_to_disk_or_host() -> None:
         ({"strategy": "tensor", "recompute": "full"}, 2 * (7 + 1)),
         (
             {"strategy": "tensor", "recompute": "full", "options": {"sequence_parallel": True}},
-            2 * (8 + 3) + 5,
+            2 * (8 + 3) + 2 + 3 + 5,
         ),
-        # Three units scatter and all-reduce; blocks gather twice.
-        ({"strategy": "distributed_config", "devices": 4, "options": {"replicas": 2}}, 5 + 6),
+        # In each micro-batch, 2 for the embedding and 3 for the head; in each step, 5 for norms.
         (
-            {
-                "strategy": "distributed_config",
-                "workload": "mixtral-nano",
-                "recompute": "full",
-                "options": {"expert": 2},
-            },
-            2 * 8 + 5 + 3,
+            {"strategy": "tensor", "micro_batches": 2, "options": {"sequence_parallel": True}},
+            2 * (2 * 8 + 2 + 3) + 5,
         ),
         (
             {"strategy": "deepspeed_moe", "workload": "mixtral-nano", "options": {"expert": 1}},
@@ -231,6 +255,28 @@ def test_bytes_to_disk_or_host() -> None:
 )
 def test_collectives_of_a_step_by_hand(axes: dict[str, Any], count: float) -> None:
     assert messages(cell(**axes)) == count
+
+
+def test_a_broadcast_sends_a_parameter_or_all_of_a_rank() -> None:
+    """TEN has one parameter, sent once. With buckets, each of four ranks sends all of its own."""
+    for bucketed, broadcasts in ((False, 1), (True, 4)):
+        options = {"parameters_as_bucket_view": bucketed}
+        one = cell("zero_redundancy", devices=4, options=options)
+        assert messages(one) == 1 + 2 * BESIDE_BACKWARD * broadcasts
+
+
+def test_biases_in_tiles_may_be_kept_whole() -> None:
+    """A bias of 512 elements is above the threshold of 200, and its four tiles are below it.
+
+    Stage 3 gathers them once, after the update. The classifier stays gathered until backward.
+    """
+    path = "bert.encoder.layer.0.intermediate.dense"
+    names = (f"{path}.weight", f"{path}.bias", "classifier.weight")
+    sizes = (512 * 128, 512, 10 * 128)
+    options = {"persistent_elements": 200, "bucket_elements": 1}
+    one = cell("tiled_linear", workload="bert-micro", options=options)
+    gathered_or_scattered = 3 * sum(sizes) - 512 - 10 * 128
+    assert sent(one, ModelFacts(names, sum(sizes), 0, sizes)) == 4 * gathered_or_scattered / 2
 
 
 def test_tiles_are_counted_instead_of_the_largest_layer() -> None:
