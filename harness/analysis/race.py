@@ -134,14 +134,17 @@ def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns ids of cells not far behind the fastest; without a spread, all."""
-    if not any(speed.degrees > 0 for speed in cells.values()):
+    """Returns ids of cells not far behind the fastest, or not known to be slower; without a spread,
+    all."""
+    if not cells or any(speed.degrees <= 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)
+    bounds = against_best([*cells.values()])
     return {
         name
-        for name, speed in cells.items()
-        if first.mean - speed.mean <= FAR_BEHIND * math.hypot(first.whole_error, speed.whole_error)
+        for (name, speed), bound in zip(cells.items(), bounds, strict=True)
+        if bound.may_be_best
+        or first.mean - speed.mean <= FAR_BEHIND * math.hypot(first.whole_error, speed.whole_error)
     }
 
 

@@ -15,9 +15,10 @@ PAIR_CONFIDENCE = 0.995
 """Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
-SINGLE_TRIAL = 0.04
+OUTLIER = 0.04
 """Additional standard deviation of a single trial's log throughput between runs, for outliers: one
-trial in 200 of the reference run is 13 % off, twice as far as normal values."""
+trial in 200 of the reference run is 13 % off, twice as far as normal values. It moves a mean of N
+trials by an Nth."""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -136,7 +137,7 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval allows for outliers among single trials, and for steps that slow down more or less
+    The interval allows for outliers among few trials, and for steps that slow down more or less
     than the control. Without `same_control`, or if a run's trials were not adjusted, it also covers
     the unadjusted ratio, which is returned in the latter case. Degrees of freedom: Welch
     (Biometrika 34, 1947).
@@ -148,11 +149,11 @@ def between_runs(
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean + drift, None, count)
     of_first, of_second = (one.error**2 + one.level_error**2 for one in (first, second))
-    errors = of_first + of_second
     parts = of_first**2 / first.degrees + of_second**2 / second.degrees
-    degrees = errors**2 / parts if parts else min(first.degrees, second.degrees)
-    singles = (first.trials == 1) + (second.trials == 1)
-    error = math.sqrt(errors + singles * SINGLE_TRIAL**2 + (CONTROL_MISMATCH * drift) ** 2)
+    outliers = sum((OUTLIER / one.trials) ** 2 for one in (first, second))
+    errors = of_first + of_second + outliers
+    degrees = min(MOST_DEGREES, errors**2 / parts) if parts else MOST_DEGREES
+    error = math.hypot(math.sqrt(errors), CONTROL_MISMATCH * drift)
     found = comparison(mean + drift, _students_t(confidence, degrees) * error, count)
     adjusted = first.adjusted and second.adjusted
     if not drift or (same_control and adjusted):

@@ -149,7 +149,9 @@ def test_adasum_is_its_formula(run_cells: RunCells) -> None:
             marks=pytest.mark.thorough,
         ),
         ("killed", "failed", "mpirun exited with code 137"),
-        ("hangs", "timeout", "still running after its time limit"),
+        pytest.param(
+            "hangs", "timeout", "still running after its time limit", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_failing_rank_ends_mpirun_with_the_cause(

@@ -93,14 +93,17 @@ def cells_of_full() -> list[Cell]:
 
 def parameters() -> list[ParameterSet]:
     """Returns each cell with its name; the first of each strategy is marked quick."""
+    cells = cells_of_full()
+    on_several_devices = {one.strategy for one in cells if one.devices > 1}
     seen: set[str] = set()
     parameters = []
-    for one in cells_of_full():
+    for one in cells:
         marks = [] if one.strategy in seen or one.expect != "ok" else [pytest.mark.quick]
         if marks:
             seen.add(one.strategy)
         fp16 = (one.expect, one.precision) == ("diverged", "fp16")  # a minute: slow on CPUs
-        if fp16 or one.devices > 4:
+        sends_nothing = one.devices == 1 and one.strategy in on_several_devices
+        if fp16 or one.devices > 4 or (sends_nothing and not marks):
             marks = [pytest.mark.thorough]
         parameters.append(pytest.param(one, id=one.name.replace(" ", "-"), marks=marks))
     return parameters
