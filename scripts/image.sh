@@ -10,6 +10,7 @@ case ${1:-} in
   13) export PARALLELISM_BENCH_CUDA=packages PARALLELISM_BENCH_TORCH_CUDA=13 ;;
   *) echo "image: unknown CUDA '${1:-}': use no, 12 or 13" >&2; exit 2 ;;
 esac
+rm -rf .venv # the checkout's, which Apptainer copies
 cache=$(mktemp -d)
 PARALLELISM_BENCH_MARCH=${2:?processor} PARALLELISM_BENCH_CACHE=$cache PIP_NO_CACHE_DIR=1 scripts/setup.sh
 rm -rf "$cache" /var/lib/apt/lists/*

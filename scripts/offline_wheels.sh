@@ -51,6 +51,7 @@ done
 mapfile -t telemetry < <(grep -oE '^(opentelemetry-[a-z-]+|googleapis-common-protos)' constraints.txt) # torchft imports them
 mapfile -t wanted < <(pins pydantic pydantic-core annotated-types typing-inspection typing-extensions nvidia-ml-py transformers \
   hjson einops msgpack py-cpuinfo peft torchao torchft bitsandbytes "${telemetry[@]}" "$@")
+wait $! # fails if a package has no pin
 quiet "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$offline_python" \
   --implementation cp "${platforms[@]}" -d "$folder" "${wanted[@]}"
 "$python" scripts/slim_wheel.py "$folder"/bitsandbytes-*.whl "cuda$cuda" _cpu.so # one machine needs only 4 of the 43 MiB

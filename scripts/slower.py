@@ -67,6 +67,7 @@ def train(results: str, descriptor: int, work: Work) -> None:
     from bench.api import run
     from bench.matrix import parse_changes
 
+    sys.path.insert(0, os.getcwd())  # for the project's modules
     turns = Turns(socket.socket(fileno=descriptor))
     run(
         matrix=work.matrix,
@@ -95,7 +96,7 @@ class Side:
             self._line = ours.makefile("rw")
             try:
                 self._process = subprocess.Popen(
-                    [python, "-m", "scripts.slower", "side", *given],
+                    [python, __file__, "side", *given],
                     cwd=folder,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                     pass_fds=[theirs.fileno()],

@@ -37,9 +37,17 @@ class ClusterJob:
 
 
 def batch_script(site: Site, job: ClusterJob) -> str:
-    """Returns a batch script: sbatch's options, the site's setup, and a script of slurm/."""
+    """Returns a batch script: sbatch's options, the site's setup, and a script of slurm/.
+
+    Raises UsageError if the suite is installed without slurm/.
+    """
     import jinja2
 
+    if not (ROOT / "slurm").is_dir():
+        raise UsageError(
+            "a SLURM job needs the scripts in the suite's folder slurm: submit from a checkout of"
+            " the suite"
+        )
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(
         loader=loader,

@@ -236,12 +236,14 @@ def _command(site: Site, job: ClusterJob, host: str, number: str, listen: str = 
     wait += ["--interface", site.interface] if site.interface else []
     run = ["-m", "bench", "run", "--matrix", job.matrix, "--run", job.run_id, *job.options]
     run += ["--results", site.pods.results]
+    enter = f"cd {shlex.quote(site.pods.folder)} || exit {MISTAKE}"
     if site.nodes == 1:
-        return shlex.join(["exec", python, *run])
+        return f"{enter}\n{shlex.join(['exec', python, *run])}"
     run += ["--nodes", str(site.nodes), *wait]
     agent = f'{shlex.quote(python)} -m harness.agent "$host:{port}" {shlex.join(wait)}'
     return "\n".join(
         [
+            enter,
             f"host={host} number={number}",
             f'[ "$number" = 0 ] || exec {agent} --node "$number"',
             f"{{ until {agent} --node 0; do [ $? != 2 ] || break; sleep 1; done }} &",
@@ -349,7 +351,7 @@ def _sky_task(site: Site, job: ClusterJob) -> SkyTask:
     if site.cpus_per_node:
         resources["cpus"] = f"{site.cpus_per_node}+"
     host, number = '"$(echo "$SKYPILOT_NODE_IPS" | head -n1)"', '"$SKYPILOT_NODE_RANK"'
-    run = f"cd {shlex.quote(site.pods.folder)}\n" + _command(site, job, host, number, "$host")
+    run = _command(site, job, host, number, "$host")
     return SkyTask(
         name=_name(job), num_nodes=site.nodes, resources=resources, secrets={KEY: None}, run=run
     )

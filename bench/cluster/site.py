@@ -50,9 +50,9 @@ class Pods(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
     image: str = ""
-    """Image whose working folder is the checkout."""
+    """Image that has the suite."""
     folder: str = "/opt/parallelism-bench"
-    """Checkout in the image; SkyPilot needs it."""
+    """Checkout in the image."""
     results: str = "/results"
     """Folder for results on node 0."""
     claim: str = ""

@@ -59,6 +59,18 @@ def test_a_native_python_without_torch_is_refused_before_anything_is_removed(
     assert wheel.exists()
 
 
+def test_a_package_without_a_pin_ends_it_before_any_download(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
+    python.chmod(0o755)
+    command = [str(SCRIPT), str(tmp_path / "wheels"), "no-such-package"]
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no-such-package" in done.stderr
+    assert not (tmp_path / "called").exists()
+
+
 def line_of(name: str, data: bytes) -> str:
     """Returns a line of a wheel's RECORD."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -38,7 +38,9 @@ def measure(
     folder: Path, slowdown: float, rounds: int, *more: str, python: str = sys.executable
 ) -> tuple[int, dict[str, dict[str, object]]]:
     for name, planted in (("a", 0.0), ("b", slowdown)):
-        (folder / name).mkdir()
+        # A project may have a package with the name of the suite's folder scripts/.
+        (folder / name / "scripts").mkdir(parents=True)
+        (folder / name / "scripts" / "__init__.py").touch()
         (folder / name / "mine.py").write_text(STRATEGIES.format(slowdown=planted))
     matrix = folder / "two.yaml"
     matrix.write_text(MATRIX)
@@ -58,13 +60,13 @@ def measure(
 
 @pytest.mark.timeout(1800)
 def test_a_planted_sleep_is_found_and_an_equal_cell_is_silent(tmp_path: Path) -> None:
-    code, cells = measure(tmp_path, 20.0, 4)
+    code, cells = measure(tmp_path, 20.0, 3)
     kinds = {name: cell["kind"] for name, cell in cells.items()}
     assert kinds == {"Changed": "slower", "Same": "no difference seen"}
     high = cells["Changed"]["ratio_high"]
     assert isinstance(high, float)
     assert high < 1
-    assert cells["Changed"]["trials"] == 4
+    assert cells["Changed"]["trials"] == 3
     assert code == 1
     assert "slower" in (tmp_path / "md").read_text()
 

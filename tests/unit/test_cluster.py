@@ -110,6 +110,14 @@ def test_unset_site_keys_are_left_to_slurm() -> None:
     }
 
 
+def test_an_installed_suite_has_no_scripts_for_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.cluster.jobs.ROOT", tmp_path)
+    with pytest.raises(UsageError, match="checkout"):
+        script(Site())
+
+
 def test_a_nightly_job_has_its_recipients() -> None:
     notify = Notify(mail="me@example.org", webhook="https://example.org/hook?a=b&c=d")
     text = script(

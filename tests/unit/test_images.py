@@ -58,7 +58,9 @@ def test_the_image_has_what_set_up_needs() -> None:
 def test_set_up_is_told_the_processor_and_cuda(
     tmp_path: Path, cuda: str, expected: dict[str, str]
 ) -> None:
+    (tmp_path / ".venv").mkdir()
     seen = ran(tmp_path, cuda, "x86-64-v3")
+    assert not (tmp_path / ".venv").exists(), "Apptainer copies the checkout's environment"
     prefix = "PARALLELISM_BENCH_"
     chosen = {name: value for name, value in seen.items() if name.startswith(prefix)}
     assert not Path(chosen.pop(f"{prefix}CACHE")).exists(), "the build's cache is removed"

@@ -119,6 +119,14 @@ def test_a_sky_task_takes_the_first_address(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("target", [Target.KUBERNETES, Target.TRAINJOB, Target.SKYPILOT])
+def test_every_node_starts_in_the_checkout(target: Target) -> None:
+    """The image of Containerfile starts in another folder."""
+    for nodes, commands in ((3, 2 if target is Target.KUBERNETES else 1), (1, 1)):
+        made = str(documents(target, SITE.model_copy(update={"nodes": nodes})))
+        assert made.count(f"cd {PODS.folder} || exit 2\\n") == commands
+
+
 def test_one_node_needs_no_agents() -> None:
     (made,) = documents(Target.KUBERNETES, SITE.model_copy(update={"nodes": 1}))
     command = made["spec"]["template"]["spec"]["containers"][0]["command"][2]
