@@ -51,7 +51,7 @@ class Inputs:
 
 
 CPU = Inputs(
-    launch_seconds=0.3,
+    launch_seconds=1.5,
     rank_seconds=0.15,
     interpreter_seconds=5.0,
     library_seconds=0.3,
@@ -67,7 +67,8 @@ CPU = Inputs(
     compared_bytes_per_second=1e9,
 )
 """Source: fitted to 1,242 trials of two runs of `full` on two cores of an Intel Xeon with AMX and
-AVX-512 FP16. Without the latter, fp16 is ten times slower."""
+AVX-512 FP16. Without the latter, fp16 is ten times slower. `launch_seconds` is fitted to 411 trials
+of two runs on two cores of an AMD EPYC."""
 
 
 GPU = Inputs(

@@ -23,7 +23,7 @@ OUTPUT = {
     "A measured column": ["passed", "True"],
     "An axis": ["ddp(denormals=flushed)"],
     "A section of the report": ["starting.html", "## Set-up"],
-    "A command": ["List the runs of a results folder", "20261127T162933-b3d3  full"],
+    "A command": ["List the runs of a results folder", "20261128T064652-090b  full"],
 }
 """Texts that the commands of each example print, among others."""
 TESTS = re.compile(r"python -m pytest (\S+) -k (\w+)")

@@ -29,7 +29,7 @@ from tests.unit.stored_trials import one_cell_run, step, trial_row
 CELL = Cell(strategy="single")
 KEYS = [TrialKey(CELL.id, trial) for trial in range(3)]
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
-RUN = "20261127T162933-b3d3"
+RUN = "20261128T064652-090b"
 VERIFIED = {
     "losses": [4.0, 3.5],
     "reference_losses": [4.0, 3.5],
@@ -158,6 +158,29 @@ def test_the_command_moves_only_damaged_files(store: Store) -> None:
     assert ask(check, str(store.folder))[0] == 0
 
 
+def test_a_damaged_file_stays_in_its_own_results_folder(store: Store) -> None:
+    inner = Store(store.folder / "of-a-colleague")
+    inner.write_run(RunRecord(**one_cell_run("run-2")))
+    (inner.folder / "runs" / "run-2.parquet").write_bytes(b"")
+    ask(check, str(store.folder), "--repair")
+    assert (inner.folder / "quarantine" / "runs" / "run-2.parquet").exists()
+
+
+def test_a_run_with_several_rows_is_a_problem(store: Store) -> None:
+    file = store.folder / "runs" / "run-1.parquet"
+    rows = read_file("runs", file)
+    write_file(file, arrow_schema("runs"), [rows, rows])
+    (problem,) = check_folder(store).problems
+    assert problem.file == file
+
+
+@pytest.mark.parametrize("column", ["plan", "libraries"])
+def test_json_that_is_nested_too_deeply_is_a_problem(store: Store, column: str) -> None:
+    store.write_run(RunRecord(**(one_cell_run("run-2") | {column: "[" * 10**5})))
+    (problem,) = consistency.check(store.folder).problems
+    assert (problem.file.stem, problem.column) == ("run-2", column)
+
+
 def test_moved_files_replace_nothing(store: Store) -> None:
     places = set()
     for _ in range(3):
@@ -210,6 +233,7 @@ def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
         (0, {"data_fingerprint": "none"}, "data_fingerprint"),
         (0, {"schema_version": 3}, "schema_version"),
         (0, {"workload": None}, "workload"),
+        (0, {"global_batch": 0}, "global_batch"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -22,7 +22,7 @@ from harness.workloads.workload import AUTO
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "results" / "reference")
-RUN = "20261127T162933-b3d3"
+RUN = "20261128T064652-090b"
 
 
 def here(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -277,7 +277,7 @@ def test_a_run_ends_with_ranking_paths_and_report(tmp_path: Path) -> None:
     assert "exact" in done.stdout
     [conclusion] = ConclusionRecord.from_frame(load(tmp_path / "results").conclusions)
     assert (conclusion.trials, conclusion.wall_seconds > 0) == (3, True)
-    assert conclusion.advice is not None
+    assert conclusion.advice is None, "one trial of each cell compares nothing"
     page = next((tmp_path / "reports" / "html").glob("*.html"))
     assert page.name in done.stdout
     again = here("report", "--json", "--out", str(tmp_path / "again.html"), folder=tmp_path)
