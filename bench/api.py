@@ -130,7 +130,7 @@ def run(
     prepared = prepare(plan_options, options)
     chosen: ProgressListener = listener or SilentListener()
     ended = execute(
-        prepared, options, lambda plan, trials: contextlib.nullcontext(chosen), chosen.preparing
+        prepared, options, lambda plan, cells: contextlib.nullcontext(chosen), chosen.preparing
     )
     conclude(prepared.store, ended, prepared.baseline)
     if not ended.finished:
@@ -225,7 +225,7 @@ def fit_question(
     from harness.planner.finetune.speed import link_bytes_per_second
 
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
-    if match is None or match[1] == "0":
+    if match is None or not int(match[1] or 1):
         raise UsageError(f"gpus {gpus!r}: write it like '2 x rtx-4090'")
     if method not in METHODS:
         raise UsageError(f"method {method!r}: give {', '.join(METHODS)}")

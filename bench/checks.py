@@ -103,7 +103,12 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 def _state(state: GpuState) -> Iterator[Trouble]:
     subject, number = f"GPU {state.index}", state.index
-    others = [process for process in state.processes or () if process.pid != os.getpid()]
+    # AMD's driver lists a process of one GPU for all, with 0 bytes for the others.
+    others = [
+        process
+        for process in state.processes or ()
+        if process.pid != os.getpid() and process.memory_bytes != 0
+    ]
     if others:
         sizes = [process.memory_bytes for process in others if process.memory_bytes is not None]
         taken = f" with {sum(sizes) / GIB:.1f} GiB" if sizes else ""

@@ -25,6 +25,7 @@ from harness.record.schema import VERSION
 from harness.record.store import Store
 from harness.run.expected import References, expected_seconds, references_of
 from harness.run.runner import ProgressListener, Runner
+from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from reports.run_report import RunReport, ran
 
@@ -36,9 +37,9 @@ REQUEUED_SECONDS = 180.0
 """Seconds that a requeued job waits for processes of its previous start to end."""
 
 StartListener: TypeAlias = Callable[
-    [Plan, int], contextlib.AbstractContextManager[ProgressListener]
+    [Plan, Sequence[Cell]], contextlib.AbstractContextManager[ProgressListener]
 ]
-"""Makes a run's listener, a context manager, from its plan and number of open trials."""
+"""Makes a run's listener, a context manager, from its plan and the cell of each open trial."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def execute(
         sole_writer(store.folder, plan.run_id, part, patience),
         _launchers(options.agents, say) as own,
         over_links(waiting.cells, own) as launcher,
-        listener(plan, len(waiting.open_trials())) as progress,
+        listener(plan, [trial.cell for trial in waiting.open_trials()]) as progress,
     ):
         runner = Runner(store, plan, launcher, share=part)
         finished = runner.run(progress) and (not options.profile or runner.explain(progress))

@@ -273,11 +273,16 @@ class _HtmlWriter:
         return f'<td class="{td.kind}"{more}>{self.words(parts)}</td>'
 
 
+def _option(choice: str) -> str:
+    """Returns an option with an explicit value: a browser collapses spaces in the text."""
+    return f'<option value="{escape(choice)}">{escape(choice)}</option>'
+
+
 def _filters(filters: Sequence[tuple[str, str, Sequence[str]]], grouped: bool) -> str:
     """Returns a table's controls. Only one run's cells can be compared."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
-        f"{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}</select></label>\n"
+        f"{''.join(map(_option, choices))}</select></label>\n"
         for name, title, choices in filters
         if len(choices) > 1
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.analysis.answer import Answer, answer, nothing_to_choose
+from harness.analysis.answer import Answer, answer, why_no_advice
 from harness.analysis.cell_result import CellResult
 from harness.spec.text import plural
 from reports import blocks as ui
@@ -55,7 +55,7 @@ def _row(group: RankedGroup) -> ui.Row:
     cell = advised.advice[0].cell if advised else best.fastest.row
     use = cell_name(cell, place=False)
     if advised is None:
-        why = nothing_to_choose(group.rows)
+        why = why_no_advice(group.rows)
         use = ["fastest: ", *use, BREAK, small(f"no advice: {why}")]
     elif others := len(advised.may_be_fastest) - 1:
         use += [BREAK, small(f"{plural(others, 'other')} may be as fast")]

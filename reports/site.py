@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.analysis.cell_result import CellResult
-from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial_status import NOT_LAUNCHED
-from harness.spec.errors import UsageError
+from harness.spec.errors import DamagedRun, UsageError
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports import overview, write_report, write_whole
@@ -37,36 +36,46 @@ def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> Site
 
     `instead`: the command that a message about a failure shows.
 
-    Raises UsageError if two different runs share an id, or if a file cannot be written.
+    Raises UsageError if two different runs share an id, if a run has values that cannot be
+    reported, or if a file cannot be written.
     """
     chosen = _distinct(stores)
-    for store, run_ids in chosen:
-        for run_id in run_ids:
-            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", instead)
-    shown = [
-        pair
-        for store, run_ids in chosen
-        for pair in overview.reported(store, folder)
-        if pair[1].run.run_id in run_ids
-    ]
+    shown = [pair for store, new in chosen for pair in _reported(store, new, folder, instead)]
     shown.sort(key=lambda pair: pair[1].run.started_at, reverse=True)
     index = write_whole(page(shown), folder / overview.INDEX, instead)
     machines = dict.fromkeys(_machine(entry) for _, entry in shown)
     return Site(index, tuple(entry.run.run_id for _, entry in shown), tuple(machines))
 
 
+def _reported(
+    store: Store, run_ids: Sequence[str], folder: Path, instead: str
+) -> list[tuple[RunReport, Entry]]:
+    """Writes these runs' reports and returns them. Others may have recorded any values."""
+    try:
+        for run_id in run_ids:
+            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", instead)
+        pairs = overview.reported(store, folder)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedRun(
+            f"{str(store.folder)!r} has a run with values that cannot be reported"
+            f" ({type(error).__name__})"
+        ) from error
+    return [pair for pair in pairs if pair[1].run.run_id in run_ids]
+
+
 def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
     """Returns each store's runs that no earlier store has."""
-    seen: dict[str, tuple[Store, RunRecord]] = {}
+    seen: dict[str, tuple[Store, tuple[object, object]]] = {}
     chosen = []
     for store in stores:
         new = []
         for run_id in store.run_ids():
-            run = RunRecord.from_row(store.run_row(run_id))
-            earlier, same = seen.setdefault(run_id, (store, run))
+            row = store.run_row(run_id)
+            origin = row["host"], row["started_at"]
+            earlier, first = seen.setdefault(run_id, (store, origin))
             if earlier is store:
                 new.append(run_id)
-            elif (same.host, same.started_at) != (run.host, run.started_at):
+            elif first != origin:
                 raise UsageError(
                     f"{str(earlier.folder)!r} and {str(store.folder)!r} each have a run {run_id!r},"
                     " but of different machines or times; leave one of them out"

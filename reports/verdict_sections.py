@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.analysis.answer import Answer, why_no_more_trials
+from harness.analysis.answer import Answer, why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from harness.spec.text import plural
 from reports import blocks as ui
@@ -105,6 +105,8 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     blocks = _lead(best, advised)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))
+    elif group.real and (why := why_no_advice(group.rows)):
+        blocks.append(ui.Paragraph(data(f"No advice: {why}."), "caution"))
     if not group.real:
         blocks.append(ui.Paragraph(prose("oversubscribed"), "caution"))
     roles = _roles(best, advised)

@@ -90,7 +90,8 @@ def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:
     damaged = {problem.file for problem in checked.problems if problem.damaged}
     return {
         file: quarantine(store, file)
-        for store in stores_below(path)
+        # Innermost first: a results folder may contain others.
+        for store in reversed(list(stores_below(path)))
         for file in sorted(damaged)
         if file.is_relative_to(store.folder) and file.exists()
     }

@@ -83,10 +83,12 @@ def doctor(
 
     Example: [bold]python -m bench doctor --links[/bold]
     """
+    from harness.host.packages import TRAINING, require
     from harness.spec.errors import UsageError
 
     if gpu_check and links:
         raise UsageError("--gpu-check does not measure links: run doctor --links on its own")
+    require(TRAINING)
     if gpu_check:
         folder, budget = out or Path("gpu-check"), 60 * minutes
         repeated = tuple(again or ())
@@ -96,9 +98,6 @@ def doctor(
 
 
 def _check_host(links: bool, json_output: bool) -> None:
-    from harness.host.packages import TRAINING, require
-
-    require(TRAINING)
     from bench.checks import troubles
     from bench.cli import terminal
     from harness.measure.hardware_benchmark import METHOD

@@ -11,6 +11,7 @@ from bench.cli.options import DryRun, Json, Results, Trials
 
 if TYPE_CHECKING:
     from bench.reproduce import Figures, PublishedRow, PublishedRows
+    from harness.analysis.cell_result import CellResult
 
 
 def reproduce(
@@ -29,7 +30,13 @@ def reproduce(
 
     Example: [bold]python -m bench reproduce torchtitan-8b-fsdp --dry-run[/bold]
     """
-    from bench.reproduce import differences, predicted_figures, published_figures, published_rows
+    from bench.reproduce import (
+        differences,
+        measured_figures,
+        predicted_figures,
+        published_figures,
+        published_rows,
+    )
     from harness.host.packages import TRAINING, require
     from harness.spec.errors import UsageError
 
@@ -43,9 +50,11 @@ def reproduce(
     require(TRAINING)
     differs = differences(rows.sources[chosen.source], chosen)
     figures = {"published": published_figures(chosen), "predicted": predicted_figures(chosen)}
+    cell = None if dry_run else _measured(chosen, trials, results)
     parity = ""
-    if not dry_run:
-        figures["measured"], parity = _measured(chosen, trials, results)
+    if cell is not None:
+        figures["measured"] = measured_figures(chosen, cell)
+        parity = cell.parity.verdict or f"unknown: {cell.reason}"
     if json_output:
         document = {
             "row": chosen.model_dump(),
@@ -58,22 +67,24 @@ def reproduce(
             "parity": parity or None,
         }
         print(json.dumps(document))
-        return
-    _show(rows, chosen, differs, figures)
-    if parity:
-        print(f"parity of the measured cell: {parity}")
+    else:
+        _show(rows, chosen, differs, figures)
+        if parity:
+            print(f"parity of the measured cell: {parity}")
+    if cell is not None and not cell.ranked:
+        raise typer.Exit(1)
 
 
-def _measured(row: PublishedRow, trials: int | None, results: Path) -> tuple[Figures, str]:
-    """Runs the row's cell; returns its figures and parity. Raises UsageError without the GPUs."""
+def _measured(row: PublishedRow, trials: int | None, results: Path) -> CellResult:
+    """Runs the row's cell. Raises UsageError without the GPUs."""
     from bench import api
-    from bench.reproduce import measured_figures, require_hardware
+    from bench.reproduce import require_hardware
     from harness.host.gpu_inventory import visible_gpus
     from reports.run_report import ran
 
     require_hardware(row, [gpu.name for gpu in visible_gpus()])
     (cell,) = ran(api.run(cells=[row.cell], trials=trials, results=results)).cells
-    return measured_figures(row, cell), cell.parity.verdict or f"unknown: {cell.reason}"
+    return cell
 
 
 def _show_rows(rows: PublishedRows, json_output: bool) -> None:

@@ -16,7 +16,7 @@ from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, sho
 from bench.cli.run_progress import RunProgress
 from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, execute, prepare
 from bench.planning import PlanOptions
-from harness.analysis.answer import nothing_to_choose, what_more_would_buy, why_no_more_trials
+from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import too_wide
 from harness.analysis.setting import timed
@@ -54,7 +54,9 @@ def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) 
         ended = execute(
             prepared,
             options,
-            lambda plan, trials: RunProgress(console, plan, prepared.seconds, trials),
+            lambda plan, cells: RunProgress(
+                console, plan, prepared.seconds, cells, is_share=prepared.part[1] > 1
+            ),
             console.print,
         )
     return show_end(prepared.store, ended, prepared.baseline, end)
@@ -108,7 +110,7 @@ def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
     if report.leading and report.advised:
         terminal.advice(console, report.advised, report.leading.full_title)
     elif report.leading:
-        console.print(f"no advice: {nothing_to_choose(report.leading.rows)}", highlight=False)
+        console.print(f"no advice: {why_no_advice(report.leading.rows)}", highlight=False)
     measured = timed(report.cells, plan.once)
     if plan.until_answered and (more := what_more_would_buy(measured)):
         console.print(f"{more} (--time-budget)", highlight=False)

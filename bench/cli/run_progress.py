@@ -26,17 +26,25 @@ builds a library predicts little."""
 class RunProgress:
     """A progress bar on a terminal, else a line per trial."""
 
-    def __init__(self, out: Console, planned: Plan, seconds: dict[str, float], total: int) -> None:
-        self.out, self.seconds, self.total, self.done = out, seconds, total, 0
-        every = planned.schedule()
-        all_seconds = sum(seconds[cell.id] for cell, _ in every)
-        self.expected_left = all_seconds * total / max(1, len(every))
+    def __init__(
+        self,
+        out: Console,
+        planned: Plan,
+        seconds: dict[str, float],
+        cells: Sequence[Cell],
+        is_share: bool = False,
+    ) -> None:
+        """`cells`: cell of each open trial. `is_share`: whether others run the rest of the plan; a
+        share runs all its trials and never races."""
+        self.out, self.seconds, self.total, self.done = out, seconds, len(cells), 0
+        self.expected_left = sum(seconds[cell.id] for cell in cells)
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
-        self.races = planned.until_answered and planned.time_budget_seconds is not None
+        limited = planned.time_budget_seconds is not None and not is_share
+        self.races = planned.until_answered and limited
         """Whether further trials fill the time budget."""
-        self.spare = len(every) - planned.spare_from
+        self.spare = 0 if is_share else len(planned.schedule()) - planned.spare_from
         self.seconds_left = max(self.expected_left, self.budget if self.races else 0.0)
         self.current: Cell | None = None
         columns = (
@@ -50,7 +58,7 @@ class RunProgress:
             if out.is_terminal and not out.quiet
             else None
         )
-        self.task = self.bar.add_task("starting", total=total, note="") if self.bar else None
+        self.task = self.bar.add_task("starting", total=self.total, note="") if self.bar else None
 
     def __enter__(self) -> RunProgress:
         if self.bar:
@@ -73,8 +81,9 @@ class RunProgress:
             self.out.print(escape(what))
 
     def round_added(self, cells: Sequence[Cell], among: str) -> None:
-        self.total += len(cells)
-        self.expected_left += sum(self.seconds.get(cell.id, 0.0) for cell in cells)
+        # Earlier trials have ended, or are never launched because their cell failed.
+        self.total = self.done + len(cells)
+        self.expected_left = sum(self.seconds.get(cell.id, 0.0) for cell in cells)
         if self.bar and self.task is not None:
             self.bar.update(self.task, total=self.total)
         self.preparing(f"one more round: {plural(len(cells), 'trial')} of {among}")

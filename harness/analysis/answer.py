@@ -63,8 +63,6 @@ class Answer:
             caveats.append(
                 f"something else used the machine in {use.disturbance.trials} of its trials"
             )
-        if use.trials < 2 and self.gain is None:
-            caveats.append("one trial, so no interval")
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
@@ -100,8 +98,17 @@ def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
     ]
 
 
-def nothing_to_choose(cells: Sequence[CellResult]) -> str:
+def why_no_advice(cells: Sequence[CellResult]) -> str:
     """Returns why a setting gets no advice; empty if it gets some."""
+    if reason := nothing_to_choose(cells):
+        return reason
+    if any(speed.degrees > 0 for speed in _speeds(candidates(cells)).values()):
+        return ""
+    return "one trial per cell: run more to compare"
+
+
+def nothing_to_choose(cells: Sequence[CellResult]) -> str:
+    """Returns why a setting offers no choice, however often its cells run; empty if it does."""
     ranked = [cell for cell in cells if cell.ranked]
     if not ranked:
         return "nothing is ranked"
@@ -200,8 +207,8 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 def answer(
     cells: Sequence[CellResult], profiles: Mapping[str, ProfileRecord] | None = None
 ) -> Answer | None:
-    """Returns advice for one setting, if there is a choice. `profiles`: by cell id."""
-    if nothing_to_choose(cells):
+    """Returns advice for one setting; None if `why_no_advice`. `profiles`: by cell id."""
+    if why_no_advice(cells):
         return None
     fair, advisable = trustworthy(cells), candidates(cells)
     baseline, ties = _baseline(advisable), may_be_fastest(advisable)

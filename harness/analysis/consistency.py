@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ from harness.record.integrity import (
     check_folder,
     file_problems,
     files_of,
+    json_problem,
     stores_below,
     table_of,
 )
@@ -152,10 +152,8 @@ def _run_texts(run: RunRecord) -> Iterator[Finding]:
     if not is_plain_name(run.run_id):
         yield "run_id", f"{run.run_id!r} is not a plain file name"
     for name in ("plan", "libraries", "gpu_facts", "gpu_topology", "numa", "allocation"):
-        try:
-            json.loads(getattr(run, name) or "{}")
-        except ValueError as error:
-            yield name, f"it is not JSON: {error}"
+        if what := json_problem(getattr(run, name) or "{}"):
+            yield name, what
 
 
 def _identity(trial: TrialRecord) -> Iterator[Finding]:
@@ -224,12 +222,13 @@ def _verdict(trial: TrialRecord) -> Iterator[Finding]:
 
 def _figures(trial: TrialRecord) -> Iterator[Finding]:
     rate, step, tokens = trial.samples_per_second, trial.step_seconds_p50, trial.tokens_per_second
+    batch = trial.global_batch
     if rate and step:
-        expected = trial.global_batch / step
+        expected = batch / step
         # A median hides the few steps in which a strategy communicates.
         usual = [rate * seconds for seconds in (step, trial.step_seconds_mean or step)]
-        if not any(1 / CYCLES <= rows / trial.global_batch <= CYCLES for rows in usual):
-            reached = f"{trial.global_batch} samples in {step:.4g} s are {expected:.4g}"
+        if not any(batch / CYCLES <= rows <= batch * CYCLES for rows in usual):
+            reached = f"{batch} samples in {step:.4g} s are {expected:.4g}"
             yield "samples_per_second", f"it is {rate:.4g}, but {reached}"
         slow = trial.step_seconds_p95
         if slow is not None and slow < step:

@@ -218,6 +218,7 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "every_block": ", ".join(
             f"*model.get_submodule({json.dumps(path)})" for path in workload.block_paths
         ),
+        "tied": workload.tied,
         "ranges": [list(pair) for pair in data.ranges],
         "num_labels": data.num_labels,
         "image_size": data.image_size,

@@ -81,6 +81,8 @@ class TorchGpu:
     memory_bytes: int
     uuid: str
     pci_bus_id: str
+    architecture: str = ""
+    """Instruction set, such as `gfx942`; empty if unknown."""
 
 
 def described(properties: object) -> TorchGpu:
@@ -89,7 +91,10 @@ def described(properties: object) -> TorchGpu:
     name, memory, uuid, domain, bus, device = (
         getattr(properties, field) for field in ("name", "total_memory", "uuid", *places)
     )
-    return TorchGpu(name, memory, f"GPU-{uuid}", f"{domain:04x}:{bus:02x}:{device:02x}.0")
+    # Followed by features, as in gfx942:sramecc+:xnack-.
+    architecture = getattr(properties, "gcnArchName", "").partition(":")[0]
+    address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return TorchGpu(name, memory, f"GPU-{uuid}", address, architecture)
 
 
 _ASK = """

@@ -7,8 +7,8 @@ import os
 import shutil
 from collections.abc import Sequence
 
-HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-"""Environment variables that hide all GPUs, for ROCm too, which prefers the second."""
+HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
+"""Environment variables that hide all GPUs. ROCm prefers the second, and ignores empty values."""
 LEAVE_CUDA_ALONE = frozenset(
     {
         "accelerate",

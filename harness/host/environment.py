@@ -107,8 +107,9 @@ def unused_gpus() -> str | None:
 
 
 def _not_found() -> str | None:
-    """Returns why the host's AMD, Apple or Intel GPUs are unused, if it has any."""
+    """Returns why GPUs that are not visible are unused, if the host has any."""
     from harness.host.amd import amd_gpus, rocm_version, torch_build
+    from harness.host.nvml import why_nvml_fails
     from harness.spec.device import OTHER_DEVICES
 
     if amd := amd_gpus():
@@ -123,17 +124,23 @@ def _not_found() -> str | None:
             f"torch {version_of('torch')} is built without ROCm; install a ROCm build to use this"
             f" host's AMD GPUs ({found})"
         )
+    if error := why_nvml_fails():
+        return (
+            f"the NVIDIA driver does not answer ({error}); check it with nvidia-smi, and restart"
+            " the host after a driver update"
+        )
     kind = "mps" if sys.platform == "darwin" else "xpu" if torch_build("xpu") else None
     return kind and f"torch is built for devices `{kind}`; {OTHER_DEVICES[kind]}"
 
 
 def _without_code() -> str | None:
-    """Returns which AMD GPU this build of torch has no code for."""
-    from harness.host.amd import amd_gpus
+    """Returns which visible AMD GPU this build of torch has no code for."""
     from harness.host.cuda import architectures
+    from harness.host.gpu_inventory import rocm_gpus
 
     built = [name.partition(":")[0] for name in architectures()]
-    lacking = [name for name in amd_gpus() if built and name not in built]
+    needed = [gpu.architecture for gpu in rocm_gpus() if gpu.architecture]
+    lacking = [name for name in needed if built and name not in built]
     if not lacking:
         return None
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version, torch_gpus
+from harness.host.amd import AmdSmi, NoAmdSmi, TorchGpu, rocm_version, torch_gpus
 from harness.host.nvml import Handle, Nvml, nvml
 
 _Answer = TypeVar("_Answer")
@@ -64,29 +64,35 @@ def visible_gpus() -> tuple[Gpu, ...]:
     repeated device empties it. CUDA shows only one MIG slice, and then no other GPU.
     """
     if rocm_version():
-        return _visible_to_rocm(tuple(map(os.environ.get, _ROCM_VISIBLE)))
+        return tuple(_of_torch(index, gpu) for index, gpu in enumerate(rocm_gpus()))
     return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 _ROCM_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
+def rocm_gpus() -> tuple[TorchGpu, ...]:
+    """Returns the GPUs that torch for ROCm shows this process, in its order."""
+    return _visible_to_rocm(tuple(map(os.environ.get, _ROCM_VISIBLE)))
+
+
 @functools.cache
-def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[Gpu, ...]:
+def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[TorchGpu, ...]:
     """Cached by the variables that torch reads, because asking torch takes seconds."""
-    return tuple(
-        Gpu(
-            index=index,
-            uuid=gpu.uuid,
-            name=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            capability=None,
-            pci_bus_id=gpu.pci_bus_id,
-            numa_node=_numa_node(gpu.pci_bus_id),
-            cores=_local_cores(gpu.pci_bus_id),
-            mig=False,
-        )
-        for index, gpu in enumerate(torch_gpus())
+    return torch_gpus()
+
+
+def _of_torch(index: int, gpu: TorchGpu) -> Gpu:
+    return Gpu(
+        index=index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        capability=None,
+        pci_bus_id=gpu.pci_bus_id,
+        numa_node=_numa_node(gpu.pci_bus_id),
+        cores=_local_cores(gpu.pci_bus_id),
+        mig=False,
     )
 
 

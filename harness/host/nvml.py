@@ -21,6 +21,10 @@ _MOST_STARTS = 1000
 """Bound on a process's open NVML starts, for libraries that never report their end."""
 
 
+_NO_DRIVER = (9, 12)
+"""NVML's error codes for a driver that is not loaded, and for a missing library (nvml.h)."""
+
+
 @dataclass(frozen=True)
 class GpuProcess:
     pid: int
@@ -134,6 +138,19 @@ def nvml() -> Iterator[Nvml | None]:
     finally:
         if library is not None:
             library.close()
+
+
+def why_nvml_fails() -> str:
+    """Returns NVML's error if it does not start although there is a driver; else empty."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # as in Nvml.start; pynvml may be missing
+        absent = getattr(error, "value", None) in (None, *_NO_DRIVER)
+        return "" if absent else str(error).rstrip(".")
+    pynvml.nvmlShutdown()
+    return ""
 
 
 def end_nvml() -> None:

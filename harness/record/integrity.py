@@ -110,6 +110,8 @@ def _check(table: str, file: Path) -> None:
     folder = _folder(file)
     if not len(rows) and folder != GATHERED:
         raise DamagedFile("it has no rows")
+    if table == "runs" and len(rows) > 1:
+        raise DamagedFile(f"it has {len(rows)} rows instead of one")
     if not folder:
         return
     runs = {file.stem if table == "runs" else file.parent.name}
@@ -118,7 +120,8 @@ def _check(table: str, file: Path) -> None:
     if folder == GATHERED:
         return
     if table == "runs":
-        _check_plan(rows.column("plan")[0].as_py())
+        if what := json_problem(rows.column("plan")[0].as_py()):
+            raise DamagedFile(what, "plan")
     elif table in ("trials", "steps"):
         columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
         if {TrialKey(*key).stem for key in zip(*columns, strict=True)} != {file.stem}:
@@ -130,8 +133,10 @@ def _folder(file: Path) -> str:
     return next((name for name in names if name in (*TABLES, GATHERED)), "")
 
 
-def _check_plan(text: str) -> None:
+def json_problem(text: str) -> str:
+    """Returns why a text cannot be read as JSON; else empty."""
     try:
         json.loads(text)
-    except ValueError as error:
-        raise DamagedFile(f"it is not JSON: {error}", "plan") from None
+    except (ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    return ""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import os
@@ -222,13 +223,16 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
     for e in raw:
         if e.name().startswith(_NODE):
             nodes.setdefault(e.start_thread_id(), []).append((e.end_ns() - zero) / 1e9)
+    for ends in nodes.values():
+        ends.sort()
     for e in raw:
         if e.name() == f"{_MARK}backward":
             begin, end = (e.start_ns() - zero) / 1e9, (e.end_ns() - zero) / 1e9
-            inside = [time for time in nodes.get(e.start_thread_id(), ()) if begin < time < end]
+            ends = nodes.get(e.start_thread_id(), [])
+            last = bisect.bisect_left(ends, end) - 1
             # Once all gradients exist, wrappers wait for their collectives.
-            if inside:
-                events.append(Event("hook", e.start_thread_id(), max(inside), end))
+            if last >= 0 and ends[last] > begin:
+                events.append(Event("hook", e.start_thread_id(), ends[last], end))
     return events
 
 

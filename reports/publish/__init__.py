@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from reports.publish.published import Published, quiet
 
 LIBRARIES = {
-    "tensorboard": "tensorboard",
+    "tensorboard": "torch.utils.tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "prometheus": "prometheus_client",

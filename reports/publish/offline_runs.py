@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 PROJECT = "parallelism-bench"
 FOLDER = "wandb"
 """Folder that the client makes, and in which `wandb sync --sync-all` looks for runs."""
+DATED = "offline-run-????????_??????-"
+"""Pattern of a run folder's name up to the run's id: date and time."""
 MOST_GROUP = 64
 
 
@@ -43,12 +45,12 @@ def write(results: Results, folder: Path) -> Published:
             for report in each(results):
                 for record in records(report):
                     name = f"{report.run_id}-{record['cell_id']}"
-                    if any(runs.glob(f"offline-run-*-{name}")):
+                    if any(runs.glob(f"{DATED}{name}")):
                         already += 1
                         continue
                     with tempfile.TemporaryDirectory(dir=folder, prefix=".wandb-") as temporary:
                         _cell(report, record, name, Path(temporary))
-                        (made,) = Path(temporary, FOLDER).glob(f"offline-run-*-{name}")
+                        (made,) = Path(temporary, FOLDER).glob(f"{DATED}{name}")
                         shutil.rmtree(made / "logs", ignore_errors=True)
                         made.rename(runs / made.name)
                     cells += 1

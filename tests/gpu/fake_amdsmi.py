@@ -113,7 +113,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: FakeAmdSmi | None) -> None
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: code, raising=False)
     monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx942": 2})
     gpus = tuple(
-        amd.TorchGpu("AMD Instinct MI300X", 196592 * 2**20, f"GPU-{number}", bus)
+        amd.TorchGpu("AMD Instinct MI300X", 196592 * 2**20, f"GPU-{number}", bus, "gfx942")
         for number, bus in enumerate(BUSES)
     )
     monkeypatch.setattr(gpu_inventory, "torch_gpus", lambda: gpus)

@@ -122,6 +122,19 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_type() == "cpu"
 
 
+def test_a_driver_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, after an update of the driver without a restart."""
+
+    def start() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(install(monkeypatch, rtx_4090()), "nvmlInit", start)
+    reason = unused_gpus() or ""
+    assert "version mismatch" in reason
+    assert "nvidia-smi" in reason
+    assert device_type() == "cpu"
+
+
 def test_without_gpus_there_is_nothing_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeNvml([], no_driver=True))
     assert (unused_gpus(), device_type(), gpu_facts(), gpu_topology()) == (None, "cpu", [], [])

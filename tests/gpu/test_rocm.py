@@ -15,6 +15,7 @@ from bench.checks import gpu_troubles
 from bench.host import Host
 from harness.host import amd, gpu_inventory, nvml
 from harness.host.amd import AmdSmi, NoAmdSmi, described, rocm_version, torch_gpus
+from harness.host.cuda import HIDE_GPUS
 from harness.host.environment import device_type, environment, unused_gpus
 from harness.host.gpu_inventory import gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
@@ -46,8 +47,10 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> RankGpus:
         pci_domain_id=domain,
         pci_bus_id=bus,
         pci_device_id=device,
+        gcnArchName="gfx942:sramecc+:xnack-",
     )
     assert described(properties).pci_bus_id == BUSES[0]
+    assert described(properties).architecture == "gfx942"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
@@ -200,9 +203,30 @@ def test_amd_gpus_that_torch_does_not_show_are_named(
 def test_a_gpu_that_this_build_has_no_code_for(
     library: FakeAmdSmi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx950": 2})
+    """GPUs that are hidden from torch do not matter."""
+    monkeypatch.setattr(amd, "amd_gpus", lambda: {"gfx942": 2, "gfx950": 1})
+    assert (device_type(), unused_gpus()) == ("cuda", None)
+    other = amd.TorchGpu("AMD Instinct MI355X", 1, "GPU-2", BUSES[0], "gfx950")
+    monkeypatch.setattr(gpu_inventory, "torch_gpus", lambda: (other,))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
     assert "gfx950" in (unused_gpus() or "")
     assert device_type() == "cpu"
+
+
+def test_hidden_gpus_are_hidden_from_hip_too() -> None:
+    """HIP treats an empty variable as unset, and a negative index as the end of its list."""
+    assert HIDE_GPUS["HIP_VISIBLE_DEVICES"] == "-1"
+
+
+def test_a_process_without_memory_on_a_gpu_does_not_use_it(
+    library: FakeAmdSmi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.checks._software", list)
+    library.processes = {7: 0}
+    assert not [one for one in gpu_troubles() if "other processes" in one.what]
+    library.processes = {7: 2**30}
+    shared = [one.subject for one in gpu_troubles() if "other processes" in one.what]
+    assert shared == ["GPU 0", "GPU 1"]
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])

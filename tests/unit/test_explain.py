@@ -149,19 +149,17 @@ def raw(name: str, begin: int, end: int, thread: int = 1, scope: int = 0) -> Any
 
 
 def test_the_end_of_backward_is_a_hook() -> None:
-    """Wrappers wait for communication from the last operator's end, 60, to backward's end, 90."""
+    """Wrappers wait for communication from the last operator's end, 60 and 150, to backward's end.
+    The third backward has no operator."""
     node = "autograd::engine::evaluate_function: AddmmBackward0"
-    found = events_of(
-        [
-            raw("bench:backward", 10, 90),
-            raw(node, 20, 40),
-            raw(node, 40, 60),
-            raw(node, 50, 80, thread=2),
-            raw("python", 0, 9),
-        ],
-        10,
-    )
-    assert found == [Event("hook", 1, pytest.approx(50e-9), pytest.approx(80e-9))]
+    backwards = [raw("bench:backward", *span) for span in ((10, 90), (100, 200), (210, 220))]
+    nodes = [raw(node, *span) for span in ((110, 150), (40, 60), (20, 40), (100, 120))]
+    found = events_of([*backwards, *nodes, raw(node, 50, 80, thread=2), raw("python", 0, 9)], 10)
+    assert {(event.kind, event.thread) for event in found} == {("hook", 1)}
+    assert [(round(event.begin * 1e9), round(event.end * 1e9)) for event in found] == [
+        (50, 80),
+        (140, 190),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
@@ -160,6 +161,17 @@ def test_the_script_wraps_and_recomputes_encoder_and_decoder(tmp_path: Path, str
     encoder, decoder = make_workload(name).block_paths
     both = f'[*model.get_submodule("{encoder}"), *model.get_submodule("{decoder}")]'
     assert script.count(both) == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_blocks_the_script_wraps_a_tied_model_as_one_unit(
+    monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    workload = dataclasses.replace(make_workload("gpt2-nano"), block_paths=(), tied=tied)
+    monkeypatch.setattr("harness.export.make_workload", lambda name: workload)
+    script = export_files(small("fsdp1", workload="gpt2-nano"), "torchrun")[0]["train.py"]
+    ast.parse(script)
+    assert ("auto_wrap_policy" in script) is not tied
 
 
 @pytest.mark.parametrize("to", ["deepspeed", "accelerate"])

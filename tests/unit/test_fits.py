@@ -272,8 +272,8 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    for options in ("llama-8b --gpus 0x4090", "llama-8b --gpus 4090 --method qlorra"):
-        result = CliRunner().invoke(app, ["fits", *options.split()])
+    for options in ("--gpus 0x4090", "--gpus 00x4090", "--gpus 4090 --method qlorra"):
+        result = CliRunner().invoke(app, ["fits", "llama-8b", *options.split()])
         assert isinstance(result.exception, UsageError)
 
 

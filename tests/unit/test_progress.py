@@ -30,7 +30,7 @@ def test_one_slow_launch_does_not_multiply_the_remaining_time(
     seconds = {cell.id: 10.0 for cell in CELLS}
     out = Console(file=io.StringIO())
     predicted = []
-    with RunProgress(out, plan, seconds, 100) as shown:
+    with RunProgress(out, plan, seconds, CELLS * 50) as shown:
         now = 300.0  # references are trained first
         for number in range(100):
             cell = CELLS[number % 2]
@@ -51,7 +51,7 @@ def test_launches_twice_as_long_double_the_remaining_time(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     plan = Plan("run-1", "test", CELLS, 500, time_budget_seconds=1e6)
     out = Console(file=io.StringIO())
-    with RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, 1000) as shown:
+    with RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, CELLS * 500) as shown:
         for number in range(900):
             shown.trial_started(CELLS[0], number, number)
             now += 20.0
@@ -63,3 +63,25 @@ def test_launches_twice_as_long_double_the_remaining_time(
         now += 20.0
         shown.trial_finished(CELLS[0], trial_of(CELLS[0]))
         assert shown.seconds_left == pytest.approx(49 * 20, rel=0.06)
+
+
+def test_a_share_takes_as_long_as_its_own_trials() -> None:
+    """The whole run races until its budget of 1000 s is spent; a share never races."""
+    plan = Plan("run-1", "test", CELLS, 1, until_answered=True, time_budget_seconds=1000.0)
+    seconds = {CELLS[0].id: 10.0, CELLS[1].id: 30.0}
+    out = Console(file=io.StringIO())
+    assert RunProgress(out, plan, seconds, CELLS).seconds_left == 1000
+    assert RunProgress(out, plan, seconds, CELLS[1:], is_share=True).seconds_left == 30
+
+
+def test_a_further_round_forgets_trials_that_were_not_launched() -> None:
+    """The first cell fails, so two of its three trials are never launched."""
+    plan = Plan("run-1", "test", CELLS, 3)
+    first, second = CELLS
+    out = Console(file=io.StringIO())
+    shown = RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, [first] * 3)
+    shown.trial_finished(first, trial_of(first))
+    shown.round_added([second], "one cell")
+    assert (shown.total, shown.expected_left) == (2, 10)
+    shown.trial_finished(second, trial_of(second))
+    assert (shown.done, shown.seconds_left) == (2, 0)

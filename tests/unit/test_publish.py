@@ -230,6 +230,16 @@ def test_wandb_has_what_the_parquet_says(results: Results, tmp_path: Path) -> No
     assert (again.cells, again.already) == (0, 4)
 
 
+@NO_WANDB
+def test_wandb_gets_a_run_whose_id_ends_like_anothers(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    for run_id in ("small-gpu", "gpu"):
+        store.write_run(RunRecord(**run_row(run_id=run_id)))
+        for row in trial_rows(DDP, [50.0]):
+            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
+        assert write("wandb", store.load([run_id]), tmp_path / "out").cells == 1
+
+
 def test_prometheus_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

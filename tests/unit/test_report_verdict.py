@@ -124,3 +124,11 @@ def test_a_stand_in_does_not_lead_the_verdict(tmp_path: Path) -> None:
     results = stored(tmp_path, rows)
     assert figures_of(results) == [("ddp", "Fastest, Least memory")]
     assert bars_of(results) == {"data_parallel†": False, "ddp": True}
+
+
+def test_one_trial_per_cell_gets_no_advice(tmp_path: Path) -> None:
+    rows = trial_rows(Cell(strategy="ddp", devices=2), [50.0])
+    rows += trial_rows(Cell(strategy="fsdp2", devices=2), [40.0])
+    results = stored(tmp_path, rows)
+    assert figures_of(results) == [("ddp", "Fastest, Least memory")]
+    assert "one trial per cell" in run_text(ran(results), ["verdict"]).text

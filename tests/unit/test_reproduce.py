@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import api
 from bench.cli.reproduce import reproduce
 from bench.reproduce import (
     PublishedRow,
@@ -21,8 +22,8 @@ from harness.analysis.summary import cell_results
 from harness.spec.errors import UsageError
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
-from tests.commands import told
-from tests.unit.made_results import MIB, stored, trial_rows
+from tests.commands import ask, told
+from tests.unit.made_results import MIB, left_out, stored, trial_rows
 
 ROWS = published_rows()
 NAMES = {"h100-80gb": "NVIDIA H100 80GB HBM3", "h200-141gb": "NVIDIA H200"}
@@ -85,6 +86,21 @@ def test_the_command_lists_and_shows_without_the_hardware(
     for words in (["torchtitan-8b-fsdp"], ["torchtitan"], []):
         with pytest.raises(UsageError):
             told(reproduce, *words)
+
+
+def test_a_cell_that_cannot_be_ranked_gives_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = ROWS.row("kempner-8b-single").cell
+    monkeypatch.setattr("bench.reproduce.require_hardware", lambda row, names: None)
+    for folder, rows, expected in (
+        ("good", trial_rows(cell, [4.0, 4.0, 4.0]), (0, "exact")),
+        ("bad", left_out(cell, "out_of_memory", "rank 0"), (1, "unknown: rank 0")),
+    ):
+        recorded = stored(tmp_path / folder, rows)
+        monkeypatch.setattr(api, "run", lambda found=recorded, **options: found)
+        code, shown = ask(reproduce, "kempner-8b-single", "--json")
+        assert (code, json.loads(shown)["parity"]) == expected
 
 
 def test_rates_of_rows_are_those_of_whole_runs() -> None:

@@ -111,6 +111,7 @@ def test_each_missing_requirement_is_named(module: str) -> None:
         ["run", "--matrix", "smoke"],
         ["predict"],
         ["doctor"],
+        ["doctor", "--gpu-check"],
         ["validate", "--results", str(REFERENCE)],
     ],
     ids=lambda words: words[0],
@@ -119,6 +120,14 @@ def test_commands_that_train_name_torch_and_transformers(words: list[str]) -> No
     done = without_torch(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert named(done.stderr) == list(TRAINING.values())
+
+
+def test_tensorboards_client_needs_torch(tmp_path: Path) -> None:
+    words = ("publish", "tensorboard", str(tmp_path / "tb"), "--results", str(REFERENCE))
+    done = without_torch(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'torch'" in done.stderr
+    assert "pip install 'parallelism-bench[tensorboard]'" in done.stderr
 
 
 @pytest.mark.slow
