@@ -25,8 +25,8 @@ def test_every_machine_is_a_choice_of_its_filter(tmp_path: Path) -> None:
         stored(tmp_path / run_id, rows, run_id=run_id, cpu_model=model)
         stores.append(Store(tmp_path / run_id))
     page = Page(write_site(stores, tmp_path / "site").index.read_text())
-    machines = {found["data-machine"] for _, found in page.tags if "data-machine" in found}
-    choices = {found.get("value") for tag, found in page.tags if tag == "option"}
+    machines = {values["data-machine"] for _, values in page.tags if "data-machine" in values}
+    choices = {values.get("value") for tag, values in page.tags if tag == "option"}
     assert len(machines) == 2
     assert machines <= choices
 
