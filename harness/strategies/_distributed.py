@@ -80,11 +80,11 @@ def plans_of(workload: Workload) -> Plans:
         model: Any = workload.build(0, saved_weights=False)
     experts = getattr(model, "ep_plan", {})  # from transformers 5.19 on
     # A tied embedding stays gathered with the head.
-    kept = model.get_input_embeddings() if workload.tied else None
+    tied = model.get_input_embeddings() if workload.tied else None
     freed = [
         path
         for path, module in model.named_modules()
-        if model.fsdp_plan.get(any_block(path)) == "free_full_weight" and module is not kept
+        if model.fsdp_plan.get(any_block(path)) == "free_full_weight" and module is not tied
     ]
     return Plans(dict(model.tp_plan), dict(experts), tuple(freed))
 
@@ -266,11 +266,11 @@ def sharded_traffic(
     return total
 
 
-def collectives(shards: int, replicas: int, freed: int, kept: int = 0) -> int:
-    """Counts FSDP2's collectives in a micro-batch: gathers, repeated for `freed` units but not for
-    `kept` ones, scatters, and all-reduces between replicas."""
-    units = freed + kept
-    return (units + freed + units if shards > 1 else 0) + (units if replicas > 1 else 0)
+def fsdp_collectives(shards: int, replicas: int, resharded: int, unsharded: int = 0) -> int:
+    """Counts FSDP2's collectives in a micro-batch: gathers, repeated for units `resharded` after
+    forward but not for those left `unsharded`, scatters, and all-reduces between replicas."""
+    units = resharded + unsharded
+    return (2 * units + resharded if shards > 1 else 0) + (units if replicas > 1 else 0)
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) -> float:

@@ -155,8 +155,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             # Gradients and their flat copy; half weights also have an fp32 copy.
             return dataclasses.replace(model_states(cell, facts), transient=8.0 * whole)
         if chosen.stage == 0:
-            kept = (width * whole + frozen, 0, 4 * moments * whole, buffers + 4 * whole)
-            return States(*kept, transient=(width + 4) * whole)
+            parameters, library = width * whole + frozen, buffers + 4 * whole
+            return States(parameters, 0, 4 * moments * whole, library, (width + 4) * whole)
         if chosen.stage == 3:
             states = self._states_3(cell, layout, facts)
             return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)

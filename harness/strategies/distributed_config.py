@@ -67,11 +67,11 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         if sizes.tensor > 1:
             return None
         # Final norm and head are one more unit, as is all of a model without a plan.
-        freed = len(mesh.plans_of(workload).freed)
-        count = mesh.collectives(sizes.shards, sizes.replicas, freed, kept=1)
+        resharded = len(mesh.plans_of(workload).freed)
+        count = mesh.fsdp_collectives(sizes.shards, sizes.replicas, resharded, unsharded=1)
         if sizes.expert > 1:
             # Three in forward, repeated by recomputation, and two in backward.
             exchanges = 5 if cell.recompute == "none" else 8
-            of_experts = mesh.collectives(sizes.copies, sizes.replicas, freed=1)
+            of_experts = mesh.fsdp_collectives(sizes.copies, sizes.replicas, resharded=1)
             count += workload.blocks * (exchanges + of_experts)
         return float(cell.micro_batches * count)

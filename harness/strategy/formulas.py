@@ -55,11 +55,13 @@ def fsdp_transient(
     """
     from harness.workloads import make_workload
 
-    whole = min(facts.parameter_bytes, 2 * facts.parameters) if half else facts.parameter_bytes
+    model_bytes = facts.parameter_bytes
+    if half:
+        model_bytes = min(model_bytes, 2 * facts.parameters)
     blocks = unit_sizes(make_workload(cell.workload), facts)
     gathered = blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
-    in_backward = gradients + whole * gathered / sum(facts.sizes)
-    after_forward = whole + (gradients if cell.micro_batches > 1 else 0.0)
+    in_backward = gradients + model_bytes * gathered / sum(facts.sizes)
+    after_forward = model_bytes + (gradients if cell.micro_batches > 1 else 0.0)
     return in_backward if reshards else max(in_backward, after_forward)
 
 
