@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.analysis.stats import PAIR_CONFIDENCE
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, joined, phrase, prose, small, strong
@@ -18,16 +17,19 @@ if TYPE_CHECKING:
     from harness.analysis.compare import ComparedCell, RunComparison
     from harness.analysis.selection import MeasuredCell
 
-COLUMNS = (
-    "cell",
-    "A samples/s",
-    "B samples/s",
-    "B / A",
-    f"{PAIR_CONFIDENCE * 100:g} % interval",
-    "verdict",
-    "peak memory, A to B",
-)
 FOLDED = ("added", "no difference seen", "not compared")
+
+
+def titles(confidence: float) -> tuple[str, ...]:
+    return (
+        "cell",
+        "A samples/s",
+        "B samples/s",
+        "B / A",
+        f"{confidence * 100:.4g} % interval",
+        "verdict",
+        "peak memory, A to B",
+    )
 
 
 def words(line: ComparedCell) -> list[str]:
@@ -69,13 +71,13 @@ def trials(cell: MeasuredCell | None) -> str:
     return "" if cell is None else f" ({plural(cell.result.recorded_trials, 'trial')})"
 
 
-def _table(lines: Sequence[ComparedCell]) -> ui.Table:
+def _table(lines: Sequence[ComparedCell], confidence: float) -> ui.Table:
+    first, *others = titles(confidence)
     columns = [
-        ui.ColumnHead(title, kind="word" if title == "verdict" else "number") for title in COLUMNS
+        ui.ColumnHead(title, kind="word" if title == "verdict" else "number") for title in others
     ]
     label = "Throughput and memory of B over A"
-    rows = [_row(line) for line in lines]
-    return ui.Table("", label, COLUMNS[0], columns[1:], rows)
+    return ui.Table("", label, first, columns, [_row(line) for line in lines])
 
 
 def _row(line: ComparedCell) -> ui.Row:
@@ -104,20 +106,20 @@ def markdown(compared: RunComparison) -> str:
     blocks: ui.Blocks = [title, ui.Paragraph(strong(compared.headline))]
     if compared.differences:
         blocks.append(ui.Paragraph(f"Not the same software: {', '.join(compared.differences)}"))
-    blocks += _line_blocks(shown)
+    blocks += _line_blocks(compared, shown)
     for kind in FOLDED:
         if some := [line for line in folded if line.kind == kind]:
-            blocks.append(ui.Details(f"{kind}: {len(some)}", _line_blocks(some)))
+            blocks.append(ui.Details(f"{kind}: {len(some)}", _line_blocks(compared, some)))
     if cells := disturbed(compared):
         blocks.append(ui.Details(f"disturbed trials of cells: {len(cells)}", [ui.Facts(cells)]))
     method = ui.Facts(list(compared.method.items()))
     return markdown_text([*blocks, ui.Details("how it was decided", [method])])
 
 
-def _line_blocks(lines: Sequence[ComparedCell]) -> ui.Blocks:
+def _line_blocks(compared: RunComparison, lines: Sequence[ComparedCell]) -> ui.Blocks:
     measured = [line for line in lines if line.throughput]
     others = [line for line in lines if not line.throughput]
-    blocks: ui.Blocks = [_table(measured)] if measured else []
+    blocks: ui.Blocks = [_table(measured, compared.confidence)] if measured else []
     items = [phrase(strong(line.kind), f" {line.cell_name}: {line.reason}") for line in others]
     return [*blocks, ui.Bullets(items)] if items else blocks
 
@@ -140,7 +142,8 @@ def page(compared: RunComparison) -> str:
     cells = disturbed(compared)
     sections = [PageSection("verdict", "Verdict", _verdict(compared, len(cells)))]
     if measured:
-        sections.append(PageSection("throughput", "Throughput and memory", [_table(measured)]))
+        table = _table(measured, compared.confidence)
+        sections.append(PageSection("throughput", "Throughput and memory", [table]))
     if others:
         sections.append(PageSection("others", "Without a comparison", [_others(others)]))
     if cells:

@@ -38,7 +38,7 @@ install() {
   pip install --no-compile --no-deps --no-build-isolation --requirement "$pins"
   say "3/3 installing transformers ${transformers:-as pinned}"
   pip install --no-compile --constraint "$versions" torch transformers
-  "$python" -m compileall -q -q -j 0 "$venv/lib" || true # on all cores; some packages contain files for other Python versions
+  PYTHONWARNINGS=ignore "$python" -m compileall -q -q -j 0 "$venv/lib" || true # on all cores; some packages contain files for other Python versions
 }
 
 want="$torch $transformers $(cat constraints.txt scripts/other_torch.sh | sha256sum)"

@@ -155,7 +155,7 @@ if [ $had_light = 0 ]; then
   say "2/4 installing the suite, its tools and the strategies' libraries"
   pip install --quiet --constraint $constraints wheel cmake ninja
   pip install --quiet --no-compile --constraint $constraints --no-build-isolation --editable '.[dev]'
-  .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages contain files for other Python versions
+  PYTHONWARNINGS=ignore .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true # on all cores; some packages contain files for other Python versions
   echo "$want" >"$light_stamp"
 fi
 if [ $light = 1 ]; then

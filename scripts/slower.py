@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RUN = "change"
+FALSE_ALARM_RATE = 0.002
+"""How often two equal sides may be called different: in speed or memory, in any cell."""
+METHOD = (
+    "geometric mean of the ratios within rounds, with Student's paired t interval of their"
+    f" logarithms. With {100 * (1 - FALSE_ALARM_RATE):g} % confidence all intervals hold at once"
+    " (Bonferroni); a difference counts if its interval excludes 1 and it is large enough"
+)
 READY, GO, ENDED = "ready\n", "go\n", "ended\n"
 
 
@@ -142,7 +149,6 @@ def alternate(sides: Sequence[Side]) -> None:
 def compared(before: Path, after: Path) -> RunComparison:
     from harness.analysis.compare import compare_sides
     from harness.analysis.selection import select
-    from harness.analysis.stats import COMPARISON_METHOD
     from harness.record.store import Store
 
     first, second = (
@@ -150,8 +156,9 @@ def compared(before: Path, after: Path) -> RunComparison:
         for folder in (before, after)
     )
     found = compare_sides(first, second)
-    lines = tuple(_paired(line) for line in found.lines)
-    return dataclasses.replace(found, lines=lines, test=COMPARISON_METHOD)
+    confidence = 1 - FALSE_ALARM_RATE / max(1, found.comparisons)
+    lines = tuple(_paired(line, confidence) for line in found.lines)
+    return dataclasses.replace(found, lines=lines, test=METHOD, confidence=confidence)
 
 
 def _without_files(side: RunSelection) -> RunSelection:
@@ -175,14 +182,19 @@ def _without_files(side: RunSelection) -> RunSelection:
     return dataclasses.replace(side, cells=tuple(cells))
 
 
-def _paired(line: ComparedCell) -> ComparedCell:
+def _paired(line: ComparedCell, confidence: float) -> ComparedCell:
     from harness.analysis.stats import compare_rounds
 
     if line.throughput is None or line.first is None or line.second is None:
         return line
-    rounds = [cell.result.speed.by_round for cell in (line.second, line.first)]
-    found = compare_rounds(*rounds)
-    return dataclasses.replace(line, throughput=found, kind=found.verdict) if found else line
+    after, before = line.second.result, line.first.result
+    speed = compare_rounds(after.speed.by_round, before.speed.by_round, confidence=confidence)
+    if speed is None:
+        return line
+    memory = line.memory and compare_rounds(
+        after.memory.peak_by_round, before.memory.peak_by_round, confidence=confidence
+    )
+    return dataclasses.replace(line, throughput=speed, memory=memory, kind=speed.verdict)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--matrix", default="smoke")
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--summary", type=Path, help="Markdown file that the table is added to.")
     parser.add_argument("--json", action="store_true")

@@ -183,7 +183,7 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
 
     from bench.cli import terminal
     from harness.spec.text import plural
-    from reports.comparison import COLUMNS, disturbed, words
+    from reports.comparison import disturbed, titles, words
 
     console = (
         terminal.console()
@@ -195,7 +195,7 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
         console.print(
             f"[yellow]different software[/yellow]: {escape(', '.join(comparison.differences))}"
         )
-    table = terminal.table(None, *COLUMNS, left=("cell", "verdict"))
+    table = terminal.table(None, *titles(comparison.confidence), left=("cell", "verdict"))
     for line in comparison.lines:
         if line.throughput:
             table.add_row(

@@ -10,7 +10,7 @@ import typer
 from bench.cli.options import DryRun, Json, Results, Trials
 
 if TYPE_CHECKING:
-    from bench.reproduce import Figures, PublishedRow, PublishedRows
+    from bench.published import Figures, PublishedRow, PublishedRows
     from harness.analysis.cell_result import CellResult
 
 
@@ -30,7 +30,7 @@ def reproduce(
 
     Example: [bold]python -m bench reproduce torchtitan-8b-fsdp --dry-run[/bold]
     """
-    from bench.reproduce import (
+    from bench.published import (
         differences,
         measured_figures,
         predicted_figures,
@@ -78,7 +78,7 @@ def reproduce(
 def _measured(row: PublishedRow, trials: int | None, results: Path) -> CellResult:
     """Runs the row's cell. Raises UsageError without the GPUs."""
     from bench import api
-    from bench.reproduce import require_hardware
+    from bench.published import require_hardware
     from harness.host.gpu_inventory import visible_gpus
     from reports.run_report import ran
 
@@ -91,7 +91,7 @@ def _show_rows(rows: PublishedRows, json_output: bool) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
-    from bench.reproduce import published_figures
+    from bench.published import published_figures
 
     if json_output:
         print(json.dumps([row.model_dump() for row in rows.rows]))

@@ -134,7 +134,6 @@ RUNS_METHOD = (
     f" {CONTROL_MISMATCH * 100:g} % more or less than the control does. If the torch versions"
     " differ, the interval covers the ratio with and without the control"
 )
-FALSE_ALARM_RATE = round(1 - PAIR_CONFIDENCE, 6)
 MEMORY_METHOD = (
     "the same test of the fullest rank's peak, if both sides measured it in the same way"
 )
@@ -147,6 +146,11 @@ class RunComparison:
     lines: tuple[ComparedCell, ...]
     test: str
     differences: tuple[str, ...] = ()
+    confidence: float = PAIR_CONFIDENCE
+
+    @property
+    def false_alarm_rate(self) -> float:
+        return round(1 - self.confidence, 6)
 
     @property
     def comparisons(self) -> int:
@@ -175,7 +179,7 @@ class RunComparison:
 
     @property
     def method(self) -> dict[str, str]:
-        count, one_in = self.comparisons, round(1 / FALSE_ALARM_RATE)
+        count, one_in = self.comparisons, round(1 / self.false_alarm_rate)
         return {
             "Test": self.test,
             "Peak memory": MEMORY_METHOD,
@@ -185,7 +189,7 @@ class RunComparison:
             ),
             "False alarms": (
                 f"at most one in {one_in} comparisons of equal cells; {count} were made here, so"
-                f" expect up to {count * FALSE_ALARM_RATE:.2g}"
+                f" expect up to {count * self.false_alarm_rate:.2g}"
             ),
         }
 
@@ -198,7 +202,7 @@ class RunComparison:
             "comparisons": self.comparisons,
             "test": self.test,
             "smallest_effect": SMALLEST_EFFECT,
-            "false_alarm_rate": FALSE_ALARM_RATE,
+            "false_alarm_rate": self.false_alarm_rate,
             "memory_test": MEMORY_METHOD,
             "memory_smallest_effect": MEMORY_EFFECT,
             "memory_smallest_effect_bytes": MEMORY_EFFECT_BYTES,

@@ -10,7 +10,7 @@ import pytest
 
 from bench import api
 from bench.cli.reproduce import reproduce
-from bench.reproduce import (
+from bench.published import (
     PublishedRow,
     differences,
     measured_figures,
@@ -92,7 +92,7 @@ def test_a_cell_that_cannot_be_ranked_gives_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = ROWS.row("kempner-8b-single").cell
-    monkeypatch.setattr("bench.reproduce.require_hardware", lambda row, names: None)
+    monkeypatch.setattr("bench.published.require_hardware", lambda row, names: None)
     for folder, rows, expected in (
         ("good", trial_rows(cell, [4.0, 4.0, 4.0]), (0, "exact")),
         ("bad", left_out(cell, "out_of_memory", "rank 0"), (1, "unknown: rank 0")),
