@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,7 @@ def run(
     Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """
     _check(bool(cells), bool(matrix), trials, precision)
+    _check_times(time_budget_seconds=time_budget_seconds, timed_seconds=timed_seconds)
     from bench.execution import RunOptions, conclude, execute, prepare
     from bench.matrix import known_axes
     from bench.planning import PlanOptions
@@ -155,6 +157,12 @@ def _check(cells: bool, matrix: bool, trials: int | None, precision: float | Non
         raise UsageError(f"trials {trials!r}: give a whole number of at least 1")
     if precision is not None and not 0 < precision < 1:
         raise UsageError(f"precision {precision!r}: give a fraction between 0 and 1, such as 0.02")
+
+
+def _check_times(**seconds: float | None) -> None:
+    for name, value in seconds.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{name} {value!r}: give seconds, 0 or more")
 
 
 def plan(

@@ -61,7 +61,7 @@ def cells_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _by_size(text: str) -> tuple[int, str]:
-    return int(text) if text.isdigit() else 0, text
+    return int(text) if text.isdecimal() else 0, text
 
 
 def _row(cell: CellResult, columns: Sequence[ReportColumn[CellResult]]) -> ui.Row:

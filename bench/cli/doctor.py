@@ -88,6 +88,10 @@ def doctor(
 
     if gpu_check and links:
         raise UsageError("--gpu-check does not measure links: run doctor --links on its own")
+    only_for_gpus = {"--out": out, "--resume": resume, "--again": again, "--steps": steps}
+    given = [name for name, value in only_for_gpus.items() if value]
+    if given and not gpu_check:
+        raise UsageError(f"{', '.join(given)}: only with --gpu-check")
     require(TRAINING)
     if gpu_check:
         folder, budget = out or Path("gpu-check"), 60 * minutes

@@ -249,7 +249,8 @@ def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict
     others = [cell for cell in advisable if cell is not baseline]
     speeds = _speeds(others)
     if baseline and any(cell.speed.turns for cell in advisable):
-        ratios = {cell.cell_id: compare(cell, baseline) for cell in others}
+        confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))  # Bonferroni
+        ratios = {cell.cell_id: compare(cell, baseline, confidence) for cell in others}
         return {cell_id: ratio for cell_id, ratio in ratios.items() if ratio}
     if usual is None or len(speeds) < len(others):
         return {}

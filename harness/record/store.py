@@ -222,7 +222,9 @@ class Store:
 
 
 def require_plain_name(run_id: str) -> str:
-    """Returns the run id; raises UsageError if it is not a plain file name."""
+    """Returns the run id; raises UsageError if it cannot name files."""
+    if run_id == "index":
+        raise UsageError("run name 'index': reports/html/index.html lists runs; use another name")
     if not is_plain_name(run_id):
         raise UsageError(
             f"run name {run_id!r} is not a plain file name: use up to 100 letters, digits, '.', '_'"

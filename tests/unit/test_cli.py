@@ -84,6 +84,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
             ["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"],
             ["'abacus'", "h100-80gb", "rtx-4090"],
         ),
+        (["run", "--matrix", "smoke", "--run", "index"], ["'index'", "another name"]),
         (["run", "--matrix", "typo.yaml"], ["typo.yaml, cells[0]", "'stratgy'", "'strategy'"]),
         (
             ["run", "--matrix", "smoke", "--results", "file/results"],
@@ -122,6 +123,7 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["show", "ddp"], ["results"]),
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["doctor", "--gpu-check", "--links", "--device", "cpu"], ["--gpu-check", "--links"]),
+        (["doctor", "--resume", "--again", "nccl"], ["--resume", "--again", "--gpu-check"]),
         (["publish", "comet", "folder"], ["comet", "tensorboard"]),
         (
             ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from harness.analysis.answer import answer
 from harness.analysis.compare import REGRESSIONS, compare_cells, compare_sides
 from harness.analysis.ranking import compare
 from harness.analysis.selection import measured, select
 from harness.analysis.stats import COMPARISON_METHOD
-from harness.analysis.summary import summarised
+from harness.analysis.summary import cell_results, summarised
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
@@ -301,6 +302,20 @@ def test_a_search_for_the_largest_model_is_no_measurement() -> None:
 def test_nothing_in_common_is_a_mistake() -> None:
     with pytest.raises(UsageError, match="old and new have no cell in common"):
         compared(trial_rows(CELL, [1.0]), trial_rows(OTHER, [1.0]))
+
+
+def test_the_gain_of_interleaved_cells_is_known_with_95_percent() -> None:
+    rows = []
+    for cell, shares, began in ((CELL, (1.0, 1.0, 1.0), 0.0), (OTHER, (1.05, 1.06, 1.07), 1.0)):
+        for row in trial_rows(cell, [100.0 * share for share in shares]):
+            row["turn_began"] = [began + 2 * turn for turn in range(5)]
+            row["turn_samples_per_second"] = [row["samples_per_second"]] * 5
+            rows.append(row)
+    results = cell_results(frames(rows).trials, lambda cell: cell.cell.strategy == "ddp")
+    found = answer(results)
+    assert found is not None
+    assert found.gain == compare(*results, 0.95)
+    assert found.gain != compare(*results)
 
 
 def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:
