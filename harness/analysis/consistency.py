@@ -36,6 +36,14 @@ from harness.spec.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
 if TYPE_CHECKING:
     import pyarrow as pa
 
+JSON_COLUMNS: dict[str, type[object]] = {
+    "plan": dict,
+    "libraries": dict,
+    "gpu_facts": list,
+    "gpu_topology": list,
+    "numa": list,
+    "allocation": object,
+}
 Finding: TypeAlias = tuple[str, str]
 """Column, and what is wrong with its value."""
 VOCABULARY: dict[str, tuple[str, ...]] = {
@@ -151,8 +159,9 @@ def _column_findings(rows: pa.Table) -> Iterator[tuple[str, int, str]]:
 def _run_texts(run: RunRecord) -> Iterator[Finding]:
     if not is_plain_name(run.run_id):
         yield "run_id", f"{run.run_id!r} is not a plain file name"
-    for name in ("plan", "libraries", "gpu_facts", "gpu_topology", "numa", "allocation"):
-        if what := json_problem(getattr(run, name) or "{}"):
+    for name, kind in JSON_COLUMNS.items():
+        text = getattr(run, name)
+        if text and (what := json_problem(text, kind)):
             yield name, what
 
 

@@ -14,6 +14,7 @@ from harness.record.store import Store, TrialKey
 
 QUARANTINE = "quarantine"
 GATHERED = "gathered"
+_JSON_NAMES: dict[type[object], str] = {dict: "object", list: "array"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _check(table: str, file: Path) -> None:
     if folder == GATHERED:
         return
     if table == "runs":
-        if what := json_problem(rows.column("plan")[0].as_py()):
+        if what := json_problem(rows.column("plan")[0].as_py(), dict):
             raise DamagedFile(what, "plan")
     elif table in ("trials", "steps"):
         columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
@@ -133,10 +134,10 @@ def _folder(file: Path) -> str:
     return next((name for name in names if name in (*TABLES, GATHERED)), "")
 
 
-def json_problem(text: str) -> str:
-    """Returns why a text cannot be read as JSON; else empty."""
+def json_problem(text: str, kind: type[object] = object) -> str:
+    """Returns why a text cannot be read as JSON of this kind (dict or list); else empty."""
     try:
-        json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return f"it is not JSON: {error}"
-    return ""
+    return "" if isinstance(value, kind) else f"it is not a JSON {_JSON_NAMES[kind]}"

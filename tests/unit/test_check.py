@@ -175,8 +175,9 @@ def test_a_run_with_several_rows_is_a_problem(store: Store) -> None:
 
 
 @pytest.mark.parametrize("column", ["plan", "libraries"])
-def test_json_that_is_nested_too_deeply_is_a_problem(store: Store, column: str) -> None:
-    store.write_run(RunRecord(**(one_cell_run("run-2") | {column: "[" * 10**5})))
+@pytest.mark.parametrize("text", ["[" * 10**5, "[]", "3"], ids=["too deep", "array", "number"])
+def test_json_of_another_kind_is_a_problem(store: Store, column: str, text: str) -> None:
+    store.write_run(RunRecord(**(one_cell_run("run-2") | {column: text})))
     (problem,) = consistency.check(store.folder).problems
     assert (problem.file.stem, problem.column) == ("run-2", column)
 
