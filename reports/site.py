@@ -94,7 +94,7 @@ def page(shown: Sequence[tuple[RunReport, Entry]]) -> str:
         (name, title, sorted({row.attributes[f"data-{name}"] for row in rows}))
         for name, title in FILTERS.items()
     ]
-    table = ui.Table("all", "Cells by run", "Strategy", heads, rows, "sortable full", filters)
+    table = ui.Table("all", "All cells", "Strategy", heads, rows, "sortable full", filters)
     titles = ("Verdict", "Hardware", "Failures", "Matrix")
     runs = overview.runs_table([entry for _, entry in shown], titles)
     sections = [
