@@ -34,13 +34,14 @@ is_installed() { case $1 in
   slurm-wlm) PATH=$PATH:/usr/sbin command -v slurmctld >/dev/null ;;
   munge) PATH=$PATH:/usr/sbin command -v munged >/dev/null ;;
   openmpi-bin) command -v mpirun >/dev/null ;;
+  iproute2) PATH=$PATH:/usr/sbin:/sbin command -v tc >/dev/null ;;
   g++) command -v "$CXX" >/dev/null ;;
   *) command -v "$1" >/dev/null ;;
   esac; }
 missing() { local name; for name in "$@"; do is_installed "$name" || echo "$name"; done; }
 required=(git g++ make python3-dev python3-venv)
 optional=(libaio-dev openmpi-bin libopenmpi-dev) # for DeepSpeed's offload to disk, Horovod over MPI, and Adasum
-tests=(chromium slurm-wlm munge shellcheck) # tests that need them are skipped otherwise
+tests=(chromium slurm-wlm munge shellcheck iproute2) # tests that need them are skipped otherwise
 [ $with_tests = 1 ] || tests=()
 mapfile -t lack < <(missing "${required[@]}" "${optional[@]}" "${tests[@]}")
 install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1; }

@@ -33,6 +33,18 @@ MOST_OF_A_REASON = 160
 """Most characters of a reason in cells.txt."""
 
 
+def _extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Extracts files that stay in the folder; `extractall`'s filter needs Python 3.11.4."""
+    for member in archive:
+        target = (folder / member.name).resolve()
+        if not (member.isfile() and target.is_relative_to(folder.resolve())):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source := archive.extractfile(member):
+            with source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+
+
 def write_whole(file: Path, content: bytes) -> None:
     temporary = file.with_name(".partial")
     temporary.write_bytes(content)
@@ -111,7 +123,7 @@ class Folders:
             for name in ARCHIVES:
                 if (self.out / name).exists():
                     with tarfile.open(self.out / name) as archive:
-                        archive.extractall(self.work, filter="data")
+                        _extract(archive, self.work)
         return report
 
     def _empty(self) -> None:

@@ -17,6 +17,8 @@ NO_DIRECTION = 1e-30
 """Product of norms below which there is no direction to compare."""
 LEAST_DECAY = 0.2
 """Share of the segment's weight decay below which a direction is not compared in half precision."""
+SGD_ERROR = 0.005
+"""How far half precision may scale SGD's updates (fp16 weights: 0.003); Adam divides by scale."""
 LOW_BITS = 0x1FFF
 """Bits of an fp32 number that neither fp16 nor bf16 has."""
 
@@ -29,21 +31,23 @@ def deviations_from(
     *,
     share: int = 0,
     decay: float = 0.0,
+    update_error: float = 0.0,
     ahead: bool = False,
 ) -> Deviations:
     """Returns the deviations of this rank's tensors; call on all ranks.
 
-    `decay`: fraction by which weights decay in the segment; 0 in fp32. `ahead`: whether to compare
-    with the replay ahead (`Reference.save_ahead`). `replicas`: how many normalise separately; None
-    unless this rank belongs to the first, whose buffers count. `share`: number of this rank's
-    replica, if the reference emulates several. Directions with an analytically zero gradient are
-    exempt: AdamW turns their rounding noise into full-size steps.
+    `decay`: fraction by which weights decay in the segment; 0 in fp32. `update_error`: fraction of
+    an update by which its size may err. `ahead`: whether to compare with the replay ahead
+    (`Reference.save_ahead`). `replicas`: how many normalise separately; None unless this rank
+    belongs to the first, whose buffers count. `share`: number of this rank's replica, if the
+    reference emulates several. Directions with an analytically zero gradient are exempt: AdamW
+    turns their rounding noise into full-size steps.
     """
     from safetensors import safe_open
 
     file = reference.ahead_file if ahead else reference.final_file
     with safe_open(file, framework="pt") as final:
-        comparison = _Comparison(final, reference, workload, decay, share)
+        comparison = _Comparison(final, reference, workload, decay, update_error, share)
         found = {
             name: comparison.parameter(name, tensor)
             for name, tensor in full_parameters(train_state)
@@ -64,13 +68,20 @@ def deviations_from(
 
 class _Comparison:
     def __init__(
-        self, final: Any, reference: Reference, workload: Workload, decay: float, share: int
+        self,
+        final: Any,
+        reference: Reference,
+        workload: Workload,
+        decay: float,
+        update_error: float,
+        share: int,
     ) -> None:
-        self.decay = decay
+        self.decay, self.update_error = decay, update_error
         self.final, self.workload, facts = final, workload, reference.facts
         self.emulated: int = facts["replicas"]
         self.replica = share % self.emulated
         self.norms: dict[str, float] = facts["update_norms"]
+        self.shares: dict[str, float] = facts["update_shares"]
         self.frozen: dict[str, str] = facts["frozen"]
         self.buffer_norms: dict[str, float] = facts["buffer_norms"]
         self.tied = workload.split.tied if workload.split else {}
@@ -120,7 +131,8 @@ class _Comparison:
         along = product / scale if scale > NO_DIRECTION else 0.0
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         direction, size = 0.0, float(weights.norm())
-        if self.decay and product >= LEAST_DECAY * self.decay * size**2 > 0.0:
+        least = max(LEAST_DECAY * self.decay, self.update_error * abs(self.shares[known]))
+        if self.decay and product >= least * size**2 > 0.0:
             direction = product / (size * float(gap.norm())) * math.sqrt(gap.numel())
         return _ratio(float(gap.norm()), moved), element, along, direction
 

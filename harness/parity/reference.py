@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 UNIT = 2.0**-23
 """Largest relative distance of neighbouring fp32 numbers; rounding errs by half of it."""
-VERSION = 6  # raise it when the contents of reference files change meaning
+VERSION = 7  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Noise:
 class Reference:
     """Reference run on disk: losses of the parity segment, trained tensors after it, update norms.
 
-    Keeps digests of frozen tensors, which must stay bitwise identical.
+    Keeps digests of frozen tensors, which must stay bitwise identical, and `update_shares`: parts
+    of updates along the final weights, relative to these.
     """
 
     folder: str
@@ -96,12 +97,15 @@ class Reference:
             {f"buffers/{key}": buffer.cpu() for key, (moved, buffer) in changed.items() if moved},
             self.final_file,
         )
-        norms = dict.fromkeys(frozen, 0.0)
+        norms, shares = dict.fromkeys(frozen, 0.0), dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
-            moved = workload.without_zero_gradient(
-                name, tensor.float()
-            ) - workload.without_zero_gradient(name, before[name].detach().float().cpu())
-            norms[name] = float(moved.norm())
+            weights = workload.without_zero_gradient(name, tensor.float())
+            moved = weights - workload.without_zero_gradient(
+                name, before[name].detach().float().cpu()
+            )
+            norms[name], squared = float(moved.norm()), float(weights.norm()) ** 2
+            along = float(moved.flatten().dot(weights.flatten()))
+            shares[name] = along / squared if squared else 0.0
         roundings = {
             name: len(losses) * UNIT * float(tensor.float().norm()) / norms[name]
             for name, tensor in final.items()
@@ -109,7 +113,8 @@ class Reference:
         }
         self._write(
             {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
-            | {"gradient_norms": gradient_norms, "replicas": 1 + len(train_state.replicas)}
+            | {"update_shares": shares, "gradient_norms": gradient_norms}
+            | {"replicas": 1 + len(train_state.replicas)}
             | {"buffer_norms": {key: moved for key, (moved, _) in changed.items() if moved}}
         )
 

@@ -13,7 +13,7 @@ from harness.measure.peak_memory import MemoryMeter
 from harness.measure.rank_traffic import RankTraffic, folder_bytes
 from harness.measure.resource_use import Energy, Load, rank_gpus
 from harness.measure.routing import ExpertTokens, counted, routers_of
-from harness.parity.comparison import deviations_from
+from harness.parity.comparison import SGD_ERROR, deviations_from
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Reference
 from harness.parity.running_statistics import RunningStatistics
@@ -363,6 +363,7 @@ class Loop:
                         replicas,
                         share=self.job.layout.share(self.job.rank),
                         decay=0.0 if cell.precision == "fp32" else decayed(cell),
+                        update_error=SGD_ERROR if cell.optimizer == "sgd" else 0.0,
                         ahead=ahead,
                     )
                 )

@@ -39,6 +39,9 @@ class IdleStream:
 
     def synchronize(self) -> None: ...
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 @contextlib.contextmanager
 def on(stream: IdleStream) -> Iterator[None]:
@@ -56,6 +59,8 @@ def replace_streams() -> None:
     cuda.Stream, cuda.stream = IdleStream, on
     cuda.current_stream = lambda: IdleStream.current
     cuda.synchronize = lambda: None
+    accelerator: Any = torch.accelerator
+    accelerator.current_stream = lambda device=None: IdleStream.current  # needed by CUDA builds
     cuda.is_current_stream_capturing = lambda: False
     cpu: Any = torch.cpu
     cpu.Stream.synchronize = lambda stream: None

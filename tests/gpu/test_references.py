@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import harness.run.runner as runner_module
 from harness.launch.outcome import Outcome
-from harness.parity.comparison import deviations_from
+from harness.parity.comparison import SGD_ERROR, deviations_from
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Reference
 from harness.parity.verdict import parity_verdict
@@ -283,6 +283,36 @@ def test_untrained_tensors_are_checked_but_not_stored(tmp_path: Path) -> None:
     frozen.data[0] += 1e-7
     found = deviations_from(reference, TrainState(model, ()), workload, 1)
     assert found.updates[name] == math.inf, "a frozen tensor that has moved is found"
+
+
+def test_an_error_in_the_size_of_an_update_is_no_missing_decay(tmp_path: Path) -> None:
+    """The update is half of the final weights, and 0.3 % too large; or the weights do not decay."""
+    import torch
+
+    workload, reference = make_workload("llama-nano"), Reference(str(tmp_path))
+    initial, model = workload.build(0), workload.build(0)
+    before = dict(initial.named_parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 2.0
+    reference.save(workload, TrainState(model, ()), initial, [1.0], [], {})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += 0.003 * (parameter - before[name])
+
+    def largest(decay: float, update_error: float) -> float:
+        state = TrainState(model, ())
+        found = deviations_from(
+            reference, state, workload, 1, decay=decay, update_error=update_error
+        )
+        return max(found.directions.values())
+
+    assert largest(0.006, 0.0) > 7
+    assert largest(0.006, SGD_ERROR) == 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.006
+    assert largest(0.006, SGD_ERROR) > 7
 
 
 def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
