@@ -19,6 +19,8 @@ LEAST_DECAY = 0.2
 """Share of the segment's weight decay below which a direction is not compared in half precision."""
 SGD_ERROR = 0.005
 """How far half precision may scale SGD's updates (fp16 weights: 0.003); Adam divides by scale."""
+CHANCE = 3.0
+"""Standard deviations of an error without direction that may point along the weights by chance."""
 LOW_BITS = 0x1FFF
 """Bits of an fp32 number that neither fp16 nor bf16 has."""
 
@@ -129,6 +131,9 @@ class _Comparison:
         # Avoids another tensor of this size, because memory may be limited.
         product = abs(float(gap.flatten().dot(weights.flatten())))
         along = product / scale if scale > NO_DIRECTION else 0.0
+        if self.decay and along:  # half precision
+            without_direction = float(gap.norm()) / moved / math.sqrt(gap.numel())
+            along = max(0.0, along - CHANCE * without_direction)
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         direction, size = 0.0, float(weights.norm())
         least = max(LEAST_DECAY * self.decay, self.update_error * abs(self.shares[known]))

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -71,6 +73,14 @@ def missing(controller: str, device: str) -> str:
     return ""
 
 
+@functools.cache
+def _open_mpi() -> int:
+    """Returns Open MPI's major version; 4 if unknown."""
+    done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"\(Open MPI\) (\d+)", done.stdout)
+    return int(found[1]) if found else 4
+
+
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
 
@@ -78,15 +88,17 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     every node of a SLURM allocation.
     """
     settings = {
-        "orte_tmpdir_base": str(scratch),
         "hwloc_base_binding_policy": "none",
         "mpi_yield_when_idle": "1",
         # Keep Open MPI's messages and transport on loopback.
-        "oob_tcp_if_include": "lo",
         "btl_tcp_if_include": "lo",
     }
     # Killed ranks would leave their files in /dev/shm.
-    settings["btl_vader_backing_directory"] = str(scratch)
+    if _open_mpi() < 5:
+        settings |= {"orte_tmpdir_base": str(scratch), "btl_vader_backing_directory": str(scratch)}
+        settings["oob_tcp_if_include"] = "lo"
+    else:  # its daemon does not accept loopback next to another interface
+        settings |= {"prte_tmpdir_base": str(scratch), "btl_sm_backing_directory": str(scratch)}
     settings |= {
         "ras": "^slurm",
         "plm": "^slurm" if shutil.which("ssh") or shutil.which("rsh") else "^slurm,rsh",
