@@ -83,7 +83,7 @@ class _Comparison:
         self.emulated: int = facts["replicas"]
         self.replica = share % self.emulated
         self.norms: dict[str, float] = facts["update_norms"]
-        self.shares: dict[str, float] = facts["update_shares"]
+        self.update_shares: dict[str, float] = facts["update_shares"]
         self.frozen: dict[str, str] = facts["frozen"]
         self.buffer_norms: dict[str, float] = facts["buffer_norms"]
         self.tied = workload.split.tied if workload.split else {}
@@ -136,7 +136,7 @@ class _Comparison:
             along = max(0.0, along - CHANCE * without_direction)
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         direction, size = 0.0, float(weights.norm())
-        least = max(LEAST_DECAY * self.decay, self.update_error * abs(self.shares[known]))
+        least = max(LEAST_DECAY * self.decay, self.update_error * abs(self.update_shares[known]))
         if self.decay and product >= least * size**2 > 0.0:
             direction = product / (size * float(gap.norm())) * math.sqrt(gap.numel())
         return _ratio(float(gap.norm()), moved), element, along, direction
