@@ -37,7 +37,10 @@ def test_the_data_of_every_figure(update: bool) -> None:
         for chart in charts_in(visible(blocks, "page")):
             data: Any = chart.data
             assert data.name not in seen, "names are unique in the page"
-            seen[data.name] = rounded({"kind": type(data).__name__, **dataclasses.asdict(data)})
+            values = {"kind": type(data).__name__, **dataclasses.asdict(data)}
+            for words in ("title", "summary"):  # their sentences are in tests/golden/messages.txt
+                del values[words]
+            seen[data.name] = rounded(values)
     if update:
         lines = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in seen.items()]
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
