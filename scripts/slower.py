@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 RUN = "change"
 FALSE_ALARM_RATE = 0.002
-"""How often two equal sides may be called different: in speed or memory, in any cell."""
+"""Upper bound on the probability that two equal sides differ in any cell's verdicts."""
 METHOD = (
     "geometric mean of the ratios within rounds, with Student's paired t interval of their"
     f" logarithms. With {100 * (1 - FALSE_ALARM_RATE):g} % confidence all intervals hold at once"

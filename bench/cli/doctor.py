@@ -91,7 +91,7 @@ def doctor(
     only_for_gpus = {"--out": out, "--resume": resume, "--again": again, "--steps": steps}
     given = [name for name, value in only_for_gpus.items() if value]
     if given and not gpu_check:
-        raise UsageError(f"{', '.join(given)}: only with --gpu-check")
+        raise UsageError(f"{', '.join(given)}: add --gpu-check, which these options belong to")
     require(TRAINING)
     if gpu_check:
         folder, budget = out or Path("gpu-check"), 60 * minutes

@@ -18,7 +18,8 @@ NO_DIRECTION = 1e-30
 LEAST_DECAY = 0.2
 """Share of the segment's weight decay below which a direction is not compared in half precision."""
 SGD_ERROR = 0.005
-"""How far half precision may scale SGD's updates (fp16 weights: 0.003); Adam divides by scale."""
+"""Largest relative error in the size of SGD's updates in half precision; 0.003 was measured with
+fp16 weights. Adam divides the scale away."""
 CHANCE = 3.0
 """Standard deviations of an error without direction that may point along the weights by chance."""
 LOW_BITS = 0x1FFF

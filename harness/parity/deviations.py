@@ -15,7 +15,7 @@ class Deviations:
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
     """Error along the weights, over the norm of the update: wrong weight decay has this direction,
-    rounding has none. In half precision what small tensors have by chance is subtracted.
+    rounding has none. In half precision, the part expected by chance is subtracted.
     """
     directions: Mapping[str, float] = field(default_factory=dict)
     """Error along the weights in half precision, in standard deviations of an error without

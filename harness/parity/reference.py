@@ -41,8 +41,8 @@ class Noise:
 class Reference:
     """Reference run on disk: losses of the parity segment, trained tensors after it, update norms.
 
-    Keeps digests of frozen tensors, which must stay bitwise identical, and `update_shares`: parts
-    of updates along the final weights, relative to these.
+    Keeps digests of frozen tensors, which must stay bitwise identical, and `update_shares`:
+    each update's component along the final weights, over their norm.
     """
 
     folder: str

@@ -74,11 +74,11 @@ def missing(controller: str, device: str) -> str:
 
 
 @functools.cache
-def _open_mpi() -> int:
+def _open_mpi_version() -> int:
     """Returns Open MPI's major version; 4 if unknown."""
     done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"\(Open MPI\) (\d+)", done.stdout)
-    return int(found[1]) if found else 4
+    version = re.search(r"\(Open MPI\) (\d+)", done.stdout)
+    return int(version[1]) if version else 4
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
@@ -94,7 +94,7 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
         "btl_tcp_if_include": "lo",
     }
     # Killed ranks would leave their files in /dev/shm.
-    if _open_mpi() < 5:
+    if _open_mpi_version() < 5:
         settings |= {"orte_tmpdir_base": str(scratch), "btl_vader_backing_directory": str(scratch)}
         settings["oob_tcp_if_include"] = "lo"
     else:  # its daemon does not accept loopback next to another interface

@@ -302,10 +302,10 @@ def test_an_error_in_the_size_of_an_update_is_no_missing_decay(tmp_path: Path) -
 
     def largest(decay: float, update_error: float) -> float:
         state = TrainState(model, ())
-        found = deviations_from(
+        deviations = deviations_from(
             reference, state, workload, 1, decay=decay, update_error=update_error
         )
-        return max(found.directions.values())
+        return max(deviations.directions.values())
 
     assert largest(0.006, 0.0) > 7
     assert largest(0.006, SGD_ERROR) == 0.0

@@ -312,10 +312,10 @@ def test_the_gain_of_interleaved_cells_is_known_with_95_percent() -> None:
             row["turn_samples_per_second"] = [row["samples_per_second"]] * 5
             rows.append(row)
     results = cell_results(frames(rows).trials, lambda cell: cell.cell.strategy == "ddp")
-    found = answer(results)
-    assert found is not None
-    assert found.gain == compare(*results, 0.95)
-    assert found.gain != compare(*results)
+    advice = answer(results)
+    assert advice is not None
+    assert advice.gain == compare(*results, 0.95)
+    assert advice.gain != compare(*results)
 
 
 def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:

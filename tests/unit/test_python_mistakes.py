@@ -9,7 +9,7 @@ from harness.spec.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, "either cells or a matrix"),
         ({"matrix": "smoke", "trials": 0}, "trials 0"),
@@ -18,6 +18,6 @@ from harness.spec.errors import UsageError
         ({"matrix": "smoke", "time_budget_seconds": float("nan")}, "time_budget_seconds nan"),
     ],
 )
-def test_mistakes(options: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_mistakes(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         bench.run(**options)  # type: ignore[arg-type]
