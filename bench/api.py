@@ -51,7 +51,7 @@ class RecordedRuns(Results):
         """Advice from the newest run; None if there is nothing to choose."""
         from reports.run_report import only, ran
 
-        return ran(only(self, [self.runs["run_id"].max()]), self.baseline).advised
+        return ran(only(self, [self.runs["run_id"].iloc[-1]]), self.baseline).advised
 
     def report(self, path: str | Path) -> Path:
         """Writes a report of these runs, in the format of the suffix: html, md, csv or json;
@@ -76,7 +76,7 @@ def load(
     from harness.spec.cell import Cell
 
     store = Store(folder)
-    tables = store.load(None if runs is None else sorted({find_run(store, run) for run in runs}))
+    tables = store.load(None if runs is None else [find_run(store, run) for run in runs])
     recorded = [Cell.model_validate_json(text) for text in tables.trials["cell"].unique()]
     return RecordedRuns(**vars(tables), baseline=baseline_choice(baseline, recorded))
 
@@ -179,6 +179,7 @@ def plan(
     price: float | None = None,
     top: int = 10,
     calibration: str | Path | None = None,
+    host_memory_bytes: int | None = None,
 ) -> ClusterPlan:
     """Predicts the best layouts of a training on GPUs; see `bench plan`. Raises UsageError."""
     from harness.planner.cluster.calibration import calibration_file
@@ -191,7 +192,7 @@ def plan(
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
-    cluster = cluster_of(device, per_node, link)
+    cluster = cluster_of(device, per_node, link, host_memory_bytes)
     recipe = precision_named(precision)
     question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices, recipe)
     constants = load_constants(calibration_file(calibration))

@@ -10,6 +10,7 @@ from harness.planner.local.local_plan import LocalCandidate, LocalPlan, ScalingC
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
+from reports.charts import SERIES
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.line_chart import Line, Predicted
 from reports.text import number
@@ -131,14 +132,20 @@ def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> st
     ]
     inside = [p.devices for curve in curves for p in curve.points if not p.doublings_beyond]
     within = max(inside, default=0)
+    drawn = tuple(lines[: len(SERIES)])
     note = f"Right of the dotted line, at {plural(within, 'device')}, nothing was measured."
+    notes = [note, "Intervals grow with each doubling beyond it, which is an assumption."]
+    if len(lines) > len(drawn):
+        notes.append(
+            f"Only the first {len(drawn)} of {len(lines)} curves are drawn; the table has all."
+        )
     chart = Predicted(
         "scaling",
         "Throughput over devices",
         "samples/s",
-        tuple(lines),
-        f"{title}, predicted: {'; '.join(line.summary for line in lines)}",
-        (note, "Intervals grow with each doubling beyond it, which is an assumption."),
+        drawn,
+        f"{title}, predicted: {'; '.join(line.summary for line in drawn)}",
+        tuple(notes),
         within,
     )
     ends: ui.Blocks = [

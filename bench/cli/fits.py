@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.planner.finetune.answer import FitAnswer, FitQuestion
 
 USUAL = Path(__file__).parents[1] / "fits.yaml"
-"""Default strategy for each way of sharding states."""
+"""Matrix and cell for each way of sharding states."""
 GIB = 2**30
 ADAPTED_CELLS = {
     "lora": ("+bf16+lora", "fp32"),
@@ -49,8 +49,9 @@ FitLink: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--link",
-        help="Link between the GPUs: nvlink, pcie (through host memory) or pcie-p2p. [default:"
-        " nvlink if the GPU has it, else pcie]",
+        help="Link between the GPUs: nvlink (or Infinity Fabric), pcie (through host memory),"
+        " pcie-p2p, or each GPU's rate, such as 450gbyte. \\[default: nvlink if the GPU has it,"
+        " else pcie]",
     ),
 ]
 
@@ -79,11 +80,16 @@ def fits(
     result = answer(question)
     command = _command(model, question, result)
     if json_output:
-        document = dataclasses.asdict(result) | {
-            "margin_bytes": result.margin_bytes,
-            "parameters": question.shape.parameters,
-            "command": command,
-        }
+        document = (
+            {"model": question.shape.name}
+            | dataclasses.asdict(result)
+            | {
+                "margin_bytes": result.margin_bytes,
+                "parameters": question.shape.parameters,
+                "command": command,
+                "command_differs": _differences(question) if command else [],
+            }
+        )
         print(json.dumps(document))
     else:
         for line in _lines(question, result, command):
@@ -121,14 +127,30 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     ]
     if command:
         lines.append(f"run: {command}")
+        if differences := _differences(question):
+            lines.append(f"this cell differs from the answer: {', '.join(differences)}")
     return lines
+
+
+def _differences(question: FitQuestion) -> list[str]:
+    """Returns how the suite's cell differs from the training asked about."""
+    from harness.workloads.workload_variants import RANK
+
+    differences = []
+    if question.method != "full" and question.rank != RANK:
+        differences.append(f"rank {RANK} instead of {question.rank}")
+    if question.method.startswith("q"):
+        differences += ["fp32 embeddings", "no double quantisation"]
+    return differences
 
 
 def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     from harness.planner.cluster.recipe import SUITE_CELLS
     from harness.workloads import make_workload
 
-    if result.verdict == "no":
+    recipe = result.recipe
+    # The suite has no fused code, without which the training may not fit.
+    if result.verdict == "no" or recipe.library == "fused":
         return ""
     full = question.method == "full"
     cell = SUITE_CELLS.get(question.precision) if full else ADAPTED_CELLS[question.method]
@@ -140,18 +162,20 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
         make_workload(workload)
     except UsageError:
         workload = f"hf:PATH{variant}"
-    recipe = result.recipe
-    sharing = recipe.sharding if question.gpus > 1 else "one"
-    usual: dict[str, str] = yaml.safe_load(USUAL.read_text(encoding="utf-8"))
-    strategy = usual.get(sharing, usual["none"])
+    sharding: str = recipe.sharding if question.gpus > 1 else "one"
+    if full and sharding == "full" and precision == "bf16":
+        sharding = "full-bf16"
+    usual: dict[str, dict[str, str]] = yaml.safe_load(USUAL.read_text(encoding="utf-8"))
+    matrix, pattern = usual[sharding]["matrix"], shlex.quote(usual[sharding]["only"])
     axes = {
         "devices": question.gpus,
         "workload": workload,
         "sequence_length": recipe.sequence,
+        "regime": "strong",
         "batch": recipe.micro_batch * question.gpus,
         "recompute": recipe.recompute,
         "precision": precision,
     }
-    return f"python -m bench run --matrix quick --only {strategy} " + " ".join(
+    return f"python -m bench run --matrix {matrix} --only {pattern} " + " ".join(
         f"--set {name}={value}" for name, value in axes.items()
     )

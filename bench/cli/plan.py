@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
     from harness.planner.cluster.calibration import ClusterCalibration
     from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
-    from harness.planner.follow_up import StrategyOptions
+    from harness.planner.follow_up import FollowUp, MatrixFile, StrategyOptions
 
-MAX_EXPORTED = 1000
-"""Number of best layouts among which one that can be exported is searched."""
+MAX_RANKED = 1000
+"""Number of best layouts that are searched for ties and for one that can be exported."""
+MOST_NAMED = 5
+"""Most layouts without a strategy that are named."""
 TRIED_MATRIX = "full"
 """Matrix whose options are tried for each strategy."""
 
@@ -44,6 +47,15 @@ Model: TypeAlias = Annotated[
         "--model",
         help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes such as"
         " layers=32,hidden=4096,heads=32.",
+    ),
+]
+HostMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Memory of a node's host, which limits offload. \\[default: twice the node's device"
+        " memory]",
+        show_default=False,
     ),
 ]
 Price: TypeAlias = Annotated[
@@ -75,6 +87,7 @@ def plan(
     device: Device = "h100-80gb",
     per_node: PerNode = 8,
     link: ClusterLink = "nvlink,400gbit",
+    host_memory: HostMemory = None,
     seq: Seq = 4096,
     batch: Batch = 256,
     precision: StatesPrecision = "bf16",
@@ -95,6 +108,7 @@ def plan(
     Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
     """
     from bench import api
+    from bench.matrix import parse_bytes
     from harness.planner.cluster.calibration import calibration_file, load
     from harness.planner.cluster.cluster_plan import explanation
 
@@ -111,6 +125,7 @@ def plan(
         price=price,
         top=top,
         calibration=calibration,
+        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
     )
     if rehearse:
         answer = _rehearsed(answer, model, rehearse)
@@ -144,26 +159,51 @@ def _written(
     files: Files,
     model: str,
 ) -> list[str]:
-    written = _matrix_written(answer, model, files.matrix) if files.matrix else []
     question, goal = answer.question, answer.goal
-    if files.export:
+    prepared: list[FollowUp] = []
+    written, page = [], ""
+    if files.matrix or files.export:
         from harness.planner.cluster.cluster_plan import plan as predicted
-        from harness.planner.follow_up import cells_of_layouts, export_first
 
-        every = predicted(question, constants, goal, MAX_EXPORTED).candidates
-        ranked = ((candidate.layout, candidate.seconds) for candidate in every)
+        every = predicted(question, constants, goal, MAX_RANKED)
+    if files.matrix:
+        from bench.cli.terminal import measure_command
+
+        matrix, missing = _tied_cells(every, model, files.matrix)
+        prepared.append(matrix)
+        written += [f"{matrix.message}; {measure_command(files.matrix)}", *missing]
+    if files.export:
+        from harness.planner.follow_up import cells_of_layouts, first_export
+
+        ranked = ((candidate.layout, candidate.seconds) for candidate in every.candidates)
         cells = cells_of_layouts(question, model, ranked, tried_options())
-        written.append(export_first(cells, files.export))
+        export = first_export(cells, files.export)
+        prepared.append(export)
+        written.append(export.message)
     if files.html:
         from harness.planner.cluster.cluster_plan import sweep
-        from reports import write_whole
         from reports.prediction_page import cluster_page
 
         squares = sweep(question, constants, goal)
         page = cluster_page(answer, sentences, constants.source, squares)
-        write_whole(page, files.html, "--html")
         written.append(f"page: {files.html}")
+    write_all(prepared, page, files.html)
     return written
+
+
+def write_all(prepared: Sequence[FollowUp], page: str, html: Path | None) -> None:
+    """Writes prepared files and a page; checks all of them first.
+
+    The page comes first, because the same command can write it again after an error.
+    """
+    for follow_up in prepared:
+        follow_up.check()
+    if html:
+        from reports import write_whole
+
+        write_whole(page, html, "--html")
+    for follow_up in prepared:
+        follow_up.write()
 
 
 def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[str]) -> None:
@@ -193,27 +233,23 @@ def _not_rehearsed(answer: ClusterPlan) -> list[str]:
     ]
 
 
-def _matrix_written(answer: ClusterPlan, model: str, file: Path) -> list[str]:
-    from bench.cli.terminal import measure_command
-    from harness.planner.follow_up import cells_of_layout, write_matrix
+def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[MatrixFile, list[str]]:
+    """Returns a matrix of the cells tied with the first, and a sentence if layouts have none."""
+    from harness.planner.cluster.cluster_plan import open_questions
+    from harness.planner.follow_up import cells_of_layout, matrix_file
 
-    first = answer.candidates[0]
-    open_layouts = [
-        candidate.layout
-        for candidate in answer.candidates[1:]
-        if candidate.seconds_low <= first.seconds_high
-    ]
-    tried = tried_options()
+    tried, candidates = tried_options(), every.candidates
     by_layout = {
-        layout: cells_of_layout(answer.question, model, layout, tried)
-        for layout in (first.layout, *open_layouts)
+        candidate.layout: cells_of_layout(every.question, model, candidate.layout, tried)
+        for candidate in (candidates[0], *open_questions(candidates, every.goal))
     }
     cells = [cell for cells in by_layout.values() for cell in cells]
-    written = write_matrix(file, cells, "Cells whose predictions are tied.")
-    sentences = [f"{written}; {measure_command(file)}"]
-    if missing := [layout.text for layout, cells in by_layout.items() if not cells]:
-        sentences.append(f"no strategy of the suite trains with: {'; '.join(missing)}")
-    return sentences
+    matrix = matrix_file(file, cells, "Cells whose predictions are tied.")
+    missing = [layout.text for layout, cells in by_layout.items() if not cells]
+    if len(missing) > MOST_NAMED:
+        missing[MOST_NAMED:] = [f"{len(missing) - MOST_NAMED} more"]
+    sentence = f"no strategy of the suite trains with: {'; '.join(missing)}"
+    return matrix, [sentence] if missing else []
 
 
 def tried_options() -> list[StrategyOptions]:

@@ -24,11 +24,12 @@ from bench.cli.options import (
     Top,
     WrittenMatrix,
 )
-from bench.cli.plan import Files
+from bench.cli.plan import Files, write_all
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from harness.planner.follow_up import FollowUp
     from harness.planner.local.local_plan import LocalCandidate, LocalPlan, LocalVariant
 
 MAX_REASONS = 6
@@ -79,14 +80,13 @@ def predict(
     calibration = calibrated(measured, setting.workload if request.unseen else "")
     answer, variants = plan_setting(setting, request, measured, calibration)
     sentences = explanation(answer)
-    written = _written(answer, variants, Files(matrix, export, html))
+    page = ""
     if html:
-        from reports import write_whole
         from reports.prediction_page import local_page
 
         swept = sweep_settings(setting, request, measured, calibration)
-        write_whole(local_page(answer, sentences, measured.machine, swept), html, "--html")
-        written.append(f"page: {html}")
+        page = local_page(answer, sentences, measured.machine, swept)
+    written = _written(answer, variants, Files(matrix, export, html), page)
     if json_output:
         document = dataclasses.asdict(answer) | {
             "explanation": sentences,
@@ -115,22 +115,31 @@ def _show(answer: LocalPlan, top: int, sentences: Sequence[str], last_lines: Seq
         console.print(escape(sentence))
 
 
-def _written(answer: LocalPlan, variants: Sequence[LocalVariant], files: Files) -> list[str]:
+def _written(
+    answer: LocalPlan, variants: Sequence[LocalVariant], files: Files, page: str
+) -> list[str]:
     from bench.cli.terminal import measure_command
-    from harness.planner.follow_up import export_first, write_matrix
+    from harness.planner.follow_up import first_export, matrix_file
     from harness.planner.local.local_plan import open_questions
 
+    prepared: list[FollowUp] = []
     written = []
     candidates = answer.candidates or answer.inexact
     cells = {variant.cell.id: variant.cell for variant in variants}
     if files.matrix:
-        chosen = (candidates[0], *open_questions(candidates))
+        chosen = (candidates[0], *open_questions(candidates, answer.goal))
         ordered = [cells[candidate.cell_id] for candidate in chosen]
-        sentence = write_matrix(files.matrix, ordered, "Cells whose predictions are tied.")
-        written.append(f"{sentence}; {measure_command(files.matrix)}")
+        matrix = matrix_file(files.matrix, ordered, "Cells whose predictions are tied.")
+        prepared.append(matrix)
+        written.append(f"{matrix.message}; {measure_command(files.matrix)}")
     if files.export:
         ranked = ((cells[candidate.cell_id], candidate.seconds) for candidate in candidates)
-        written.append(export_first(ranked, files.export))
+        export = first_export(ranked, files.export)
+        prepared.append(export)
+        written.append(export.message)
+    if files.html:
+        written.append(f"page: {files.html}")
+    write_all(prepared, page, files.html)
     return written
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from harness.planner.local.measurements import LocalMeasurements
 
 DATA_VARIABLE = "BENCH_PLANNER_DATA"
+DEVICE, DEVICES_PER_NODE, LINK, SEQUENCE = "h100-80gb", 8, "playbook-h100", 4096
+"""Defaults of options for a cluster's runs."""
 MORE_NODES = "each number of nodes predicted from smaller ones"
 
 Data: TypeAlias = Annotated[
@@ -54,10 +56,10 @@ def validate(
     data: Data = None,
     results: LocalResults = None,
     model: Shapes = None,
-    device: Device = "h100-80gb",
-    per_node: PerNode = 8,
-    link: ClusterLink = "playbook-h100",
-    seq: Seq = 4096,
+    device: Device = DEVICE,
+    per_node: PerNode = DEVICES_PER_NODE,
+    link: ClusterLink = LINK,
+    seq: Seq = SEQUENCE,
     calibration: Calibration = None,
     fit: Fit = None,
     json_output: Json = False,
@@ -75,10 +77,22 @@ def validate(
     from harness.spec.errors import UsageError
 
     if results:
-        if data or fit:
-            raise UsageError("--results scores this machine's cells: leave --data and --fit out")
+        unused = {
+            "--data": data is not None,
+            "--fit": fit is not None,
+            "--calibration": calibration is not None,
+            "--model": bool(model),
+            "--device": device != DEVICE,
+            "--per-node": per_node != DEVICES_PER_NODE,
+            "--link": link != LINK,
+            "--seq": seq != SEQUENCE,
+        }
+        if given := [option for option, is_given in unused.items() if is_given]:
+            raise UsageError(f"--results scores this machine's cells: leave out {', '.join(given)}")
         _validate_local(results, json_output)
         return
+    if fit and calibration:
+        raise UsageError("--fit finds the constants: leave out --calibration")
     file = data or Path(os.environ.get(DATA_VARIABLE, ""))
     if not file.name:
         raise UsageError(
@@ -88,12 +102,12 @@ def validate(
     cluster = cluster_of(device, per_node, link)
     if fit:
         source = f"{int(runs.ran.sum())} measured runs of {file.name} on {device}, links {link}"
-        _fit(runs, cluster, source, fit)
+        _fit(runs, cluster, source, fit, json_output)
     else:
         _validate_cluster(file, runs, cluster, calibration, json_output)
 
 
-def _fit(runs: MeasuredRuns, cluster: Cluster, source: str, out: Path) -> None:
+def _fit(runs: MeasuredRuns, cluster: Cluster, source: str, out: Path, json_output: bool) -> None:
     from harness.planner.cluster.calibrate import calibrate
     from harness.spec.errors import UsageError
 
@@ -102,7 +116,8 @@ def _fit(runs: MeasuredRuns, cluster: Cluster, source: str, out: Path) -> None:
         fitted.save(out)
     except OSError as error:
         raise UsageError(f"--fit: cannot write {str(out)!r}: {error.strerror}") from None
-    print(f"wrote {out}")
+    written = f"wrote {out}"
+    print(json.dumps({"calibration": source, "written": [written]}) if json_output else written)
 
 
 def _validate_cluster(

@@ -69,19 +69,23 @@ def whatif(
     chosen = _named(cells, patterns) if patterns else fastest_cells(cells)
     calibration = calibrated(measured)
     curves = [scaled(cell, measured, calibration, request) for cell in chosen]
-    title = _title(chosen[0].cell.workload_name, request, link)
+    named = _named_curves(chosen, curves)
+    title = _title(chosen, request, link)
     if html:
         from reports import write_whole
         from reports.prediction_page import scaling_page
 
-        write_whole(scaling_page(title, curves, measured.machine), html, "--html")
+        write_whole(scaling_page(title, named, measured.machine), html, "--html")
     if json_output:
-        document = {"title": title, "machine": measured.machine}
-        print(json.dumps(document | {"curves": [dataclasses.asdict(curve) for curve in curves]}))
+        described = [
+            {"name": cell.cell.name, "cell_id": cell.cell.id} | dataclasses.asdict(curve)
+            for cell, curve in zip(chosen, curves, strict=True)
+        ]
+        print(json.dumps({"title": title, "machine": measured.machine, "curves": described}))
         return
     console = terminal.console()
-    for cell, curve in zip(chosen, curves, strict=True):
-        console.print(_table(f"{curve.label}, {cell.cell.workload_name}", curve))
+    for curve in named:
+        console.print(_table(curve.label, curve))
         if curve.end:
             console.print(f"  ends there: {curve.end}")
     console.print(f"{title}. Rates are predictions with 80 % intervals unless marked as measured.")
@@ -104,6 +108,20 @@ def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCel
     return [cell for cell in cells if any(matches(cell.cell, pattern) for pattern in patterns)]
 
 
+def _named_curves(
+    chosen: Sequence[LocalCell], curves: Sequence[ScalingCurve]
+) -> list[ScalingCurve]:
+    """Returns the curves, labelled with full names if their cells have several settings."""
+    from harness.analysis.setting import Setting
+
+    if len({Setting.of(cell.cell) for cell in chosen}) == 1:
+        return list(curves)
+    return [
+        dataclasses.replace(curve, label=cell.cell.name)
+        for cell, curve in zip(chosen, curves, strict=True)
+    ]
+
+
 def _link(text: str) -> Link | None:
     from harness.spec.errors import UsageError
     from harness.spec.link import Link
@@ -116,13 +134,15 @@ def _link(text: str) -> Link | None:
         raise UsageError(f"--link {text!r}: {error}") from None
 
 
-def _title(workload: str, request: ScalingRequest, link: str) -> str:
+def _title(chosen: Sequence[LocalCell], request: ScalingRequest, link: str) -> str:
     from harness.spec.link import UNSHAPED
 
     kind = "weak" if request.weak else "strong"
     behind = "an unlimited link" if link == UNSHAPED else link
     where = f"nodes of one device behind {behind}" if link else "one machine with a core per device"
-    return f"{workload}, {kind} scaling on {where}"
+    workloads = {cell.cell.workload_name for cell in chosen}
+    what = f"{workloads.pop()}, {kind}" if len(workloads) == 1 else kind.capitalize()
+    return f"{what} scaling on {where}"
 
 
 def _table(title: str, curve: ScalingCurve) -> Table:

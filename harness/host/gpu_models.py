@@ -36,6 +36,9 @@ class GpuModel:
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
     """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
+    fabric_bytes_per_second: float | None
+    """Bandwidth of the Infinity Fabric link between two GPUs of a node, both directions; None if
+    absent, or if some pairs have no direct link."""
     source: str
 
     @property
@@ -51,6 +54,15 @@ class GpuModel:
         }
         return peaks[precision]
 
+    def peer_bytes_per_second(self, gpus: int) -> float | None:
+        """Returns the bandwidth between one GPU and the others of `gpus` in a node, both
+        directions; None without NVLink and Infinity Fabric.
+
+        NVLink's switch lends a GPU all its links; Infinity Fabric has a link for each pair.
+        """
+        fabric = self.fabric_bytes_per_second
+        return self.nvlink_bytes_per_second or (fabric and fabric * (gpus - 1))
+
 
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -64,6 +76,7 @@ class _Row(BaseModel):
     bf16: bool = True
     bandwidth: float | None = None
     nvlink: float | None = None
+    fabric: float | None = None
     source: str
 
 
@@ -94,6 +107,7 @@ def _model(row: _Row, source: str) -> GpuModel:
         fp16_flops_per_second=half,
         memory_bytes_per_second=row.bandwidth and row.bandwidth * GIGA,
         nvlink_bytes_per_second=row.nvlink and row.nvlink * GIGA,
+        fabric_bytes_per_second=row.fabric and row.fabric * GIGA,
         source=source,
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -31,11 +32,61 @@ class StrategyOptions:
     options: dict[str, Any]
 
 
-def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
-    """Writes a matrix of these cells, best first; returns a message.
+@dataclass(frozen=True)
+class MatrixFile:
+    """A matrix to write, and the message that says so."""
 
-    Raises UsageError without cells, or if the file exists or cannot be written.
-    """
+    file: Path
+    text: str
+    message: str
+
+    def check(self) -> None:
+        """Raises UsageError if the file exists."""
+        if os.path.lexists(self.file):
+            raise self._exists
+
+    def write(self) -> None:
+        """Raises UsageError if the file exists or cannot be written."""
+        try:
+            with self.file.open("x", encoding="utf-8") as opened:
+                opened.write(self.text)
+        except FileExistsError:
+            raise self._exists from None
+        except OSError as error:
+            raise UsageError(f"cannot write {str(self.file)!r}: {error.strerror}") from None
+
+    @property
+    def _exists(self) -> UsageError:
+        return UsageError(f"file {str(self.file)!r} exists already; name another one")
+
+
+@dataclass(frozen=True)
+class ExportFolders:
+    """Exported files by folder and name, and the message that says so."""
+
+    folders: dict[Path, dict[str, str]]
+    message: str
+
+    def check(self) -> None:
+        """Raises UsageError if a folder is not empty."""
+        for folder in self.folders:
+            if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(
+                    f"folder {str(folder)!r} exists and is not empty; give another one, or remove"
+                    " it"
+                )
+
+    def write(self) -> None:
+        """Raises UsageError if a folder is not empty or cannot be written."""
+        for folder, files in self.folders.items():
+            write_files(files, folder)
+
+
+FollowUp: TypeAlias = MatrixFile | ExportFolders
+
+
+def matrix_file(file: Path, cells: Sequence[Cell], description: str) -> MatrixFile:
+    """Returns a matrix of these cells, best first; raises UsageError without cells."""
     if not cells:
         raise UsageError(
             "no strategy of the suite supports any of the best layouts, so there is nothing to"
@@ -56,33 +107,27 @@ def write_matrix(file: Path, cells: Sequence[Cell], description: str) -> str:
         allow_unicode=True,
         width=100,
     )
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError:
-        raise UsageError(f"file {str(file)!r} exists already; name another one") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
-    return f"wrote {plural(len(cells), 'cell')} to {file}"
+    return MatrixFile(file, text, f"wrote {plural(len(cells), 'cell')} to {file}")
 
 
-def export_first(ranked: Iterable[tuple[Cell, float]], folder: Path) -> str:
-    """Exports the best exportable cell to a folder per target; returns a message.
+def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> ExportFolders:
+    """Returns the best exportable cell's export, in a folder per target.
 
     `ranked`: cells with step times in seconds, best first. Raises UsageError without an export.
     """
     best: tuple[Cell, float] | None = None
     for cell, seconds in ranked:
         best = best or (cell, seconds)
-        written = list(_targets(cell))
-        if not written:
+        exported = dict(_targets(cell))
+        if not exported:
             continue
-        for target, files in written:
-            write_files(files, folder / target)
         slower = seconds / best[1] - 1
         compared = f", the best exportable layout, {slower:.0%} slower than the best"
-        targets = ", ".join(target for target, _ in written)
-        return f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for {targets}"
+        return ExportFolders(
+            {folder / target: files for target, files in exported.items()},
+            f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for"
+            f" {', '.join(exported)}",
+        )
     if best is None:
         raise UsageError(
             "no strategy of the suite supports any of the best layouts, so there is nothing to"

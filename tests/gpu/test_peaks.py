@@ -83,3 +83,5 @@ def test_the_table_is_plausible_and_its_names_are_unique() -> None:
         assert model.bf16_flops_per_second in (None, fp16)
         assert model.memory_bytes_per_second
         assert model.nvlink_bytes_per_second is None or model.nvlink_bytes_per_second >= 300e9
+        assert model.fabric_bytes_per_second is None or model.fabric_bytes_per_second >= 100e9
+        assert None in (model.nvlink_bytes_per_second, model.fabric_bytes_per_second)

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -15,11 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
+from bench.expand import expand
+from bench.host import host_of
+from bench.matrix import parse_changes, read_matrix
 from harness.host.gpu_models import gpu_models, gpu_named
 from harness.planner.cluster.footprint import footprint
 from harness.planner.cluster.model_names import parse_shape
-from harness.planner.cluster.recipe import ATTENTION, Adapter, Base, Precision, Recipe
-from harness.planner.finetune.speed import tokens_per_second
+from harness.planner.cluster.recipe import ATTENTION, Adapter, Base, Precision, Recipe, Sharding
+from harness.planner.finetune.speed import link_bytes_per_second, tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -179,35 +183,81 @@ def test_public_questions() -> None:
     assert not [row for row in wrong if row[2] == "yes"], wrong
 
 
+def cells_of_command(answer: dict[str, object], gpus: str) -> list[Cell]:
+    """Returns the cells that the printed command trains on these GPUs."""
+    words = shlex.split(str(answer["command"]))
+    settings = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+    matrix, only = (words[words.index(option) + 1] for option in ("--matrix", "--only"))
+    changes = parse_changes(settings)
+    expanded = expand(read_matrix(matrix), host_of(gpus, 1), only=[only], changes=changes)
+    assert not expanded.left_out
+    return list(expanded.cells)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_command_allocates_what_was_counted(method: str) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "options"),
+    [
+        ("a100-80gb", "--method lora"),
+        ("a100-80gb", "--method full --precision pure-bf16"),
+        ("2xrtx-4090", "--method full"),
+    ],
+)
+def test_the_command_allocates_what_was_counted(gpus: str, options: str) -> None:
     """The cell allocates the predicted bytes, except for matrix inputs that peft casts to fp32."""
-    options = [
-        "llama-1b",
-        "--gpus",
-        "a100-80gb",
-        "--method",
-        method,
-        "--seq",
-        "1024",
-        "--batch",
-        "2",
-    ]
-    if method == "full":
-        options += ["--precision", "pure-bf16"]
-    answer = json.loads(CliRunner().invoke(app, ["fits", *options, "--json"]).stdout)
-    given = dict(word.split("=", 1) for word in answer["command"].split() if "=" in word)
-    cell = Cell(
-        strategy="single",
-        workload=given["workload"],
-        sequence_length=int(given["sequence_length"]),
-        global_batch=int(given["batch"]),
-        recompute=given["recompute"],  # type: ignore[arg-type]
-        precision=given["precision"],  # type: ignore[arg-type]
-    )
-    peak = rehearse(cell).fullest.peak_bytes
+    answer = verdict_of(f"llama-1b --gpus {gpus} {options} --seq 1024 --batch 2")[1]
+    (cell,) = cells_of_command(answer, gpus)
+    peak = rehearse(cell.model_copy(update={"device": "cpu"}), (0,)).fullest.peak_bytes
     assert peak == pytest.approx(answer["peak_bytes"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "strategy", "chosen"),
+    [
+        ("a100-80gb", "--method lora", "single", {}),
+        ("2xa100-80gb", "--method lora --batch 2", "ddp", {}),
+        ("8xa100-80gb", "--method full", "fsdp2", {"mixed_precision": True}),
+        ("8xa100-80gb", "--method full --precision fp32", "fsdp2", {}),
+        ("2xa100-80gb", "--method full --precision pure-bf16", "fsdp2", {}),
+    ],
+)
+def test_the_command_trains_the_answer(
+    gpus: str, options: str, strategy: str, chosen: dict[str, object]
+) -> None:
+    """One cell, whose micro-batch, sharding and states are the answer's."""
+    answer = verdict_of(f"llama-8b --gpus {gpus} {options}")[1]
+    recipe = answer["recipe"]
+    assert isinstance(recipe, dict)
+    (cell,) = cells_of_command(answer, gpus)
+    assert (cell.strategy, cell.options) == (strategy, chosen)
+    assert (recipe["sharding"] == "full") == (strategy == "fsdp2")
+    assert cell.global_batch == recipe["micro_batch"] * cell.devices
+    assert (cell.micro_batches, cell.optimizer) == (1, "adamw")
+    assert (cell.recompute, cell.sequence_length) == (recipe["recompute"], recipe["sequence"])
+
+
+def test_differences_of_the_cell_are_named() -> None:
+    for options, differences in (
+        ("--method full --precision pure-bf16", []),
+        ("--method lora --rank 8", []),
+        ("--method dora", ["rank 8 instead of 16"]),
+        ("--method qlora --rank 8", ["fp32 embeddings", "no double quantisation"]),
+    ):
+        words = ["fits", "llama-1b", "--gpus", "a100-80gb", *options.split()]
+        answer = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+        assert answer["command_differs"] == differences
+        text = CliRunner().invoke(app, words).stdout
+        assert ("differs" in text) == bool(differences)
+        assert all(difference in text for difference in differences)
+
+
+def test_fused_code_has_no_command() -> None:
+    """The suite's cells would need more memory than the answer."""
+    question = "llama-1b --gpus 4090 --method lora --seq"
+    _, longer = verdict_of(f"{question} 49152")
+    assert "fused cross-entropy and norms" in longer["turn_on"]  # type: ignore[operator]
+    assert (longer["verdict"], longer["command"], longer["command_differs"]) == ("yes", "", [])
+    assert verdict_of(f"{question} 32768")[1]["command"]
 
 
 def test_dora_learns_norms_and_needs_more_than_lora() -> None:
@@ -258,6 +308,33 @@ def test_one_gpu_may_beat_two_without_peer_to_peer() -> None:
     assert float(str(fast["tokens_per_second"])) > float(str(slow["tokens_per_second"]))
 
 
+def rate_of(precision: Precision, sharding: Sharding, link: float) -> float:
+    recipe = Recipe(precision, gpus=8, sharding=sharding, sequence=1024)
+    return tokens_per_second(parse_shape("llama-1b"), recipe, gpu_models()["h100-80gb"], link)
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_gradients_of_fused_updates_are_reduced(sharding: Sharding) -> None:
+    """Updates in backward keep no gradients, but reduce as many bytes."""
+    for link in (12e9, 250e9):
+        fused = rate_of("pure-bf16-fused", sharding, link)
+        assert fused == rate_of("pure-bf16", sharding, link)
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_per_parameter"),
+    [("fp32", 12), ("bf16", 8), ("pure-bf16", 6), ("pure-bf16-fp32-reduce", 8)],
+)
+def test_sharded_parameters_are_gathered_at_their_size(
+    precision: Precision, bytes_per_parameter: int
+) -> None:
+    """A slow link takes 7/8 of two gathers and a reduction of each parameter."""
+    link = 1e6
+    parameters = parse_shape("llama-1b").parameters
+    seconds = 1024 / rate_of(precision, "full", link)
+    assert seconds == pytest.approx(7 / 8 * bytes_per_parameter * parameters / link, rel=0.01)
+
+
 def test_alternatives_have_the_speed_of_their_own_answers() -> None:
     """One GPU alone and the remedies also use fused code only if nothing else fits."""
     question = "llama-3.2-1b --method full --precision pure-bf16 --seq 1280 --link pcie"
@@ -269,6 +346,37 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
     promised = {remedy["value"]: remedy["tokens_per_second"] for remedy in remedies}
     followed = verdict_of("llama-3.2-1b --gpus 4090 --method lora")[1]
     assert promised["lora"] == followed["tokens_per_second"]
+
+
+def test_links_of_a_node() -> None:
+    models = gpu_models()
+    default = {name: link_bytes_per_second(gpu, None) for name, gpu in models.items()}
+    for name in ("mi300x-192gb", "mi325x-256gb", "mi355x-288gb"):
+        # Each pair has its own link.
+        assert default[name](8) == pytest.approx(7 * default[name](2))
+        assert link_bytes_per_second(models[name], "nvlink")(4) == default[name](4)
+    assert default["mi300x-192gb"](8) == pytest.approx(0.55 * 7 * 64e9)
+    assert default["h100-80gb"](2) == default["h100-80gb"](8) == pytest.approx(0.55 * 450e9)
+    for name in ("mi250x-64gb", "rtx-4090"):
+        gpu = models[name]
+        assert default[name](8) == link_bytes_per_second(gpu, "pcie")(8)
+        assert link_bytes_per_second(gpu, "100gbyte")(2) == pytest.approx(55e9)
+        with pytest.raises(UsageError, match="no rate of NVLink or Infinity Fabric"):
+            link_bytes_per_second(gpu, "nvlink")
+    assert link_bytes_per_second(models["h100-80gb"], "450GByte")(2) == default["h100-80gb"](2)
+
+
+def test_eight_amd_gpus_are_faster_than_one() -> None:
+    for gpu in ("mi300x", "mi325x", "mi355x"):
+        _, answer = verdict_of(f"llama-8b --gpus 8x{gpu} --method full")
+        alone = float(str(answer["one_gpu_tokens_per_second"]))
+        assert float(str(answer["tokens_per_second"])) > 4 * alone
+
+
+@pytest.mark.parametrize("link", ["foo", "0gbyte", "450", "450gbyte,400gbit", "playbook-h100"])
+def test_links_that_are_not_understood(link: str) -> None:
+    with pytest.raises(UsageError, match=r"give nvlink, pcie, pcie-p2p or a rate above 0"):
+        link_bytes_per_second(gpu_models()["h100-80gb"], link)
 
 
 def test_mistakes_are_refused() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
+from bench.cli import app
+from harness.planner.cluster.hf_config import SIZES, TEXT_SIZES
 from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.model_shape import ModelShape
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -63,6 +69,40 @@ DEFAULTS = (
     *("gpt_oss", "mixtral", "opt"),
 )
 """Model types tested at the default sizes of their config classes."""
+GEMMA_3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+"""As published for Gemma 3 4B; heads and vocabulary are transformers' defaults."""
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-05},
+    "tie_word_embeddings": False,
+}
+BLOOM: dict[str, Any] = {
+    "model_type": "bloom",
+    "n_embed": 1024,
+    "n_inner": None,
+    "n_layer": 24,
+    "num_attention_heads": 16,
+    "vocab_size": 250880,
+}
+"""As published for BLOOM 560M."""
+VISION: list[tuple[str, str]] = [
+    ("Qwen2VL", "qwen2_vl"),
+    ("Qwen2_5_VL", "qwen2_5_vl"),
+    ("Qwen3VL", "qwen3_vl"),
+    ("Qwen3VLMoe", "qwen3_vl_moe"),
+]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [*CONFIGS, *((kind, {}) for kind in DEFAULTS)])
@@ -74,6 +114,99 @@ def test_counts_are_exact(kind: str, sizes: dict[str, Any], tmp_path: Path) -> N
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert parse_shape(f"hf:{tmp_path}").parameters == model.num_parameters()
+
+
+def read_with_and_without_torch(config: dict[str, Any], folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = parse_shape(f"hf:{folder}")
+    with mock.patch("harness.planner.cluster.hf_config.is_installed", return_value=False):
+        assert parse_shape(f"hf:{folder}") == shape
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (GEMMA_3, 3_880_263_168),
+        (LLAVA, 6_738_939_904),
+        (BLOOM, 559_214_592),
+        (
+            {"model_type": "internvl", "text_config": LLAMA | {"model_type": "qwen2"}},
+            159_552,
+        ),
+        (
+            {
+                "model_type": "internvl",
+                "tie_word_embeddings": True,
+                "text_config": LLAMA | {"model_type": "qwen2"},
+            },
+            149_312,
+        ),
+    ],
+)
+def test_published_configs(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
+    shape = read_with_and_without_torch(config, tmp_path)
+    assert shape.parameters == parameters
+    assert ("(text model only)" in shape.name) == ("text_config" in config)
+
+
+def test_sizes_that_a_text_config_omits_are_transformers_defaults(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind, sizes in TEXT_SIZES.items():
+        config = transformers.AutoConfig.for_model(kind)
+        for name, size in zip(SIZES, sizes, strict=False):
+            assert not size or getattr(config, name) == size, (kind, name)
+        nested = {"model_type": "internvl", "text_config": {"model_type": kind}}
+        shape = read_with_and_without_torch(nested, tmp_path)
+        config.save_pretrained(tmp_path)
+        whole = parse_shape(f"hf:{tmp_path}")
+        assert shape.parameters == whole.parameters, kind
+        assert (shape.kv_heads, shape.head_size) == (whole.kv_heads, whole.head_size)
+
+
+@pytest.mark.parametrize(("name", "kind"), VISION)
+def test_text_models_of_vision_models_are_counted_exactly(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    sizes = LLAMA | {"head_dim": 16} | (experts if "moe" in kind else {})
+    config = transformers.AutoConfig.for_model(kind, text_config=sizes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    counted = {id(p): p.numel() for p in model.model.language_model.parameters()}
+    counted |= {id(p): p.numel() for p in model.lm_head.parameters()}
+    assert parse_shape(f"hf:{tmp_path}").parameters == sum(counted.values())
+
+
+def test_the_commands_answer_for_the_text_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3))
+    model = f"hf:{tmp_path}"
+    fits = CliRunner().invoke(app, ["fits", model, "--gpus", "h100"])
+    assert fits.exit_code == 0, fits.output
+    assert "gemma3 (text model only)" in fits.output
+    plan = CliRunner().invoke(app, ["plan", "--model", model, "--batch", "8", "--json"])
+    assert json.loads(plan.stdout)["question"]["shape"]["name"] == "gemma3 (text model only)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "shared"),
+    [
+        ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 48}, 5632),
+        ("deepseek_v3", {"n_shared_experts": 2, "moe_intermediate_size": 48}, 96),
+        ("qwen3_next", {"shared_expert_intermediate_size": 80}, 80),
+        ("mixtral", {}, 0),
+    ],
+)
+def test_widths_of_shared_experts(
+    kind: str, entries: dict[str, Any], shared: int, tmp_path: Path
+) -> None:
+    config = LLAMA | {"model_type": kind, "num_experts": 4} | entries
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with mock.patch("harness.planner.cluster.hf_config.is_installed", return_value=False):
+        assert parse_shape(f"hf:{tmp_path}").shared_feed_forward == shared
 
 
 @pytest.mark.parametrize("name", ["llama-1b", "llama-7b"])

@@ -39,6 +39,8 @@ from harness.planner.local.local_calibration import (
     with_spreads,
 )
 from harness.planner.local.local_plan import (
+    LocalCandidate,
+    LocalGoal,
     LocalVariant,
     ScalingPoint,
     explanation,
@@ -239,7 +241,8 @@ def test_measured_cells_answer_and_others_are_predicted(
     text = " ".join(explanation(plan))
     assert "Use averaged: " in text
     assert "a different training: averaged(rarely)" in text
-    assert all(other in plan.candidates[1:] for other in open_questions(plan.candidates))
+    tied = open_questions(plan.candidates, plan.goal)
+    assert all(other in plan.candidates[1:] for other in tied)
 
 
 def test_memory_decides_where_it_is_the_goal_or_short(calibration: CpuCalibration) -> None:
@@ -249,6 +252,35 @@ def test_memory_decides_where_it_is_the_goal_or_short(calibration: CpuCalibratio
     assert peaks == sorted(peaks)
     short = rank_variants("s", variants(cells, {}), calibration, 8, int(1.3 * peaks[0])).candidates
     assert [candidate.fits for candidate in short] != [1.0] * len(short)
+
+
+def test_ties_in_memory_are_those_of_memory(calibration: CpuCalibration) -> None:
+    cells = [facts(1.0, name) for name in LIBRARIES]
+    plan = rank_variants("s", variants(cells, {}), calibration, 8, 2 * 10**9, "memory")
+    first = plan.candidates[0]
+
+    def another(label: str, seconds: float, peak: float, fits: float = 1.0) -> LocalCandidate:
+        return dataclasses.replace(
+            first,
+            label=label,
+            seconds=first.seconds * seconds,
+            peak_bytes=first.peak_bytes * peak,
+            peak_low=first.peak_low * peak,
+            peak_high=first.peak_high * peak,
+            fits=fits,
+        )
+
+    faster, near = another("faster", 0.1, 10.0), another("near", 9.0, 1.0001)
+    assert open_questions((first, near, faster), "memory") == [near]
+
+    def told_about(goal: LocalGoal, *others: LocalCandidate) -> str:
+        answer = dataclasses.replace(plan, goal=goal, candidates=(first, *others))
+        return " ".join(explanation(answer))
+
+    assert "Tied with it in memory: near" in told_about("memory", near, faster)
+    assert "All others need significantly more memory." in told_about("memory", faster)
+    unlikely = another("unlikely", 0.1, 1.0, 0.01)
+    assert "slower or are less likely to fit." in told_about("throughput", unlikely)
 
 
 def test_too_little_gets_a_sentence(many: list[Observation], calibration: CpuCalibration) -> None:
@@ -322,6 +354,7 @@ def test_the_commands_answer_from_a_results_folder(folder: str, tmp_path: Path) 
     assert list(points) == [1, 2, 4, 8, 16, 32, 64]
     assert points[2]["measured"] == pytest.approx(170, rel=1e-3)
     assert points[64]["measured"] is None
+    assert curves["title"].startswith("llama-nano, weak scaling on one machine")
     widths = [points[n]["high"] / points[n]["low"] for n in (2, 4, 64)]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
@@ -369,6 +402,20 @@ def test_a_cell_that_cannot_run_any_more_has_a_curve_with_its_reason(
     assert curve["points"] == []
     assert "its library is not installed" in curve["end"]
     assert "its library is not installed" in told(whatif, "ddp llama-nano*", "--results", folder)
+
+
+def test_curves_of_several_settings_have_full_names(folder: str, tmp_path: Path) -> None:
+    options = ("--results", folder, "--devices", "4")
+    html = ("--html", str(tmp_path / "curves.html"))
+    document = json.loads(told(whatif, "ddp", *options, *html, "--json"))
+    names = {curve["name"] for curve in document["curves"]}
+    assert names == {f"ddp {name}-nano x2 fp32 batch 8" for name in ("llama", "gpt2")}
+    assert len({curve["cell_id"] for curve in document["curves"]}) == 2
+    page, text = (tmp_path / "curves.html").read_text(), told(whatif, "ddp", *options)
+    for name in names:
+        assert name in page
+        assert name in text
+    assert document["title"] == "Weak scaling on one machine with a core per device"
 
 
 @pytest.mark.filterwarnings("ignore:Former.deviation:DeprecationWarning")
@@ -427,3 +474,21 @@ def test_every_size_of_a_sweep_has_the_requested_ranks_per_node(
 def test_bad_questions_get_one_sentence(options: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         ask(predict, *options)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--calibration", "default"),
+        ("--model", "1B=llama-1b"),
+        ("--device", "a100-80gb"),
+        ("--per-node", "4"),
+        ("--link", "nvlink"),
+        ("--seq", "2048"),
+        ("--data", "runs.csv"),
+        ("--fit", "mine.yaml"),
+    ],
+)
+def test_options_for_a_cluster_do_not_go_with_this_machine(option: tuple[str, str]) -> None:
+    with pytest.raises(UsageError, match=f"leave out {option[0]}$"):
+        ask(validate, "--results", "results", *option)

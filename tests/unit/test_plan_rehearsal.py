@@ -61,6 +61,11 @@ class Case:
 CASES = [
     Case("llama", 8, 16, 256, "pure-bf16"),
     Case("llama", 1, 4, 256, "fp32", tied=True),
+    Case("qwen3", 1, 16, 512, "pure-bf16", tied=True),
+    Case("qwen3", 8, 64, 512),
+    Case("olmo2", 1, 8, 512, "pure-bf16"),
+    Case("gemma2", 1, 8, 512, "pure-bf16"),
+    Case("gemma3_text", 2, 16, 512),
     pytest.param(Case("llama-7b", 64, 64, 4096), marks=thorough),
     pytest.param(Case("llama-7b", 16, 64, 2048, "pure-bf16"), marks=thorough),
     pytest.param(Case("llama-1b", 1, 8, 1024, "fp32"), marks=thorough),

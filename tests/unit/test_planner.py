@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from bench.cli import main
 from harness.planner.cluster.calibration import DEFAULT, load
-from harness.planner.cluster.cluster_plan import explanation, plan
-from harness.planner.cluster.hardware import BandwidthCurve, Cluster, cluster_of, curve_of
+from harness.planner.cluster.cluster_plan import GOALS, explanation, open_questions, plan
+from harness.planner.cluster.hardware import Cluster, cluster_of
 from harness.planner.cluster.layout_memory import capped, model_states
 from harness.planner.cluster.model_names import named_shapes, parse_shape
 from harness.planner.cluster.model_shape import ModelShape, empty_stages, numbered_stages
@@ -166,6 +166,32 @@ def test_memory_as_a_goal_needs_least() -> None:
     assert found.candidates[0].fits >= 0.9
 
 
+def test_what_a_goal_ranks_by_decides_ties() -> None:
+    least, more, same = (
+        dataclasses.replace(
+            plan(question(), CALIBRATION, goal="energy", top=1).candidates[0],
+            **dict(zip(("seconds", "seconds_low", "seconds_high"), seconds, strict=True)),
+            **dict(zip(("reserved_bytes", "reserved_low", "reserved_high"), memory, strict=True)),
+            **dict(zip(("joules_per_token", "joules_low", "joules_high"), joules, strict=True)),
+        )
+        for seconds, memory, joules in (
+            ((10.0, 9.0, 11.0), (10e9, 9e9, 11e9), (3.0, 2.0, 4.0)),
+            ((4.0, 3.6, 4.4), (20e9, 18e9, 22e9), (3.1, 2.1, 4.1)),
+            ((10.5, 9.5, 11.5), (10.4e9, 9.4e9, 11.4e9), (6.0, 5.0, 7.0)),
+        )
+    )
+    tied = {goal: open_questions((least, more, same), goal) for goal in GOALS}
+    assert tied == {"throughput": [same], "memory": [same], "cost": [same], "energy": [more]}
+    found = plan(question(), CALIBRATION, goal="memory", top=1)
+    faster, also = (
+        " ".join(explanation(dataclasses.replace(found, candidates=(least, other))))
+        for other in (more, same)
+    )
+    assert "takes 0.40 times as long and is faster; it needs 2.00 times as much memory." in faster
+    assert "is tied" not in faster
+    assert "it needs 1.04 times as much memory, a tie" in also
+
+
 def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
     asked = dataclasses.replace(question("llama-405b", 1, 8), sequence_length=131072)
     with pytest.raises(UsageError, match=r"405b .*has 85\.5 GB.*; it fits on \d+ of them") as error:
@@ -256,12 +282,12 @@ def test_the_axis_that_crosses_nodes_is_named(
         (["--model", "gpt2", "--devices", "12"], "the nearest numbers that do are 8 and 16"),
         (["--model", "gpt2", "--link", "fast"], "link 'fast' is not understood"),
         (["--model", "gpt2", "--devices", "16", "--link", "nvlink"], "has no rate between nodes"),
-        (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "has no NVLink"),
+        (["--model", "gpt2", "--device", "a10", "--link", "nvlink"], "no rate of NVLink"),
         (["--model", "layers=2,hidden=64,heads=0"], "heads is 0; give at least 1"),
         (["--model", "layers=2,hidden=64,layers=3"], "layers is given twice"),
         (["--model", "layers=99999999,hidden=64"], "give at most 10000"),
         (["--model", "gpt2", "--device", "A100"], "nearest are a100-40gb"),
-        (["--model", "gpt2", "--link", "nvlink,0gbit"], "has a rate of 0; give rates above 0"),
+        (["--model", "gpt2", "--link", "nvlink,0gbit"], "both above 0"),
         (["--model", "gpt2", "--price", "nan"], "price nan: give a price above 0"),
         (["--model", "gpt2", "--price", "inf"], "price inf: give a price above 0"),
         (["--model", "gpt2", "--price", "-1"], "price -1: give a price above 0"),
@@ -344,15 +370,20 @@ def test_every_constant_says_what_it_is() -> None:
 
 def test_the_network_is_as_fast_as_it_was_measured() -> None:
     """Bekman (see hardware.py): 377 GB/s for 4 GiB over 4 nodes of 8 devices with 50 GB/s each."""
-    curve = curve_of(740e9, 50e9, 8)
-    assert curve.at(np.array([4]))[0] == pytest.approx(377e9, rel=0.02)
-    assert curve.at(np.array([1]))[0] == pytest.approx(740e9)
-    assert (np.diff(curve.at(2 ** np.arange(14))) <= 0).all()
+    links = cluster_of("b200-180gb", 8, "900gbyte,400gbit")
+    nodes = 2 ** np.arange(14)
+    rates = links.bandwidth(740e9, nodes, np.full(14, 8))
+    assert rates[2] == pytest.approx(377e9, rel=0.02)
+    assert rates[0] == 740e9
+    assert (np.diff(rates) <= 0).all()
 
 
-def test_a_curve_goes_through_its_points_and_never_rises_beyond() -> None:
-    curve = BandwidthCurve((1, 2, 8), (400.0, 200.0, 100.0))
-    assert curve.at(np.array([1, 2, 8])).tolist() == pytest.approx([400, 200, 100])
-    beyond = curve.at(np.array([8, 16, 512]))
-    assert (np.diff(beyond) < 0).all()
-    assert isinstance(question().cluster, Cluster)
+def test_groups_share_the_links_between_nodes_but_each_device_has_its_own() -> None:
+    """One rank per node reaches its device's rate, however fast the links inside are."""
+    cluster = cluster_of("h100-80gb", 8, "nvlink,100gbit")
+    wire = 0.73 * 12.5e9
+    inside = cluster.gather_bytes_per_second
+    nodes, ranks = np.array([2, 2, 2, 2]), np.array([1, 2, 4, 8])
+    assert cluster.bandwidth(inside, nodes, ranks) == pytest.approx(wire * np.array([1, 3, 7, 15]))
+    slow = cluster_of("l40s", 8, "pcie-p2p,400gbit")
+    assert slow.bandwidth(24e9, np.array([2]), np.array([1]))[0] == 24e9

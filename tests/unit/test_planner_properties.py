@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.planner.cluster import layout_memory as memory_formulas
 from harness.planner.cluster import step_time
 from harness.planner.cluster.cluster_plan import plan
-from harness.planner.cluster.hardware import BandwidthCurve, curve_of
+from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import model_states
 from harness.planner.cluster.prediction import energy, predict
 from harness.planner.cluster.question import PlannedLayout, PlannedLayouts, enumerate_layouts
@@ -62,22 +62,21 @@ shares = st.one_of(st.just(1.0), st.floats(0.01, 1.0))
 
 
 @settings(max_examples=150)
-@given(every_axis, shares, shares, st.sampled_from([0.0, 0.5]))
+@given(every_axis, shares, shares, shares, st.sampled_from([0.0, 0.5]))
 def test_slower_links_never_speed_up(
-    layout: PlannedLayout, reduce: float, gather: float, overlap: float
+    layout: PlannedLayout, reduce: float, gather: float, wire: float, overlap: float
 ) -> None:
     asked = question("mixtral-8x7b")
     # The fitted overlap of the data axis is almost zero; other calibrations may differ.
     constants = dataclasses.replace(CALIBRATION.time, data_overlap=overlap)
     calibration = dataclasses.replace(CALIBRATION, time=constants)
 
-    def slower(curve: BandwidthCurve, factor: float) -> BandwidthCurve:
-        return BandwidthCurve(curve.nodes, tuple(factor * rate for rate in curve.bytes_per_second))
-
+    links = asked.cluster
     slow = dataclasses.replace(
-        asked.cluster,
-        reduce=slower(asked.cluster.reduce, reduce),
-        gather=slower(asked.cluster.gather, gather),
+        links,
+        reduce_bytes_per_second=reduce * links.reduce_bytes_per_second,
+        gather_bytes_per_second=gather * links.gather_bytes_per_second,
+        wire_bytes_per_second=wire * (links.wire_bytes_per_second or 0.0),
     )
     one = PlannedLayouts.of([layout])
     before = predict(asked, one, calibration).seconds[0]
@@ -235,7 +234,7 @@ UNITS = r"[Ss]econds|[Bb]ytes|[Pp]arameters|[Jj]oules|[Mm]icro-batches|operation
         step_time.AxisBandwidths.between_stages,
         step_time.AxisBandwidths.layer_communication,
         step_time.AxisBandwidths.data_axis,
-        curve_of,
+        Cluster.bandwidth,
         energy,
         one_forward_one_backward,
     ],

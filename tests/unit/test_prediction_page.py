@@ -83,6 +83,14 @@ def test_curves_mark_predictions_and_measurements() -> None:
     assert "filled: measured" in page
 
 
+def test_a_chart_says_how_many_curves_it_draws() -> None:
+    curves = [ScalingCurve(f"cell {number}", points()[:3], "") for number in range(9)]
+    page = scaling_page("Weak scaling", curves, "a machine")
+    assert "Only the first 7 of 9 curves are drawn; the table has all." in page
+    assert "cell 8" in page
+    assert "are drawn" not in scaling_page("Weak scaling", curves[:7], "a machine")
+
+
 def test_a_step_ends_with_its_slowest_device() -> None:
     assert straggling(2, 2, 0.05) == 0
     grown = [straggling(2**k, 2, 0.05) for k in range(1, 13)]

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench import api
+from bench.cli.plan import plan as command
 from bench.cli.plan import tried_options
 from bench.expand import cells_of
+from harness.planner.cluster.cluster_plan import open_questions
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
-from harness.planner.follow_up import cells_of_layout, cells_of_layouts, export_first, write_matrix
+from harness.planner.follow_up import cells_of_layout, cells_of_layouts, first_export, matrix_file
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy
+from tests.commands import ask, told
 
 SHAPE = ModelShape("llama-7b", 32, 4096, 32, 11008, 32000)
 QUESTION = ClusterQuestion(SHAPE, cluster_of("h100-80gb", 8, "nvlink,400gbit"), 2048, 64, 8)
@@ -71,13 +75,14 @@ def test_a_written_matrix_has_the_same_cells(tmp_path: Path) -> None:
         ),
     ]
     file = tmp_path / "open.yaml"
-    write_matrix(file, cells, "two")
+    matrix_file(file, cells, "two").write()
     assert yaml.safe_load(file.read_text())["description"] == "two"
     assert {cell.id for cell in cells_of(str(file), [])} == {cell.id for cell in cells}
-    with pytest.raises(UsageError, match="exists already"):
-        write_matrix(file, cells, "two")
+    for act in (matrix_file(file, cells, "two").check, matrix_file(file, cells, "two").write):
+        with pytest.raises(UsageError, match="exists already"):
+            act()
     with pytest.raises(UsageError, match="cannot write"):
-        write_matrix(tmp_path / "absent" / "open.yaml", cells, "two")
+        matrix_file(tmp_path / "absent" / "open.yaml", cells, "two").write()
 
 
 def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
@@ -86,8 +91,12 @@ def test_the_first_that_has_an_export_is_written(tmp_path: Path) -> None:
     together = {"tensor": 2, "pipeline": 2}
     in_3d = Cell(strategy="three_d", options=together, micro_batches=2, **small | {"devices": 4})
     cells = [(in_3d, 1.0), (Cell(strategy="ddp", **small), 1.25)]
-    said = export_first(cells, tmp_path / "files")
-    assert said.startswith("wrote ddp, the best exportable layout, 25% slower than the best")
+    export = first_export(cells, tmp_path / "files")
+    export.check()
+    export.write()
+    assert export.message.startswith(
+        "wrote ddp, the best exportable layout, 25% slower than the best"
+    )
     targets = {path.name for path in (tmp_path / "files").iterdir()}
     assert {"torchrun", "slurm"} <= targets
     assert (tmp_path / "files" / "torchrun" / "train.py").exists()
@@ -98,11 +107,46 @@ def test_no_export_has_the_reason_of_the_best_layout(tmp_path: Path) -> None:
     split = Cell(strategy="three_d", devices=4, micro_batches=2, **small)
     clipped = Cell(strategy="ddp", devices=2, clip_norm=0.5, **small)
     with pytest.raises(UsageError, match="use a llama workload"):
-        export_first([(split, 1.0), (clipped, 2.0)], tmp_path)
+        first_export([(split, 1.0), (clipped, 2.0)], tmp_path)
     with pytest.raises(UsageError, match=r"clip_norm=0\.5"):
-        export_first([(clipped, 1.0)], tmp_path)
+        first_export([(clipped, 1.0)], tmp_path)
     with pytest.raises(UsageError, match="nothing to export"):
-        export_first([], tmp_path)
+        first_export([], tmp_path)
+
+
+SEVEN_B = ("--model", "llama-7b", "--devices", "8", "--batch", "64", "--seq", "2048", "--json")
+
+
+def test_a_matrix_has_all_ties_however_few_rows_are_shown(tmp_path: Path) -> None:
+    written = []
+    for top in ("1", "10"):
+        told(command, *SEVEN_B, "--top", top, "--matrix", str(tmp_path / f"{top}.yaml"))
+        written.append((tmp_path / f"{top}.yaml").read_text())
+    assert written[0] == written[1]
+    every = api.plan("llama-7b", batch=64, sequence_length=2048, top=1000).candidates
+    tied = {candidate.layout for candidate in open_questions(every, "throughput")}
+    assert len(tied) > 10
+    expected = {
+        cell.id
+        for layout in (every[0].layout, *tied)
+        for cell in cells_of_layout(QUESTION, "llama-7b", layout, TRIED)
+    }
+    assert {cell.id for cell in cells_of(str(tmp_path / "1.yaml"), [])} == expected
+
+
+@pytest.mark.parametrize("blocker", ["chosen/slurm/job.sbatch", "open.yaml"])
+def test_an_existing_target_leaves_nothing_written(blocker: str, tmp_path: Path) -> None:
+    (tmp_path / blocker).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / blocker).write_text("mine")
+    targets = {"--matrix": "open.yaml", "--export": "chosen", "--html": "plan.html"}
+    options = [word for name, file in targets.items() for word in (name, str(tmp_path / file))]
+    with pytest.raises(UsageError, match="exists"):
+        ask(command, *SEVEN_B, *options)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / blocker]
+    (tmp_path / blocker).unlink()
+    told(command, *SEVEN_B, *options)
+    for file in ("open.yaml", "plan.html", "chosen/slurm/job.sbatch"):
+        assert (tmp_path / file).stat().st_size
 
 
 def test_layouts_that_divide_alike_are_asked_once() -> None:

@@ -11,7 +11,7 @@ from bench.expand import cells_of, expand
 from bench.host import Host
 from bench.matrix import Matrix
 from bench.planning import PlanOptions, kept_or_new_plan
-from harness.planner.follow_up import write_matrix
+from harness.planner.follow_up import matrix_file
 from harness.planner.local.measurements import optimizer_flops
 from harness.record.store import Store
 from harness.spec.cell import Cell
@@ -129,7 +129,7 @@ def test_a_recorded_cell_is_planned_again(tmp_path: Path) -> None:
     options = PlanOptions(cells=(recorded,), trials=1, timed_seconds=0)
     plan, _ = kept_or_new_plan(Store(tmp_path / "results"), options, False)
     assert [again.id for again in plan.cells] == [cell.id]
-    write_matrix(tmp_path / "m.yaml", [cell], "one")
+    matrix_file(tmp_path / "m.yaml", [cell], "one").write()
     assert [again.id for again in cells_of(str(tmp_path / "m.yaml"), [])] == [cell.id]
 
 

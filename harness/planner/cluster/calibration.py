@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -278,10 +279,17 @@ class ClusterCalibration:
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
     def save(self, file: Path) -> None:
+        """Writes a file atomically; raises OSError, which leaves an existing file unchanged."""
         text = yaml.safe_dump(
             TypeAdapter(ClusterCalibration).dump_python(self, mode="json"), sort_keys=False
         )
-        file.write_text(text, encoding="utf-8")
+        temporary = file.parent / f".{file.name}.{os.getpid()}.tmp"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def calibration_file(given: str | Path | None) -> Path:

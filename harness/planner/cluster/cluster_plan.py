@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from harness.planner.cluster.calibration import ClusterCalibration
-from harness.planner.cluster.layout_memory import model_states
+from harness.planner.cluster.layout_memory import model_states, offloaded_bytes, owned_parameters
 from harness.planner.cluster.model_names import named_shapes
-from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.model_shape import ModelShape, stages
 from harness.planner.cluster.prediction import (
     COMPUTING,
     WAITING,
@@ -59,6 +61,8 @@ PART_WORDS = {
 }
 RISKIER = 0.95
 """Share of the winner's probability of fitting below which another's is mentioned."""
+_Bounded: TypeAlias = tuple[float, float, float]
+"""Predicted value and the bounds of its 80 % interval."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
         if not result.fed[row]
         else "memory"
         if result.stored[row]
-        else "offload exceeds what a node can hold"
+        else "offload that a node cannot hold"
         for row in rows
     )
     return dict(reasons.most_common())
@@ -271,7 +275,7 @@ def _nothing_fits(
     if devices := _more_devices(question, calibration):
         return f"{words}; it fits on {devices} of them"
     remedies = []
-    if len(cluster.reduce.nodes) == 1:
+    if cluster.is_one_node:
         remedies.append(f"add a rate between nodes of {cluster.per_node} to the link")
     if shorter := _shorter_sequence(question, calibration):
         remedies.append(f"give a sequence of {shorter} tokens, which fits")
@@ -320,7 +324,7 @@ def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) ->
         )
         if devices > cluster.per_node and devices % cluster.per_node:
             devices = cluster.per_node
-        if devices > cluster.per_node and len(cluster.reduce.nodes) == 1:
+        if devices > cluster.per_node and cluster.is_one_node:
             return 0
         if _fits(dataclasses.replace(question, devices=devices), calibration):
             return devices
@@ -371,7 +375,7 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 def device_counts(question: ClusterQuestion) -> list[int]:
     counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
-    per_node, several = question.cluster.per_node, len(question.cluster.reduce.nodes) > 1
+    per_node, several = question.cluster.per_node, not question.cluster.is_one_node
     return [n for n in counts if n >= 1 and (n <= per_node or (several and n % per_node == 0))]
 
 
@@ -410,8 +414,9 @@ def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: st
 def explanation(plan: ClusterPlan) -> list[str]:
     best = plan.candidates[0]
     sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
+    sentences.append(_host_memory(plan, best))
     if len(plan.candidates) > 1:
-        sentences.append(_next(best, plan.candidates[1]))
+        sentences.append(_next(best, plan.candidates[1], plan.goal))
     if best.doublings_beyond > 0:
         sentences.append(
             f"The question lies {best.doublings_beyond:.1f} doublings outside the calibrated range,"
@@ -439,9 +444,11 @@ def _place(plan: ClusterPlan) -> str:
             "One node: all devices share fast links, so tensor parallelism is affordable if memory"
             " requires it."
         )
-    inside, outside = question.cluster.reduce.at(np.array([1, question.nodes])).tolist()
+    inside = question.cluster.reduce_bytes_per_second
+    nodes, per_node = np.array(question.nodes), np.array(question.cluster.per_node)
+    outside = float(question.cluster.bandwidth(inside, nodes, per_node))
     speed = "slow" if outside < inside / 4 else "fast"
-    per_node, ranks = question.cluster.per_node, layout.data * layout.context
+    ranks = layout.data * layout.context
     span = "stays inside a node" if layout.tensor <= per_node else "spans nodes"
     axes = [f"tensor parallelism {span}"] if layout.tensor > 1 else []
     if ranks > 1 and ranks * layout.tensor > per_node:
@@ -452,6 +459,21 @@ def _place(plan: ClusterPlan) -> str:
     return (
         f"{question.nodes} nodes over {speed} links ({outside / 1e9:.0f} GB/s against"
         f" {inside / 1e9:.0f} GB/s inside): {', '.join(axes)}."
+    )
+
+
+def _host_memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
+    if best.layout.offload not in (1, 2):
+        return ""
+    question, layouts = plan.question, PlannedLayouts.of([best.layout])
+    shape, cluster = question.shape, question.cluster
+    owned = max(
+        owned_parameters(shape, layouts, stage) for stage in stages(shape, best.layout.pipeline)
+    )
+    needed = offloaded_bytes(cluster, layouts, owned, STATES[question.precision])
+    return (
+        f"Offload takes {needed[0] / 1e9:.0f} GB of host memory per node;"
+        f" {cluster.host_memory_bytes / 1e9:.0f} GB are assumed unless you give the amount."
     )
 
 
@@ -497,11 +519,43 @@ def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
     )
 
 
-def _next(best: ClusterCandidate, other: ClusterCandidate) -> str:
+def open_questions(candidates: Sequence[ClusterCandidate], goal: str) -> list[ClusterCandidate]:
+    """Returns candidates tied with the first one in what the goal ranks by."""
+    first = _goal_value(candidates[0], goal)
+    return [
+        candidate for candidate in candidates[1:] if _overlap(first, _goal_value(candidate, goal))
+    ]
+
+
+def _goal_value(candidate: ClusterCandidate, goal: str) -> _Bounded:
+    """Returns the bytes, joules or seconds that a goal ranks by."""
+    if goal == "memory":
+        return candidate.reserved_bytes, candidate.reserved_low, candidate.reserved_high
+    joules, low, high = candidate.joules_per_token, candidate.joules_low, candidate.joules_high
+    if goal == "energy" and joules is not None and low is not None and high is not None:
+        return joules, low, high
+    return candidate.seconds, candidate.seconds_low, candidate.seconds_high
+
+
+def _overlap(one: _Bounded, other: _Bounded) -> bool:
+    return other[1] <= one[2] and one[1] <= other[2]
+
+
+def _next(best: ClusterCandidate, other: ClusterCandidate, goal: str) -> str:
     ratio = other.seconds / best.seconds
-    apart = other.seconds_low > best.seconds_high
-    verdict = "is slower" if apart else "is tied with it until measured"
+    if _overlap(*(_goal_value(candidate, "throughput") for candidate in (best, other))):
+        verdict = "is tied with it until measured"
+    else:
+        verdict = "is slower" if ratio > 1 else "is faster"
+    needs = ""
+    if goal in ("memory", "energy"):
+        first, second = _goal_value(best, goal), _goal_value(other, goal)
+        tied = ", a tie until measured" if _overlap(first, second) else ""
+        needs = f"; it needs {second[0] / first[0]:.2f} times as much {goal}{tied}"
     risk = ""
     if other.fits < RISKIER * best.fits:
         risk = f"; it fits with a probability of only {other.fits:.0%}"
-    return f"The next, {other.layout.text}, takes {ratio:.2f} times as long and {verdict}{risk}."
+    return (
+        f"The next, {other.layout.text}, takes {ratio:.2f} times as long and"
+        f" {verdict}{needs}{risk}."
+    )

@@ -30,6 +30,11 @@ LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "
 Counts fp32 logits, log-softmax (unless fused), its gradient, the shifted copy's, and the bf16
 gradient if fused.
 """
+CAP_BYTES = 2
+"""Additional bytes per logit for its hyperbolic tangent."""
+SCORE_BYTES = 8.0
+"""Bytes per softcapped attention score without fused attention: hyperbolic tangent and softmax, in
+fp32 4 bytes each; in bf16, 2 for the first and 2 more for the softmax's copy."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
@@ -123,27 +128,29 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         # Autocast keeps its bf16 copies of weights until the forward pass ends.
         casts = 2.0 * trained
     logits = _logits(shape, recipe)
-    one_layer = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor
-    unsharded = 0.0
+    scores = _scores(shape, recipe) / recipe.tensor
+    score_gradients = (4.0 + _element(recipe)) * scores
+    end = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor + score_gradients
     if shards > 1 and not whole and not recipe.adapter:
         layer = shape.layer_parameters - _alien_experts(shape, recipe)
-        unsharded = max(gradient, of.element) * layer / recipe.tensor
-    ends = 0.0
-    if shape.tied and not recipe.adapter:
-        # The embedding's gradient, and its sum with the head's.
-        ends = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
+        end += max(gradient, of.element) * layer / recipe.tensor
     if recipe.base != "bf16":
-        ends += 2.0 * shape.hidden * shape.feed_forward
+        end += 2.0 * shape.hidden * shape.widest_feed_forward
     if recipe.adapter and recipe.adapter.dora:
-        ends += DORA_BYTES * shape.hidden * shape.feed_forward
+        end += DORA_BYTES * shape.hidden * shape.widest_feed_forward
+    if shape.tied and not recipe.adapter:
+        # The embedding's gradient, and its sum with the head's. Without shards, the first layer is
+        # freed by then; with shards, the head's whole gradient takes its place.
+        summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
+        end = end + summed if shards > 1 else max(end, summed)
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
         kept=kept,
         gradients=gradients,
         gathered=gathered,
-        loss=kept + accumulated + gathered + casts + activations + logits,
-        backward=kept + gradients + gathered + casts + one_layer + unsharded + ends,
+        loss=kept + accumulated + gathered + casts + activations + max(logits, score_gradients),
+        backward=kept + gradients + gathered + casts + end,
         update=kept + gradients + temporary,
     )
 
@@ -179,7 +186,8 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
 
 def _logits(shape: ModelShape, recipe: Recipe) -> float:
     table = LOGIT_BYTES_WHOLE if recipe.sharding == "full" and recipe.gpus > 1 else LOGIT_BYTES
-    logits = table[recipe.library] * shape.vocabulary / recipe.tensor
+    each = table[recipe.library] + CAP_BYTES * shape.softcapped
+    logits = each * shape.vocabulary / recipe.tensor
     return recipe.tokens * (logits + FINAL_NORM_BYTES * shape.hidden)
 
 
@@ -204,10 +212,10 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
     It keeps its input, attention's output, and outputs of all or half of the matrix products.
     """
-    feed = shape.feed_forward * shape.experts_per_token
+    feed = shape.active_feed_forward
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
     products += feed * (2 if shape.gated else 1)
-    element = 2.0 if recipe.adapter else STATES[recipe.precision].element
+    element = _element(recipe)
     share = 0.5 if recipe.recompute == "selective-op" else 1.0
     inputs = _stream(recipe) * shape.hidden
     return inputs + element * (shape.attention_width + share * products)
@@ -216,26 +224,62 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns a layer's bytes per token kept for backward.
 
-    Norms keep an fp32 input, and a normalised tensor if trained. Attention keeps queries, keys,
-    values and output; the gated product four feed-forward tensors.
+    Attention keeps queries, keys, values and output; the gated product four feed-forward tensors.
+    The two usual norms also keep their outputs, as inputs of the products that follow.
     """
     hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
-    feed = shape.feed_forward * shape.experts_per_token
+    feed = shape.active_feed_forward
     tensors = 4 if shape.gated else 2
     attention = 4.0 * width + 4.0 * keys + 4.0 * shape.heads
+    norm = norm_bytes(shape, recipe)
+    further = norm * shape.further_normalised
+    # Gradients of the routing weights need what experts return, and those of experts their inputs.
+    weighted = shape.routed_width + hidden * (shape.shared_feed_forward > 0)
+    routed = weighted + shape.routed_width * (recipe.adapter is None)
+    element = _element(recipe)
+    further += element * routed
+    if scores := _scores(shape, recipe):
+        # Copies keys and values for every query head.
+        further += SCORE_BYTES * scores / recipe.tokens + 2 * element * (width - keys)
     if recipe.adapter:
         targets = recipe.adapter.targets
         # Autocast casts each target's input separately.
         inputs = 2.0 * hidden * sum(name in targets for name in ("q", "k", "v", "gate", "up"))
         inputs += 2.0 * width * ("o" in targets)
         product = 2.0 * feed * (tensors - 1 + ("down" in targets))
-        norms = 4.0 if recipe.library in ("transformers", "transformers-2024") else 2.0
         # DoRA scales both the target's output and the adapter's, and keeps them for backward.
         scaled = 4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0
-        return 2 * norms * hidden + inputs + attention + product + scaled
+        return 2 * norm * hidden + inputs + attention + product + scaled + further
     if recipe.precision == "fp32":
-        return 24.0 * hidden + 2 * attention + 4.0 * tensors * feed
+        return 24.0 * hidden + 2 * attention + 4.0 * tensors * feed + further
     if recipe.precision == "bf16" and recipe.sharding == "none":
-        return 26.0 * hidden + attention + 2.0 * tensors * feed
-    norms = 4.0 if recipe.library in ("native", "fused") else 8.0
-    return 2 * norms * hidden + attention + 2.0 * tensors * feed
+        return 26.0 * hidden + attention + 2.0 * tensors * feed + further
+    return 2 * (norm + 2) * hidden + attention + 2.0 * tensors * feed + further
+
+
+def _element(recipe: Recipe) -> float:
+    return 2.0 if recipe.adapter else STATES[recipe.precision].element
+
+
+def _scores(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the number of a layer's attention scores; 0 if attention is fused.
+
+    transformers' default attention for softcapped scores is not fused.
+    """
+    if not shape.softcapped or recipe.library == "native":
+        return 0.0
+    return float(shape.heads) * recipe.sequence * recipe.tokens
+
+
+def norm_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes per element that a norm keeps for backward, without its output.
+
+    transformers' norms keep an fp32 copy of the input. If trained, they also keep the normalised
+    tensor, in the type in which they apply the weight. Fused norms keep the input alone.
+    """
+    fp32 = _element(recipe) == 4.0
+    if recipe.library in ("native", "fused"):
+        return 4.0 if fp32 else 2.0
+    if recipe.adapter:
+        return 4.0
+    return 8.0 if fp32 or shape.fp32_norms else 6.0

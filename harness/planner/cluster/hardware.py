@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,46 +10,22 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.host.gpu_models import TERA, GpuModel, gpu_models, gpu_named
-from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
+from harness.planner.cluster.device_rates import (
+    USUAL_SHARE,
+    best_products,
+    bytes_per_second,
+    inside_node,
+)
 from harness.planner.cluster.recipe import Precision
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9
-REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
-"""Bus bandwidth relative to one direction of a node's links.
-
-All-reduce: between 436 of 450 GB/s, measured on H100 nodes (Ultra-Scale Playbook), and 230 to 240
-of 300 GB/s, usual on A100 nodes. Gathers: 250 of 450 GB/s, measured on H100 nodes (same source)."""
-PCIE_BYTES_PER_SECOND = 32e9
-"""One direction of PCI Express 4.0 x16 (PCI-SIG)."""
+HOST_MEMORY_SHARE = 2.0
+"""Host memory relative to the memory of a node's devices. Assumed; DGX A100 and H100 have 3."""
 WIRE_SHARE = 0.73
 """Share of the rate between nodes in a large all-reduce: 36.5 of 50 GB/s per device for 4 GiB over
 4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
-SIZES = tuple(2**power for power in range(11))
-
-
-@dataclass(frozen=True)
-class BandwidthCurve:
-    """Bus bandwidth of a collective over all devices, by number of nodes.
-
-    It counts bytes across the slowest link (nccl-tests, PERFORMANCE.md).
-    """
-
-    nodes: tuple[int, ...]
-    bytes_per_second: tuple[float, ...]
-
-    def at(self, nodes: Ints) -> Floats:
-        """Interpolates bytes per second on a log-log scale.
-
-        Beyond the last point, the last three's slope continues, but never rises.
-        """
-        x, y = np.log2(np.array(self.nodes, float)), np.log2(np.array(self.bytes_per_second))
-        asked = np.log2(np.maximum(nodes, 1))
-        last = min(3, len(x))
-        slope = min(0.0, float(np.polyfit(x[-last:], y[-last:], 1)[0])) if last > 1 else 0.0
-        result: Floats = np.exp2(np.interp(asked, x, y) + slope * np.maximum(0.0, asked - x[-1]))
-        return result
 
 
 @dataclass(frozen=True)
@@ -63,19 +38,41 @@ class Cluster:
     memory_bytes: float
     memory_bytes_per_second: float
     per_node: int
-    reduce: BandwidthCurve
-    """All-reduce bandwidth; the first point is within a node."""
-    gather: BandwidthCurve
-    """Bandwidth of all-gather and reduce-scatter."""
+    reduce_bytes_per_second: float
+    """Bus bandwidth of an all-reduce within a node: bytes across the slowest link (nccl-tests,
+    PERFORMANCE.md)."""
+    gather_bytes_per_second: float
+    """Bus bandwidth of all-gather and reduce-scatter within a node."""
+    wire_bytes_per_second: float | None
+    """Rate from each device to other nodes in large collectives; None for a single node."""
+    host_memory_bytes: float
+    """Host memory per node."""
     links: str = ""
     host_bytes_per_second: float = 25e9
     """Rate between device and host memory, per direction."""
     disk_bytes_per_second: float = 3e9
     """Rate of a node's disks, shared by its devices."""
-    host_memory_bytes: float = 2e12
-    """Host memory per node."""
     disk_bytes: float = 30e12
     """Disk space per node."""
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.wire_bytes_per_second is None
+
+    def bandwidth(
+        self, inside: float, nodes: Ints, ranks_per_node: Ints, share: float = 1.0
+    ) -> Floats:
+        """Returns a collective's bus bandwidth in bytes per second (shape as `nodes`).
+
+        `inside`: that within a node, never exceeded; `share`: fraction reached between nodes. Nodes
+        first reduce or gather inside, so with n ranks in k nodes (k - 1) / (n - 1) of the bytes
+        cross a device's link (Bekman, 2026, see WIRE_SHARE). A node's groups use separate links.
+        """
+        wire = self.wire_bytes_per_second or inside
+        across = wire * (nodes * ranks_per_node - 1) / np.maximum(1, nodes - 1)
+        across = np.minimum(inside, share * np.minimum(inside, across))
+        result: Floats = np.where(nodes > 1, across, inside)
+        return result
 
     def computing_in(self, precision: Precision) -> Cluster:
         if precision != "fp32":
@@ -105,12 +102,14 @@ def measured_links() -> dict[str, MeasuredLinks]:
     return {links.name: links for links in listed}
 
 
-def cluster_of(device: str, per_node: int, link: str) -> Cluster:
+def cluster_of(
+    device: str, per_node: int, link: str, host_memory_bytes: float | None = None
+) -> Cluster:
     """Returns a cluster of these devices and links.
 
-    `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: INSIDE is `nvlink`, `pcie` or a rate per
-    device and direction (`450gbyte`), BETWEEN each device's rate to other nodes (`400gbit`).
-    Otherwise raises UsageError.
+    `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: the link within a node (`inside_node`),
+    and each device's rate to other nodes (`400gbit`), empty for a single node.
+    `host_memory_bytes`: per node; None assumes HOST_MEMORY_SHARE. Otherwise raises UsageError.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -121,7 +120,7 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
         raise UsageError(
             f"device {device!r} has no published peak or memory bandwidth; choose another"
         )
-    reduce, gather = _curves(model, per_node, link)
+    reduce, gather, rate = _rates(model, per_node, link)
     return Cluster(
         device=device,
         flops_per_second=peak,
@@ -129,56 +128,24 @@ def cluster_of(device: str, per_node: int, link: str) -> Cluster:
         memory_bytes=float(model.memory_bytes),
         memory_bytes_per_second=model.memory_bytes_per_second,
         per_node=per_node,
-        reduce=reduce,
-        gather=gather,
+        reduce_bytes_per_second=reduce,
+        gather_bytes_per_second=gather,
+        wire_bytes_per_second=None if rate is None else WIRE_SHARE * rate,
+        host_memory_bytes=host_memory_bytes or HOST_MEMORY_SHARE * model.memory_bytes * per_node,
         links=link,
     )
 
 
-def _curves(model: GpuModel, per_node: int, link: str) -> tuple[BandwidthCurve, BandwidthCurve]:
+def _rates(model: GpuModel, per_node: int, link: str) -> tuple[float, float, float | None]:
+    """Returns rates of all-reduce and gathers within a node, and of a device to other nodes."""
     if chosen := measured_links().get(link):
-        return (
-            curve_of(GIGA * chosen.reduce, GIGA * chosen.rate, per_node),
-            curve_of(GIGA * chosen.gather, GIGA * chosen.rate, per_node),
-        )
+        return GIGA * chosen.reduce, GIGA * chosen.gather, GIGA * chosen.rate
     inner, _, outer = (part.strip() for part in link.lower().partition(","))
-    if inner == "nvlink":
-        if not model.nvlink_bytes_per_second:
-            raise UsageError(f"device {model.host_name!r} has no NVLink; give pcie")
-        one_way = model.nvlink_bytes_per_second / 2
-    else:
-        one_way = PCIE_BYTES_PER_SECOND if inner == "pcie" else _rate(inner, link)
-    between = _rate(outer, link) if outer else None
-    return (
-        curve_of(REDUCE_SHARE * one_way, between, per_node),
-        curve_of(GATHER_SHARE * one_way, between, per_node),
-    )
-
-
-def curve_of(inside: float, rate: float | None, per_node: int) -> BandwidthCurve:
-    """Returns a collective's bandwidth, given `inside` bytes per second within a node.
-
-    `rate` is each device's to other nodes; None means a single node. Nodes first reduce or gather
-    inside, so with n ranks in k nodes (k - 1) / (n - 1) of the bytes cross a device's link (Bekman,
-    2026, see WIRE_SHARE).
-    """
-    if rate is None:
-        return BandwidthCurve((1,), (inside,))
-    wire = WIRE_SHARE * rate
-    outside = [min(inside, wire * (k * per_node - 1) / (k - 1)) for k in SIZES[1:]]
-    return BandwidthCurve(SIZES, (inside, *outside))
-
-
-def _rate(text: str, link: str) -> float:
-    """Parses `400gbit` or `450gbyte` into bytes per second."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
-    rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
-    if match and float(match[1]) == 0:
-        raise UsageError(f"link {link!r} has a rate of 0; give rates above 0")
-    if not match:
+    inside, between = inside_node(model, per_node, inner), bytes_per_second(outer)
+    if inside is None or (outer and between is None):
         raise UsageError(
             f"link {link!r} is not understood; write the link inside a node and the rate of each"
-            f" device to other nodes, such as nvlink,400gbit, or one of"
+            f" device to other nodes, both above 0, such as nvlink,400gbit, or one of"
             f" {', '.join(measured_links())}"
         )
-    return float(match[1]) * rates[match[2]]
+    return *inside, between

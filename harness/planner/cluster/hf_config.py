@@ -16,7 +16,7 @@ from harness.host.packages import is_installed
 from harness.planner.cluster.model_shape import ModelShape
 from harness.spec.errors import UsageError
 
-Config: TypeAlias = Mapping[str, int | str | None]
+Config: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class ConfigFamily:
     feed_bias: bool = False
     head_norms: int = 0
     """1 for norms of single heads, 2 for norms over the width of all heads."""
+    fp32_norms: bool = False
+    softcapped: bool = False
     head_bias: bool = False
     positions: int = 0
     """Learned positions beyond the configured number; -1 if there are none."""
@@ -42,7 +44,10 @@ class ConfigFamily:
     """Config key that switches all attention biases."""
 
 
+UNKNOWN = ConfigFamily()
+"""Stands for types without a family."""
 PLAIN = ConfigFamily(positions=-1)
+GEMMA = replace(PLAIN, tied=True, fp32_norms=True)
 GPT = ConfigFamily(
     tied=True, gated=False, norm=2, qkv_bias=True, out_bias=True, feed_bias=True, positions=0
 )
@@ -52,15 +57,19 @@ FAMILIES: dict[str, ConfigFamily] = {
     "mixtral": PLAIN,
     "granite": replace(PLAIN, bias_key="attention_bias"),
     "phi3": PLAIN,
-    "olmo2": replace(PLAIN, head_norms=2),
+    "olmo2": replace(PLAIN, head_norms=2, fp32_norms=True),
     "olmoe": replace(PLAIN, head_norms=2),
     "qwen2": replace(PLAIN, qkv_bias=True),
     "qwen2_moe": replace(PLAIN, qkv_bias=True),
+    "qwen2_vl_text": replace(PLAIN, qkv_bias=True),
+    "qwen2_5_vl_text": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, head_norms=1),
     "qwen3_moe": replace(PLAIN, head_norms=1),
-    "gemma": replace(PLAIN, tied=True),
-    "gemma2": replace(PLAIN, tied=True, layer_norms=4),
-    "gemma3_text": replace(PLAIN, tied=True, layer_norms=4, head_norms=1),
+    "qwen3_vl_text": replace(PLAIN, head_norms=1),
+    "qwen3_vl_moe_text": replace(PLAIN, head_norms=1),
+    "gemma": GEMMA,
+    "gemma2": replace(GEMMA, layer_norms=4, softcapped=True),
+    "gemma3_text": replace(GEMMA, layer_norms=4, head_norms=1),
     "gpt2": GPT,
     "opt": replace(GPT, positions=2),
     "falcon": replace(GPT, positions=-1, qkv_bias=False, out_bias=False, feed_bias=False),
@@ -69,20 +78,51 @@ FAMILIES: dict[str, ConfigFamily] = {
     "starcoder2": replace(GPT, tied=True, positions=-1),
     "bloom": replace(GPT, positions=-1),
 }
+QWEN2_MOE_SHARED = 5632
+"""transformers' default of `shared_expert_intermediate_size`."""
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "head_dim"),
+)
+TEXT_SIZES: dict[str, tuple[int, ...]] = {
+    "llama": (4096, 32, 32, 0, 11008, 32000),
+    "mistral": (4096, 32, 32, 8, 14336, 32000),
+    "granite": (4096, 32, 32, 0, 11008, 32000),
+    "phi3": (3072, 32, 32, 0, 8192, 32064),
+    "olmo2": (4096, 32, 32, 0, 11008, 50304),
+    "qwen2": (4096, 32, 32, 32, 22016, 151936),
+    "qwen3": (4096, 32, 32, 32, 22016, 151936, 128),
+    "gemma": (3072, 28, 16, 16, 24576, 256000, 256),
+    "gemma2": (2304, 26, 8, 4, 9216, 256000, 256),
+    "gemma3_text": (2304, 26, 8, 4, 9216, 262208, 256),
+}
+"""transformers' defaults of SIZES, 0 if they follow from others. A `text_config` omits them."""
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Names under which transformers' configs have their sizes, if any."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
 def from_config(path: Path) -> ModelShape:
-    """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size."""
+    """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size.
+
+    If the model has a text config of one of the FAMILIES, only the text model is counted.
+    """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
-    counted = None
-    if str(config.get("model_type")) not in FAMILIES and (
-        is_installed("torch") and is_installed("transformers")
-    ):
+    name, counted = str(config.get("model_type", "")) or file.parent.name, None
+    if text := _text_config(config):
+        config, name = text, f"{name} (text model only)"
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES and is_installed("torch") and is_installed("transformers"):
         config, counted = _built(file, config)
+    shape = _shape(file, config, kind, name)
+    if family := FAMILIES.get(kind):
+        return replace(shape, other=_others(config, kind, family, shape))
+    return shape if counted is None else replace(shape, other=counted - shape.parameters)
+
+
+def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
+    """Returns sizes without other parameters; raises UsageError if one is missing."""
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -93,37 +133,52 @@ def from_config(path: Path) -> ModelShape:
             raise UsageError(f"{str(file)!r} has no {' or '.join(names)}, which is required")
         return default
 
-    kind = str(config.get("model_type", ""))
-    family = FAMILIES.get(kind)
-    hidden = size("hidden_size", "n_embd", "d_model")
+    family = FAMILIES.get(kind, UNKNOWN)
+    hidden = size(*(("n_embed",) if kind == "bloom" else ()), "hidden_size", "n_embd", "d_model")
     heads = size("num_attention_heads", "n_head")
     experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    expert_width = size("moe_intermediate_size", default=0) if experts > 1 else 0
     act = str(config.get("hidden_act", config.get("activation_function", "silu")))
-    gated = family.gated if family else act in ("silu", "swish", "swiglu")
-    shape = ModelShape(
-        name=kind or file.parent.name,
+    feed_forward = expert_width or size(
+        "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", default=4 * hidden
+    )
+    shared = 0
+    if experts > 1:
+        shared = size("n_shared_experts", default=0) * feed_forward
+        usual = QWEN2_MOE_SHARED if kind == "qwen2_moe" else shared
+        shared = size("shared_expert_intermediate_size", default=usual)
+    return ModelShape(
+        name=name,
         layers=size("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
         kv_heads=_kv_heads(config, kind, heads, size),
         head_size=size("head_dim", default=hidden // heads),
-        feed_forward=size(
-            *(("moe_intermediate_size",) if experts > 1 else ()),
-            "intermediate_size",
-            "ffn_hidden_size",
-            "ffn_dim",
-            "n_inner",
-            default=4 * hidden,
-        ),
+        feed_forward=feed_forward,
         vocabulary=size("vocab_size"),
-        gated=gated,
-        tied=bool(config.get(UNTIED_BY_CONFIG, family.tied if family else False)),
+        gated=act in ("silu", "swish", "swiglu") if family is UNKNOWN else family.gated,
+        tied=bool(config.get(UNTIED_BY_CONFIG, family.tied)),
         experts=experts,
         experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
+        shared_feed_forward=shared,
+        extra_norms=max(0, family.layer_norms - 2),
+        head_norms=family.head_norms > 0,
+        fp32_norms=family.fp32_norms,
+        softcapped=family.softcapped,
     )
-    if family is not None:
-        return replace(shape, other=_others(config, kind, family, shape))
-    return shape if counted is None else replace(shape, other=counted - shape.parameters)
+
+
+def _text_config(config: Config) -> Config:
+    """Returns the text model's entries with transformers' defaults; empty without a supported text
+    config."""
+    text = config.get("text_config")
+    if str(config.get("model_type")) in FAMILIES or not isinstance(text, dict):
+        return {}
+    kind = str(text.get("model_type"))
+    if kind not in FAMILIES:
+        return {}
+    whole = {name: config[name] for name in (UNTIED_BY_CONFIG,) if name in config}
+    return {**dict(zip(SIZES, TEXT_SIZES.get(kind, ()), strict=False)), **text, **whole}
 
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
@@ -183,15 +238,14 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
         layer_norms = 2 if two or not config.get("parallel_attn", True) else 1
     if kind == "llama":
         feeds = bool(config.get("mlp_bias", False))
-    each = (family.norm * layer_norms - 2) * hidden
+    each = (family.norm * layer_norms - 2 - shape.extra_norms) * hidden
     each += (shape.attention_width + 2 * shape.kv_width) * qkv + hidden * out
     each += (feed * (2 if shape.gated else 1) + hidden) * feeds
     each += {0: 0, 1: 2 * shape.head_size, 2: shape.attention_width + shape.kv_width}[
         family.head_norms
     ]
     if kind == "qwen2_moe":
-        shared = _whole(config, "shared_expert_intermediate_size", 5632)
-        each += 3 * hidden * shared + hidden
+        each += hidden
     whole = (family.norm - 1) * hidden
     if family.positions >= 0:
         count = _whole(config, "n_positions", _whole(config, "max_position_embeddings", 1024))

@@ -106,15 +106,24 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes
     return result
 
 
-def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
-    """Returns whether a node can hold what its devices offload.
+def offloaded_bytes(
+    cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes
+) -> Floats:
+    """Returns bytes that a node's devices offload (shape [layouts]).
 
-    `owned`: parameters that a rank of the largest stage updates (shape [layouts]).
+    Optimizer states, from level 2 on also parameters and gradients (ZeRO-Infinity, arXiv
+    2104.07857). `owned`: parameters that a rank of the largest stage updates.
     """
     each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
-    node = each * np.minimum(layouts.devices, cluster.per_node)
+    result: Floats = np.where(layouts.offload == 0, 0.0, each)
+    return result * np.minimum(layouts.devices, cluster.per_node)
+
+
+def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
+    """Returns whether a node can hold what its devices offload; `owned`: see offloaded_bytes."""
+    node = offloaded_bytes(cluster, layouts, owned, of)
     room = np.where(layouts.offload == 3, cluster.disk_bytes, cluster.host_memory_bytes)
-    result: Bools = (layouts.offload == 0) | (node <= room)
+    result: Bools = node <= room
     return result
 
 
@@ -147,12 +156,15 @@ def _layer_activations(
     tensor = layouts.tensor.astype(float)
     scale = element / 2
     pending = scale * tokens * shape.hidden * np.where(tensor > 1, c.gathered * ahead, 0.0)
-    feed = shape.feed_forward * shape.experts_per_token * (1.0 if shape.gated else UNGATED)
+    feed = shape.active_feed_forward * (1.0 if shape.gated else UNGATED)
     # Half of the tensors have the hidden size, a quarter the width of all heads, and a quarter that
     # of keys and values.
     width = (2 * shape.hidden + shape.attention_width + shape.kv_width) / 4
     hidden = width * c.layer_hidden
     whole = scale * tokens * (hidden + feed * c.layer_feed) / tensor + pending
+    # Further norms keep their inputs, experts their inputs and outputs.
+    further = shape.further_normalised + 2 * shape.routed_width
+    whole = whole + element * tokens * further / tensor
     kept = scale * tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
     inputs = tokens * element * shape.hidden / tensor
     layer = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, kept], whole)

@@ -38,6 +38,7 @@ def parse_shape(text: str) -> ModelShape:
 
 
 _SIZES = [field.name for field in dataclasses.fields(ModelShape) if field.name != "name"]
+_FLAGS = [field.name for field in dataclasses.fields(ModelShape) if field.type == "bool"]
 
 
 def _from_sizes(text: str) -> ModelShape:
@@ -53,7 +54,7 @@ def _from_sizes(text: str) -> ModelShape:
         if name in values:
             raise UsageError(f"model {text!r}: {name} is given twice; give it once")
         values[name] = int(value)
-        if not values[name] and name not in ("gated", "tied"):
+        if not values[name] and name not in _FLAGS:
             raise UsageError(f"model {text!r}: {name} is 0; give at least 1")
     if missing := [name for name in ("layers", "hidden") if name not in values]:
         raise UsageError(f"model {text!r}: give {' and '.join(missing)} as well")
@@ -65,5 +66,5 @@ def _from_sizes(text: str) -> ModelShape:
         "vocabulary": 128256,
     }
     sizes: dict[str, Any] = defaults | values
-    sizes |= {name: bool(values[name]) for name in ("gated", "tied") if name in values}
+    sizes |= {name: bool(values[name]) for name in _FLAGS if name in values}
     return ModelShape(name=text, **sizes)

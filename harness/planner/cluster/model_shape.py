@@ -9,6 +9,8 @@ from harness.spec.errors import UsageError
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 """Limits for layers and for other sizes, to catch mistakes."""
 
+OPTIONAL_SIZES = ("kv_heads", "head_size", "shared_feed_forward", "extra_norms")
+"""Sizes that may be 0."""
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. nanotron's is 1; the difference
 matters only for measured runs of 32 layers in 16 stages."""
@@ -33,9 +35,19 @@ class ModelShape:
     tied: bool = False
     experts: int = 1
     experts_per_token: int = 1
+    shared_feed_forward: int = 0
+    """Feed-forward width that all tokens use in addition to their experts."""
+    extra_norms: int = 0
+    """Norms of the hidden states per layer beyond two."""
+    head_norms: bool = False
+    """Whether queries and keys are normalised."""
+    fp32_norms: bool = False
+    """Whether norms apply their weights in fp32, before the cast (Gemma, OLMo 2)."""
+    softcapped: bool = False
+    """Whether a hyperbolic tangent bounds attention scores and logits (Gemma 2)."""
     other: int = 0
-    """Parameters beyond the matrices and two norms per layer: biases, further norms, positions,
-    shared experts."""
+    """Parameters beyond the matrices and the norms of hidden states: biases, norms of heads,
+    positions, gates of shared experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -46,7 +58,7 @@ class ModelShape:
             most = MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
             if field.name == "other":
                 continue
-            if value < 1 and field.name not in ("kv_heads", "head_size", "other"):
+            if value < 1 and field.name not in OPTIONAL_SIZES:
                 raise UsageError(f"{given}; give at least 1")
             if value > most:
                 raise UsageError(f"{given}; give at most {most}")
@@ -80,6 +92,27 @@ class ModelShape:
         return self.kv_heads * self.head_size
 
     @property
+    def active_feed_forward(self) -> int:
+        """Feed-forward width that a token passes through."""
+        return self.experts_per_token * self.feed_forward + self.shared_feed_forward
+
+    @property
+    def widest_feed_forward(self) -> int:
+        """Width of a layer's largest feed-forward block."""
+        return max(self.feed_forward, self.shared_feed_forward)
+
+    @property
+    def further_normalised(self) -> int:
+        """Elements per token that a layer normalises, apart from its two usual norms."""
+        heads = self.attention_width + self.kv_width if self.head_norms else 0
+        return self.extra_norms * self.hidden + heads
+
+    @property
+    def routed_width(self) -> int:
+        """Elements per token that its experts take; they return as many."""
+        return self.experts_per_token * self.hidden if self.experts > 1 else 0
+
+    @property
     def attention_parameters(self) -> int:
         """Parameters of a layer's four projections."""
         return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
@@ -88,6 +121,17 @@ class ModelShape:
     def expert_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
+    @property
+    def shared_parameters(self) -> int:
+        """Parameters of a layer's shared experts."""
+        return (3 if self.gated else 2) * self.hidden * self.shared_feed_forward
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of the matrices that a token passes through in a layer."""
+        experts = self.experts_per_token * self.expert_parameters
+        return self.attention_parameters + experts + self.shared_parameters
+
     @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer, including all experts."""
@@ -95,8 +139,9 @@ class ModelShape:
         return (
             self.attention_parameters
             + self.experts * self.expert_parameters
+            + self.shared_parameters
             + router
-            + 2 * self.hidden
+            + (2 + self.extra_norms) * self.hidden
             + self.other // self.layers
         )
 
@@ -142,7 +187,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
     the number of parameters a token passes through (nanotron, `build_model` and
     `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if faster.
     """
-    layer = shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
+    layer = shape.active_parameters
     head = shape.embedding_parameters
     total = shape.layers * layer + head
     counts = [0] * pipeline

@@ -151,7 +151,7 @@ class ClusterQuestion:
                 f"{self.devices} devices do not fill nodes of {per_node}; the nearest numbers that"
                 f" do are {lower} and {lower + per_node}"
             )
-        if self.nodes > 1 and len(self.cluster.reduce.nodes) == 1:
+        if self.nodes > 1 and self.cluster.is_one_node:
             raise UsageError(
                 f"{self.devices} devices need {self.nodes} nodes of {per_node}, but link"
                 f" {self.cluster.links!r} has no rate between nodes; add one, such as"
@@ -177,7 +177,8 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
     for tensor in divisors(devices):
-        if tensor > most or shape.heads % tensor or shape.feed_forward % tensor:
+        split = (shape.heads, shape.feed_forward, shape.shared_feed_forward)
+        if tensor > most or any(size % tensor for size in split):
             continue
         if shape.kv_heads % tensor and tensor % shape.kv_heads:
             continue

@@ -141,15 +141,17 @@ class Recipe:
 
 
 def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns the input and output sizes of a dense layer's matrices; experts have no adapters."""
-    hidden, feed = shape.hidden, shape.feed_forward
+    """Returns the input and output sizes of matrices outside routed experts, which have no
+    adapters."""
+    hidden = shape.hidden
+    feed = shape.shared_feed_forward + (shape.feed_forward if shape.experts == 1 else 0)
     sizes = {
         "q": (hidden, shape.attention_width),
         "k": (hidden, shape.kv_width),
         "v": (hidden, shape.kv_width),
         "o": (shape.attention_width, hidden),
     }
-    if shape.experts > 1:
+    if not feed:
         return sizes
     sizes |= {"up": (hidden, feed), "down": (feed, hidden)}
     return sizes | {"gate": (hidden, feed)} if shape.gated else sizes
@@ -157,7 +159,8 @@ def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 def quantised_parameters(shape: ModelShape) -> int:
     """Returns parameters that quantisation applies to: those in layers' matrices."""
-    return shape.layers * (shape.attention_parameters + shape.experts * shape.expert_parameters)
+    experts = shape.experts * shape.expert_parameters + shape.shared_parameters
+    return shape.layers * (shape.attention_parameters + experts)
 
 
 def trained_parameters(shape: ModelShape, recipe: Recipe) -> int:

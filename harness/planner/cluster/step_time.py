@@ -50,35 +50,23 @@ class AxisBandwidths:
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
-        """Returns bandwidths with tensor innermost, then context and data, and pipeline outermost.
-
-        A group with g ranks per node gets g / per_node of the bandwidth of a collective over all
-        devices.
-        """
+        """Returns bandwidths; tensor is innermost, then context and data, pipeline outermost."""
         per_node = cluster.per_node
         one = np.ones_like(layouts.devices)
         nodes = np.maximum(one, -(-layouts.devices // per_node))
         tensor_nodes = np.maximum(one, -(-layouts.tensor // per_node))
-        inside, outside = cluster.gather.at(one), cluster.gather.at(tensor_nodes)
-        tensor = np.where(tensor_nodes > 1, np.minimum(inside, outside * c.tensor_network), inside)
+        inside = cluster.gather_bytes_per_second
+        tensor = cluster.bandwidth(inside, tensor_nodes, per_node * one, c.tensor_network)
         ranks = layouts.data * layouts.context
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
-        share = np.where(data_nodes > 1, on_node / per_node, 1.0)
-        # Links between nodes are never faster than links inside.
         reduce, gather = (
-            share
-            * np.where(
-                data_nodes > 1,
-                np.minimum(curve.at(one), curve.at(data_nodes) * c.network_bandwidth),
-                curve.at(one),
-            )
-            for curve in (cluster.reduce, cluster.gather)
+            cluster.bandwidth(rate, data_nodes, on_node, c.network_bandwidth)
+            for rate in (cluster.reduce_bytes_per_second, inside)
         )
-        # With many nodes, bus bandwidth is the total rate of a node's links.
-        wire = cluster.reduce.at(np.full_like(nodes, cluster.reduce.nodes[-1])) / per_node
-        neighbour = np.where(nodes > 1, np.minimum(inside, wire), inside)
-        return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, neighbour)
+        wire = cluster.wire_bytes_per_second or inside
+        stage = np.where(nodes > 1, min(inside, wire), inside)
+        return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, stage)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
         """Returns seconds to send a micro-batch's activations forward and gradients back.
@@ -142,7 +130,8 @@ class AxisBandwidths:
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
         step, 2 and 3 in every micro-batch unless ranks hold them whole. Stage 3 also gathers
-        parameters in every forward and backward.
+        parameters in every forward and backward, torch's stage 2 (FSDP2 without resharding) in
+        every forward, because backward frees them.
         """
         cluster = question.cluster
         of = STATES[question.precision]
@@ -157,23 +146,26 @@ class AxisBandwidths:
         gather = part * of.element * parameters / self.gather
         backward = 2 / 3 * micro_batch_seconds
         once = np.maximum(0.0, np.where(zero <= 1, reduce, 0.0) - c.data_overlap * backward)
-        once = once + np.where((zero == 1) | (zero == 2), gather, 0.0)
+        regathers = layouts.native & (zero == 2)
+        once = once + np.where((zero == 1) | ((zero == 2) & ~layouts.native), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
-        # Neighbouring layers hide all but the first gather and the last scatter.
-        hides = c.prefetch_overlap * np.where(zero >= 3, micro_batch_seconds, backward)
-        scattered = np.where(zero >= 2, scatter, 0.0)
-        gathered = np.where(zero >= 3, 2 * gather, 0.0)
         slowed = np.where(layouts.native, CONTENTION, 0.0)
 
-        def exposed(seconds: Floats) -> Floats:
+        def exposed(seconds: Floats, computed: Floats) -> Floats:
+            # Neighbouring layers hide all but the first gather and the last scatter.
             ends = seconds / question.shape.layers
-            hidden = np.minimum(seconds - ends, hides)
+            hidden = np.minimum(seconds - ends, c.prefetch_overlap * computed)
             result: Floats = seconds - hidden + slowed * hidden
             return result
 
-        last = exposed(scattered + gathered)
-        others = np.where(layouts.whole_gradients == 1, exposed(gathered), last)
+        scattered = np.where(zero >= 2, scatter, 0.0)
+        gathered = np.where(zero >= 3, 2 * gather, 0.0)
+        computed = np.where(zero >= 3, micro_batch_seconds, backward)
+        last = exposed(scattered + gathered, computed)
+        others = np.where(layouts.whole_gradients == 1, exposed(gathered, computed), last)
         each = last + (steps - 1) * others
+        again = exposed(np.where(regathers, gather, 0.0), micro_batch_seconds - backward)
+        each = each + steps * again
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients go out and parameters come back. Host memory is assumed to be as fast as its
         # bus.
@@ -268,6 +260,35 @@ def product(
     return np.asarray(2.0 * m * k * n / rate * small)
 
 
+def _products(
+    question: ClusterQuestion,
+    layouts: PlannedLayouts,
+    c: TimeConstants,
+    parts: Floats | float = 1.0,
+) -> Floats:
+    """Returns seconds of a layer's products in forward, with rows cut into `parts`."""
+    shape, cluster = question.shape, question.cluster.computing_in(question.precision)
+    h, f = float(shape.hidden), float(shape.feed_forward)
+    tensor = layouts.tensor.astype(float)
+    tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
+    queries, keys = shape.attention_width, shape.kv_width
+    routed = tokens * shape.experts_per_token
+    # Tokens in one expert's product; a rank's experts together process `routed`.
+    per_expert = np.maximum(1.0, routed * layouts.expert / shape.experts)
+    gate = 2 if shape.gated else 1
+
+    def block(rows: Floats, width: float) -> Floats:
+        up = product(rows, h, gate * width / tensor, cluster, c, parts)
+        return up + product(rows, width / tensor, h, cluster, c, parts)
+
+    blocks = routed / per_expert * block(per_expert, f)
+    if shape.shared_feed_forward:
+        blocks = blocks + block(tokens, float(shape.shared_feed_forward))
+    qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
+    out = product(tokens, queries / tensor, h, cluster, c, parts)
+    return qkv + out + blocks
+
+
 def _layer(
     question: ClusterQuestion, layouts: PlannedLayouts, links: AxisBandwidths, c: TimeConstants
 ) -> _Layer:
@@ -279,30 +300,17 @@ def _layer(
     shape, cluster = question.shape, question.cluster.computing_in(question.precision)
     element = STATES[question.precision].element
     peak, memory_rate = cluster.flops_per_second, cluster.memory_bytes_per_second
-    h, f, v = float(shape.hidden), float(shape.feed_forward), float(shape.vocabulary)
+    h, v = float(shape.hidden), float(shape.vocabulary)
     tensor = layouts.tensor.astype(float)
     tokens = layouts.micro_batch * float(question.sequence_length) / layouts.context
-    queries, keys = shape.attention_width, shape.kv_width
-    routed = tokens * shape.experts_per_token
-    # Tokens in one expert's product; a rank's experts together process `routed`.
-    per_expert = np.maximum(1.0, routed / shape.experts)
-    gate = 2 if shape.gated else 1
-
-    def products(parts: Floats | float) -> Floats:
-        blocks = product(per_expert, h, gate * f / tensor, cluster, c, parts)
-        blocks = blocks + product(per_expert, f / tensor, h, cluster, c, parts)
-        qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
-        out = product(tokens, queries / tensor, h, cluster, c, parts)
-        return qkv + out + routed / per_expert * blocks
-
-    forward = products(1.0)
+    forward = _products(question, layouts, c)
     # Asynchronous tensor parallelism multiplies its own rows while it gathers the others, then
     # those before and after. This affects one of three products per matrix.
-    split = products(np.minimum(tensor, 3.0))
+    split = _products(question, layouts, c, np.minimum(tensor, 3.0))
     heads_width = shape.heads * padded_head(shape.head_size)
     attention = 2.0 * tokens * question.sequence_length * heads_width / tensor
     attention = attention / (peak * c.attention_efficiency)
-    width = h + (1.0 if shape.gated else UNGATED) * f * shape.experts_per_token
+    width = h + (1.0 if shape.gated else UNGATED) * shape.active_feed_forward
     passes = element * tokens * width / tensor / memory_rate
     cheap = c.elementwise_passes * passes / 3
     # Every second product is recomputed, but not attention.

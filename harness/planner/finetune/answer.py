@@ -64,7 +64,8 @@ class FitQuestion:
     micro_batch: int
     precision: Precision
     rank: int
-    link_bytes_per_second: float
+    link_bytes_per_second: Callable[[int], float]
+    """Gathers' bus bytes per second, given the number of GPUs."""
 
     def recipe(self, **fields: object) -> Recipe:
         adapter = Adapter(self.rank, dora="dora" in self.method) if self.method != "full" else None
@@ -144,7 +145,7 @@ def answer(question: FitQuestion) -> FitAnswer:
 
 
 def _rate(question: FitQuestion, recipe: Recipe) -> float:
-    link = question.link_bytes_per_second if recipe.gpus > 1 else None
+    link = question.link_bytes_per_second(recipe.gpus) if recipe.gpus > 1 else None
     return recipe.gpus * tokens_per_second(question.shape, recipe, question.gpu, link)
 
 

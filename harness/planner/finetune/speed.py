@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from harness.host.gpu_models import TERA, GpuModel
-from harness.planner.cluster.matrix_rates import USUAL_SHARE, best_products
+from harness.planner.cluster.device_rates import USUAL_SHARE, best_products, inside_node
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.recipe import STATES, Recipe, quantised_parameters, trained_parameters
+from harness.planner.cluster.recipe import (
+    STATES,
+    STORED,
+    Recipe,
+    quantised_parameters,
+    trained_parameters,
+)
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
@@ -28,24 +36,18 @@ DDP_HIDDEN = 0.7
 """Share of compute that can hide an all-reduce."""
 
 
-PCIE_PEER, PCIE_HOST = 24e9, 12e9
-"""Bus bytes per second over PCI Express 4.0 x16. NCCL counts 24 GB/s for a GPU below a host bridge
-(NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce drivers), half is assumed."""
-NVLINK_SHARE = 0.55
-"""Share of one direction that gathers reach on H100 nodes (Ultra-Scale Playbook)."""
+def link_bytes_per_second(gpu: GpuModel, link: str | None) -> Callable[[int], float]:
+    """Returns gathers' bus bytes per second as a function of the number of GPUs.
 
-
-def link_bytes_per_second(gpu: GpuModel, link: str | None) -> float:
-    """Returns gathers' bus bytes per second; raises UsageError for an impossible link."""
-    nvlink = gpu.nvlink_bytes_per_second
-    link = link or ("nvlink" if nvlink else "pcie")
-    if link == "nvlink":
-        if not nvlink:
-            raise UsageError(f"GPU {gpu.host_name!r} has no NVLink; give pcie")
-        return NVLINK_SHARE * nvlink / 2
-    if link not in ("pcie", "pcie-p2p"):
-        raise UsageError(f"link {link!r}: give nvlink, pcie or pcie-p2p")
-    return PCIE_PEER if link == "pcie-p2p" else PCIE_HOST
+    `link`: as for `inside_node`; None means the fastest in the GPU's data sheet. Otherwise raises
+    UsageError.
+    """
+    link = link.strip().lower() if link else "nvlink" if gpu.peer_bytes_per_second(2) else "pcie"
+    if inside_node(gpu, 2, link) is None:
+        raise UsageError(
+            f"link {link!r}: give nvlink, pcie, pcie-p2p or a rate above 0 such as 450gbyte"
+        )
+    return lambda gpus: (inside_node(gpu, gpus, link) or (0.0, 0.0))[1]
 
 
 def tokens_per_second(
@@ -77,14 +79,12 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
         reached = USUAL_SHARE * peak
     # A frozen matrix needs no gradient.
     passes = 1.0 + again + (1.0 if recipe.adapter else 2.0)
-    used = shape.layers * (
-        shape.attention_parameters + shape.experts_per_token * shape.expert_parameters
-    )
+    used = shape.layers * shape.active_parameters
     head = 2.0 * shape.embedding_parameters * (2.0 if recipe.adapter else 3.0)
     products = 2.0 * used * passes + head
     scores = 2.0 * shape.layers * recipe.sequence * shape.attention_width
     attention = scores * (3.5 + again)
-    moved = HIDDEN_BYTES * shape.hidden + FEED_BYTES * shape.feed_forward * shape.experts_per_token
+    moved = HIDDEN_BYTES * shape.hidden + FEED_BYTES * shape.active_feed_forward
     if recipe.library in ("fused", "native"):
         moved /= 3
     if recipe.adapter:
@@ -128,11 +128,12 @@ def _exchange(
     shape: ModelShape, recipe: Recipe, trained: float, link: float, compute: float
 ) -> float:
     part = (recipe.gpus - 1) / recipe.gpus
-    gradient = 4.0 if recipe.adapter else STATES[recipe.precision].gradient
+    of = STATES[recipe.precision]
+    gradient = 4.0 if recipe.adapter else of.reduced
     if recipe.sharding == "none":
         reduced = 2 * part * gradient * trained / link
         return max(0.1 * reduced, reduced - DDP_HIDDEN * compute)
-    element = {"bf16": 2.0, "int8": 1.0}.get(recipe.base, 0.5) if recipe.adapter else 2.0
+    element = STORED[recipe.base][0] if recipe.adapter else of.element
     gathers = 3 if recipe.recompute == "full" else 2
     moved = part * (gathers * element * shape.parameters + gradient * trained) / link
     return recipe.accumulation * max(EXPOSED * moved, moved - 0.9 * compute)

@@ -76,15 +76,22 @@ class LocalPlan:
     workloads: tuple[str, ...]
 
 
-def open_questions(candidates: Sequence[LocalCandidate]) -> list[LocalCandidate]:
-    """Returns candidates tied with the first one."""
-    first = candidates[0]
-    return [
-        candidate
-        for candidate in candidates[1:]
-        if abs(math.log(candidate.seconds / first.seconds))
-        <= math.hypot(candidate.relative, first.relative)
-    ]
+def open_questions(candidates: Sequence[LocalCandidate], goal: LocalGoal) -> list[LocalCandidate]:
+    """Returns candidates tied with the first one in what the goal ranks by."""
+    best, half_width = _goal_value(candidates[0], goal)
+    tied = []
+    for candidate in candidates[1:]:
+        value, width = _goal_value(candidate, goal)
+        if abs(math.log(value / best)) <= math.hypot(width, half_width):
+            tied.append(candidate)
+    return tied
+
+
+def _goal_value(candidate: LocalCandidate, goal: LocalGoal) -> tuple[float, float]:
+    """Returns the bytes or seconds that a goal ranks by, and the half-width of their log."""
+    if goal == "memory":
+        return candidate.peak_bytes, math.log(candidate.peak_high / candidate.peak_low) / 2
+    return candidate.seconds, candidate.relative
 
 
 def rank_variants(
@@ -214,15 +221,20 @@ def _time(best: LocalCandidate) -> str:
 
 
 def _apart(plan: LocalPlan) -> str:
-    tied = open_questions(plan.candidates)
+    tied = open_questions(plan.candidates, plan.goal)
+    in_memory = plan.goal == "memory"
     if not tied:
-        return "All others are significantly slower."
+        worse = "need significantly more memory" if in_memory else "are significantly slower"
+        best, *others = (_goal_value(candidate, plan.goal)[0] for candidate in plan.candidates)
+        # Such a cell has a later place only because it may not fit.
+        better = any(value < best for value in others)
+        return f"All others {worse}{' or are less likely to fit' if better else ''}."
     names = [candidate.label for candidate in tied[:MOST_NAMED]]
     if len(tied) > MOST_NAMED:
         names.append(f"{len(tied) - MOST_NAMED} more")
     missing = sum(not candidate.measured for candidate in (plan.candidates[0], *tied))
     also = f"; {missing} of these were not measured" if missing else ""
-    return f"Tied with it: {', '.join(names)}{also}."
+    return f"Tied with it{' in memory' if in_memory else ''}: {', '.join(names)}{also}."
 
 
 def _faster(plan: LocalPlan) -> str:

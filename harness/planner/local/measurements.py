@@ -143,7 +143,8 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
     UsageError without any. Omits workloads with a suffix, except `workload`."""
     tables = [Store(folder).load(steps=False) for folder in folders]
     rows = [row for table in tables for row in table.runs.to_dict("records")]
-    newest = max(rows, key=lambda row: str(row["run_id"]))
+    ages = {str(row["run_id"]): (row["started_at"], str(row["run_id"])) for row in rows}
+    newest = max(rows, key=lambda row: ages[str(row["run_id"])])
     same_machine = {
         str(row["run_id"])
         for row in rows
@@ -158,7 +159,7 @@ def read_measurements(folders: Sequence[Path], workload: str | None = None) -> L
             delay = float(rows_of["link_latency_seconds"].median())
             if text and rate > 0:
                 links[str(text)] = Link(rate, max(0.0, delay))
-        for result in sorted(cell_results(trials), key=lambda result: result.run_id):
+        for result in sorted(cell_results(trials), key=lambda result: ages[result.run_id]):
             plain = "+" not in result.cell.workload or result.cell.workload == workload
             if result.cell.device == "cpu" and result.ranked and plain:
                 results[result.cell_id] = result

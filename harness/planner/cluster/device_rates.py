@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter
+
+from harness.host.gpu_models import GpuModel
+from harness.spec.errors import UsageError
+
+USUAL_SHARE = 0.8
+"""Share of peak assumed for an unmeasured device's best matrix product."""
+REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
+"""Bus bandwidth relative to one direction of a node's links.
+
+All-reduce: between 436 of 450 GB/s, measured on H100 nodes (Ultra-Scale Playbook), and 230 to 240
+of 300 GB/s, usual on A100 nodes. Gathers: 250 of 450 GB/s, measured on H100 nodes (same source).
+Both are assumed for Infinity Fabric, where RCCL counts on 0.75 at most (ROCm/rccl, issue 1210)."""
+PCIE_BYTES_PER_SECOND = {"pcie": 12e9, "pcie-p2p": 24e9}
+"""Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL counts 24 GB/s for a GPU below
+a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce drivers), half is
+assumed."""
+
+
+@functools.cache
+def best_products() -> dict[str, float]:
+    """Reads the TFLOP/s of each device's best matrix product from hardware.yaml."""
+    text = Path(__file__).parents[1].joinpath("hardware.yaml").read_text(encoding="utf-8")
+    table = TypeAdapter(dict[str, float])
+    return table.validate_python(yaml.safe_load(text)["best_products"])
+
+
+def inside_node(gpu: GpuModel, gpus: int, link: str) -> tuple[float, float] | None:
+    """Returns bus bytes per second of all-reduces and of gathers among a node's GPUs.
+
+    `link` is `nvlink` (or Infinity Fabric), `pcie`, `pcie-p2p` or a rate per GPU and direction,
+    such as `450gbyte`; anything else returns None. Raises UsageError without NVLink or Infinity
+    Fabric.
+    """
+    if rate := PCIE_BYTES_PER_SECOND.get(link):
+        return rate, rate
+    one_way = bytes_per_second(link)
+    if link == "nvlink":
+        both_ways = gpu.peer_bytes_per_second(max(gpus, 2))
+        if not both_ways:
+            raise UsageError(
+                f"no rate of NVLink or Infinity Fabric is known for GPU {gpu.host_name!r}; give"
+                " pcie, or a rate such as 450gbyte"
+            )
+        one_way = both_ways / 2
+    return (REDUCE_SHARE * one_way, GATHER_SHARE * one_way) if one_way else None
+
+
+def bytes_per_second(text: str) -> float | None:
+    """Parses `400gbit` or `450gbyte`; returns None if it is not a rate above 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
+    rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
+    return float(match[1]) * rates[match[2]] or None if match else None

@@ -1,0 +1,229 @@
+"""Bytes that layers save for backward: the planner's counts and transformers' models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.host.gpu_models import gpu_models
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, layer_bytes
+from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.prediction import predict
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
+from harness.planner.cluster.recipe import Adapter, Recipe, Recompute, quantised_parameters
+from harness.planner.finetune.speed import tokens_per_second
+from harness.planner.rehearsal.rehearse import rehearse
+from harness.spec.cell import Cell
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+SHARED = ROUTED | {"shared_expert_intermediate_size": 640}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "olmo2": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": SHARED,
+    "qwen3_moe": ROUTED,
+}
+BATCH, SEQUENCE = 2, 63
+"""No parameter has a multiple of 7 elements, so copies of weights are recognised."""
+FULL = {"fp32": Recipe("fp32"), "pure-bf16": Recipe("pure-bf16"), "bf16": Recipe("bf16")}
+RECIPES = FULL | {"lora": Recipe(adapter=Adapter(2))}
+MOE_RECIPES = ("fp32", "pure-bf16")
+"""peft and autocast treat experts' stacked matrices differently on CPUs."""
+
+
+def model_of(kind: str, layers: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        kind, **SIZES | MODELS[kind] | {"num_hidden_layers": layers}
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def saved_bytes(kind: str, layers: int, recipe: Recipe) -> int:
+    """Returns bytes that forward saves for backward, without parameters and autocast's copies."""
+    torch = pytest.importorskip("torch")
+    model = model_of(kind, layers)
+    body = model.model
+    if recipe.precision == "pure-bf16":
+        model.to(torch.bfloat16)
+    if recipe.adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        body.embed_tokens.register_forward_hook(lambda _, __, output: output.requires_grad_())
+    autocast = recipe.adapter or recipe.precision == "bf16"
+    sizes = {parameter.numel() for parameter in model.parameters()}
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned and tensor.numel() not in sizes:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
+        body(input_ids=torch.randint(3, 128, (BATCH, SEQUENCE)), use_cache=False)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def shape_of(kind: str, folder: Path) -> ModelShape:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(kind, **SIZES | MODELS[kind]).save_pretrained(folder)
+    return parse_shape(f"hf:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in MODELS
+        for name in RECIPES
+        if name in MOE_RECIPES or "num_experts_per_tok" not in MODELS[kind]
+    ],
+)
+def test_a_layer_saves_the_bytes_that_are_counted(kind: str, name: str, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPES[name], sequence=SEQUENCE, micro_batch=BATCH)
+    saved = saved_bytes(kind, 3, recipe) - saved_bytes(kind, 2, recipe)
+    counted = layer_bytes(shape_of(kind, tmp_path), recipe)
+    # Frozen output projections need no input, which only fused attention keeps anyway.
+    error = 0.05 if (kind, name) == ("gemma2", "lora") else 0.02
+    assert counted == pytest.approx(saved / recipe.tokens, rel=error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "sequence", "recompute", "error"),
+    [
+        # The embedding's gradient, after the last layer is freed, makes the peak.
+        ("qwen3", {"num_hidden_layers": 32, "tie_word_embeddings": True}, 512, "full", 0.003),
+        # Gradients of attention scores make the peak.
+        ("gemma2", {"num_hidden_layers": 3}, 4096, "full", 0.04),
+        ("gemma2", {"num_hidden_layers": 3}, 4096, "none", 0.02),
+    ],
+)
+def test_a_rehearsal_allocates_what_is_counted(
+    kind: str,
+    sizes: dict[str, Any],
+    sequence: int,
+    recompute: Recompute,
+    error: float,
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    larger = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
+    config = transformers.AutoConfig.for_model(kind, **SIZES | larger | sizes)
+    config.save_pretrained(tmp_path)
+    name = f"hf:{tmp_path}"
+    cell = Cell(
+        strategy="single",
+        workload=f"{name}+bf16",
+        sequence_length=sequence,
+        global_batch=1,
+        recompute=recompute,
+    )
+    recipe = Recipe(recompute=recompute, sequence=sequence)
+    counted = footprint(parse_shape(name), recipe).peak - WORKSPACE_BYTES
+    assert counted == pytest.approx(rehearse(cell).fullest.peak_bytes, rel=error)
+
+
+def test_named_models_count_their_norms_of_heads() -> None:
+    plain = dataclasses.replace(parse_shape("qwen3-8b"), head_norms=False)
+    assert layer_bytes(plain, Recipe()) == 184_448
+    assert layer_bytes(parse_shape("qwen3-8b"), Recipe()) == 184_448 + 6 * (4096 + 1024)
+    assert parse_shape("qwen3-4b").head_norms
+
+
+def test_further_norms_need_memory_in_plans() -> None:
+    """Fused norms keep 2 bytes per element, whichever code trains a layout."""
+    plain = ModelShape("plain", 4, 1024, 8, 4096, 32000)
+    normalised = dataclasses.replace(plain, extra_norms=2, head_norms=True)
+    cluster = cluster_of("h100-80gb", 8, "nvlink")
+    layouts = PlannedLayouts.of([PlannedLayout(data=8, zero=zero) for zero in (1, 3)])
+    kept = [
+        predict(ClusterQuestion(shape, cluster, 1024, 8, 8), layouts, load()).memory.activations
+        for shape in (plain, normalised)
+    ]
+    more = 4 * 1024 * 2 * (2 * 1024 + 2 * 1024)
+    assert (kept[1] - kept[0]).tolist() == pytest.approx([more, more], rel=0.1)
+
+
+def test_shared_experts_are_part_of_a_layers_matrices(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    shape = shape_of("qwen2_moe", tmp_path)
+    shape = dataclasses.replace(shape, layers=2)
+    model = model_of("qwen2_moe", 2)
+    layers = dict(model.model.layers.named_parameters())
+    excluded = ("norm", "bias", "mlp.gate.", "shared_expert_gate")
+    matrices = {n: p for n, p in layers.items() if not any(word in n for word in excluded)}
+    assert quantised_parameters(shape) == sum(p.numel() for p in matrices.values())
+    active = {n: p.numel() // (2 if ".experts." in n else 1) for n, p in matrices.items()}
+    assert 2 * shape.active_parameters == sum(active.values())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    learned = sum(
+        parameter.numel()
+        for name, parameter in adapted.named_parameters()
+        if parameter.requires_grad and "shared_expert_gate" not in name
+    )
+    assert Adapter(2).parameters(shape) == learned
+
+
+def test_shared_experts_need_memory_and_time() -> None:
+    """The shared expert is as wide as the experts of a token together (Qwen1.5-MoE-A2.7B)."""
+    routed = ModelShape("routed", 24, 2048, 16, 1408, 151936, experts=60, experts_per_token=4)
+    shared = dataclasses.replace(routed, shared_feed_forward=5632)
+    attention = 4 * 2048 * 2048
+    assert routed.active_parameters == attention + 3 * 2048 * 5632
+    assert shared.active_parameters == attention + 3 * 2048 * 11264
+    nf4 = Recipe(adapter=Adapter(), base="nf4")
+    added = footprint(shared, nf4).loaded - footprint(routed, nf4).loaded
+    assert added < 24 * 3 * 2048 * 5632
+    gpu = gpu_models()["h100-80gb"]
+    speeds = [
+        tokens_per_second(shape, Recipe(adapter=Adapter(), micro_batch=8), gpu, None)
+        for shape in (routed, shared)
+    ]
+    assert speeds[0] > 1.2 * speeds[1]
+    cluster = cluster_of("h100-80gb", 8, "nvlink")
+    layouts = PlannedLayouts.of([PlannedLayout(data=8, micro_batch=8)])
+    seconds = [
+        float(
+            predict(ClusterQuestion(shape, cluster, 4096, 64, 8), layouts, load()).time.compute[0]
+        )
+        for shape in (routed, shared)
+    ]
+    assert seconds[1] > 1.15 * seconds[0]
+
+
+def test_sizes_that_users_give_may_name_norms() -> None:
+    text = "layers=2,hidden=512,heads=8,extra_norms=2,head_norms=1,fp32_norms=0"
+    shape = parse_shape(text)
+    assert shape.further_normalised == 2 * 512 + 2 * 512
+    plain = parse_shape("layers=2,hidden=512,heads=8")
+    assert shape.parameters == plain.parameters + 2 * 2 * 512
+    assert shape.fp32_norms is False
