@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench.expand import expand
 from bench.host import host_of
 from bench.matrix import Axes, Matrix, axes_of, matrix_of, read_matrix
-from harness.record.plan import Plan, kept_plan, resumable
+from bench.select import find_run
+from harness.record.plan import Plan, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
 from harness.spec.cell import Cell
@@ -18,6 +20,15 @@ from harness.spec.errors import UsageError
 HOUR = 3600.0
 FROM_PYTHON = "bench.run"
 """Matrix name of runs whose cells were given in Python."""
+_DECIDE_A_PLAN = (
+    "cpu_cores",
+    "memory_bytes",
+    "gpus",
+    "gpu_memory_bytes",
+    "git_commit",
+    "suite_version",
+)
+"""Columns of a run on which a plan depends."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +52,14 @@ class PlanOptions:
     nodes: int = 1
 
     @property
+    def chooses_cells(self) -> bool:
+        return bool(self.only or self.skip or self.cells or self.changes or self.model)
+
+    @property
     def changes_a_plan(self) -> bool:
         """Whether an option is set that cannot apply to a run that has begun."""
         return bool(
-            self.only
-            or self.skip
-            or self.cells
-            or self.changes
-            or self.model
+            self.chooses_cells
             or self.trials
             or self.precision
             or self.time_budget_seconds is not None
@@ -59,10 +70,6 @@ class PlanOptions:
 
 def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
     """Returns the plan, and whether its run has begun; raises UsageError."""
-    if options.run_id:
-        require_plain_name(options.run_id)
-    if options.run_id and options.run_id in store.run_ids():
-        return kept_plan(store, options.run_id), True
     if resume:
         if options.changes_a_plan:
             raise UsageError(
@@ -70,12 +77,86 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
                 " --model, --data, --trials, --timed-seconds, --precision, --time-budget and"
                 " --interleave"
             )
-        return resumable(store, options.matrix or None), True
+        if not options.run_id:
+            return resumable(store, options.matrix or None), True
+        return _continued(store, options, find_run(store, options.run_id)), True
+    if options.run_id:
+        require_plain_name(options.run_id)
+        if options.run_id in store.run_ids():
+            return _continued(store, options, options.run_id), True
     if not options.matrix and not options.cells:
         raise UsageError(
             "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
         )
     return _new_plan(options), False
+
+
+def _continued(store: Store, options: PlanOptions, run_id: str) -> Plan:
+    """Returns a begun run's plan; raises UsageError if the options ask for another one."""
+    row = store.run_row(run_id)
+    plan = Plan.from_row(row)
+    if plan.search is not None:
+        raise UsageError(
+            f"run {run_id!r} is a search, not a run of a matrix: continue it with python -m bench"
+            " maxsize --resume, or choose another name with --run"
+        )
+    asked = FROM_PYTHON if options.cells else options.matrix
+    if asked and _file_name(asked) != _file_name(plan.matrix):
+        raise UsageError(
+            f"run {run_id!r} is of matrix {plan.matrix!r}, not {asked!r}: give the same matrix to"
+            " continue it, or choose another name with --run"
+        )
+    if not asked and options.changes_a_plan:
+        raise UsageError(
+            f"run {run_id!r} continues as planned: leave out options that change it, or repeat"
+            " --matrix and the options it began with"
+        )
+    differing = [] if options.trials in (None, plan.trials) else ["trials"]
+    if not differing and options.changes_a_plan and _planned_alike(row, options):
+        differing = _differing(plan, options)
+    if differing:
+        raise UsageError(
+            f"run {run_id!r} was planned with different {' and '.join(differing)}: repeat the"
+            " options it began with or leave them out, or choose another name with --run"
+        )
+    return plan
+
+
+def _file_name(matrix: str) -> str:
+    """Returns a matrix's name without folder and suffix: jobs give its absolute path."""
+    return Path(matrix).name.removesuffix(".yaml")
+
+
+def _planned_alike(row: Mapping[str, object], options: PlanOptions) -> bool:
+    """Returns whether the same options would give the same plan as when the run began.
+
+    A plan also depends on the machine, the nodes and the version of the suite.
+    """
+    from harness.host.environment import environment
+
+    if options.host or options.nodes > 1:
+        return False
+    here = environment()
+    return all(row[name] == here[name] for name in _DECIDE_A_PLAN)
+
+
+def _differing(plan: Plan, options: PlanOptions) -> list[str]:
+    """Returns what the options that are set would plan differently."""
+    new = _new_plan(options)
+    differs = {
+        "cells": options.chooses_cells and _cell_ids(new) != _cell_ids(plan),
+        "precision": bool(options.precision) and new.precision != plan.precision,
+        "time budget": options.time_budget_seconds is not None
+        and new.time_budget_seconds != plan.time_budget_seconds,
+        "interleaving": new.interleaved and not plan.interleaved,
+        "timed seconds": options.timed_seconds is not None
+        and new.timed_seconds != plan.timed_seconds,
+    }
+    return [name for name, differ in differs.items() if differ]
+
+
+def _cell_ids(plan: Plan) -> set[str]:
+    return {cell.id for cell in (*plan.cells, *(left.cell for left in plan.left_out))}
 
 
 def _matrix(options: PlanOptions) -> Matrix:

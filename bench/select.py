@@ -54,9 +54,10 @@ def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[s
         raise UsageError(
             "--all means every run of the folder: leave out either --all or the names of runs"
         )
-    if words:
-        return sorted({find_run(store, word) for word in words})
     run_ids = store.run_ids()
+    if words:
+        chosen = {find_run(store, word) for word in words}
+        return [run_id for run_id in run_ids if run_id in chosen]
     if not run_ids:
         raise NoRuns(f"no runs in results folder {str(store.folder)!r}")
     return run_ids if every else run_ids[-1:]
@@ -168,11 +169,26 @@ def planned_cell(store: Store, word: str) -> Cell | None:
     return None
 
 
-def find_cells(cells: Sequence[Cell], word: str, matrix: str, store: Store) -> list[Cell]:
-    """Returns the matrix's matching cells, else the recorded one; raises UsageError."""
+def require_unchanged(recorded: Cell, settings: Sequence[str]) -> None:
+    """Raises UsageError for settings of a recorded cell, which would make it another cell."""
+    if settings:
+        raise UsageError(
+            f"--set {settings[0]!r} applies to cells of the matrix, but {recorded.name!r} is a"
+            " recorded cell: leave --set out, or name a strategy"
+        )
+
+
+def find_cells(
+    cells: Sequence[Cell], word: str, matrix: str, store: Store, settings: Sequence[str] = ()
+) -> list[Cell]:
+    """Returns the matrix's matching cells, else the recorded one.
+
+    `settings`: those set in the matrix's cells. Raises UsageError, also if they do not apply.
+    """
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
     if recorded := planned_cell(store, word):
+        require_unchanged(recorded, settings)
         return [recorded]
     raise UsageError(
         f"{word!r} matches no strategy, label, name or id of a cell of the matrix, nor an id or"

@@ -93,13 +93,21 @@ def compare(
             )
         _show_history(results, words[0] if words else None, figure, json_output)
         return
+    if json_output and out is None and format_name not in (None, "json"):
+        raise UsageError(
+            f"--json prints JSON, but --format {format_name} goes to the terminal too: leave one of"
+            " the two out, or name a file with --out"
+        )
     comparison = (
         _within(words, baseline, cells, results)
         if cells
         else compare_sides(*find_sides(words, baseline, results))
     )
-    _write(comparison, "json" if json_output else format_name or _by_suffix(out), out)
-    if out is not None and not json_output:
+    if out is not None or not json_output:
+        _write(comparison, format_name or _by_suffix(out), out)
+    if json_output:
+        _give(_text(comparison, "json"), None)
+    elif out is not None:
         print(out)
     if fail_on and not comparison.comparisons and not comparison.regressions:
         raise UsageError(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bench.gpu_check.outcomes import StepOutcome
     from harness.measure.hardware_benchmark import LinkFit
 
+DEFAULT_MINUTES = 10.0
+
 MeasureLinks: TypeAlias = Annotated[
     bool,
     typer.Option("--links", help="Measure latency and bandwidth of messages between two ranks."),
@@ -30,8 +32,12 @@ GpuCheck: TypeAlias = Annotated[
     ),
 ]
 Minutes: TypeAlias = Annotated[
-    float,
-    typer.Option("--minutes", min=0, help="With --gpu-check: minutes that this call may take."),
+    float | None,
+    typer.Option(
+        "--minutes",
+        min=0,
+        help="With --gpu-check: minutes that this call may take, by default 10.",
+    ),
 ]
 Again: TypeAlias = Annotated[
     list[str] | None,
@@ -41,7 +47,7 @@ Again: TypeAlias = Annotated[
 ]
 CheckDevice = Literal["cuda", "cpu"]
 CheckedDevice: TypeAlias = Annotated[
-    CheckDevice,
+    CheckDevice | None,
     typer.Option("--device", help="With --gpu-check: use cpu to rehearse the check without a GPU."),
 ]
 Steps: TypeAlias = Annotated[
@@ -58,7 +64,7 @@ Steps: TypeAlias = Annotated[
 class CheckOptions:
     out: Path
     resume: bool = False
-    budget_seconds: float = 600.0
+    budget_seconds: float = 60 * DEFAULT_MINUTES
     device: CheckDevice = "cuda"
     again: tuple[str, ...] = ()
     plan: Path | None = None
@@ -70,9 +76,9 @@ def doctor(
     gpu_check: GpuCheck = False,
     out: OutFolder = None,
     resume: Resume = False,
-    minutes: Minutes = 10.0,
+    minutes: Minutes = None,
     again: Again = None,
-    device: CheckedDevice = "cuda",
+    device: CheckedDevice = None,
     steps: Steps = None,
     json_output: Json = False,
 ) -> None:
@@ -88,15 +94,23 @@ def doctor(
 
     if gpu_check and links:
         raise UsageError("--gpu-check does not measure links: run doctor --links on its own")
-    only_for_gpus = {"--out": out, "--resume": resume, "--again": again, "--steps": steps}
-    given = [name for name, value in only_for_gpus.items() if value]
+    only_for_gpus = {
+        "--out": out,
+        "--resume": resume or None,
+        "--minutes": minutes,
+        "--again": again or None,
+        "--device": device,
+        "--steps": steps,
+    }
+    given = [name for name, value in only_for_gpus.items() if value is not None]
     if given and not gpu_check:
         raise UsageError(f"{', '.join(given)}: add --gpu-check, which these options belong to")
     require(TRAINING)
     if gpu_check:
-        folder, budget = out or Path("gpu-check"), 60 * minutes
-        repeated = tuple(again or ())
-        check_gpu(CheckOptions(folder, resume, budget, device, repeated, steps, json_output))
+        folder = out or Path("gpu-check")
+        budget = 60 * (DEFAULT_MINUTES if minutes is None else minutes)
+        repeated, used = tuple(again or ()), device or "cuda"
+        check_gpu(CheckOptions(folder, resume, budget, used, repeated, steps, json_output))
     else:
         _check_host(links, json_output)
 

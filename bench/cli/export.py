@@ -37,7 +37,9 @@ def export(
     from harness.record.store import Store
 
     target = known_target(to)
-    cells = find_cells(cells_of(matrix, settings or []), which, matrix, Store(results))
+    cells = find_cells(
+        cells_of(matrix, settings or []), which, matrix, Store(results), settings or []
+    )
     cell = plainest(cells)
     files, note = export_files(cell, to)
     folder = out

@@ -91,15 +91,23 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
     """Returns the recorded cell of this id or name, else the simplest one with this strategy and
     options."""
     from bench.expand import cells_of
-    from bench.select import find_cells, plainest, planned_cell, split_options, with_options
+    from bench.select import (
+        find_cells,
+        plainest,
+        planned_cell,
+        require_unchanged,
+        split_options,
+        with_options,
+    )
     from harness.record.store import Store
 
     store = Store(results)
     if recorded := planned_cell(store, word):
+        require_unchanged(recorded, settings)
         return recorded
     cells = cells_of(matrix, settings)
     name, options = split_options(word)
-    meant = find_cells(cells, name, matrix, store)
+    meant = find_cells(cells, name, matrix, store, settings)
     if options is None:
         return plainest(meant)
     return plainest([with_options(cell, options) for cell in meant])

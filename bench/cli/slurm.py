@@ -90,7 +90,10 @@ def submit(
     from bench.cluster.jobs import ClusterJob, batch_script
     from bench.cluster.site import read_site
     from harness.record.plan import new_run_id
+    from harness.record.store import require_plain_name
 
+    if run_id:
+        require_plain_name(run_id)
     here = read_site(
         site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml, require_keys
@@ -118,6 +119,17 @@ class Site(BaseModel):
     nightly: Nightly = Field(default_factory=Nightly)
     pods: Pods = Field(default_factory=Pods)
     """Settings for Kubernetes, TrainJob and SkyPilot."""
+
+    @field_validator("gpu_directive")
+    @classmethod
+    def _has_one_placeholder(cls, directive: str) -> str:
+        try:
+            directive.format(gpus=1)
+        except (LookupError, ValueError, AttributeError, TypeError):
+            raise PydanticCustomError(
+                "gpu_directive", "the only placeholder is {gpus}, such as in --gres=gpu:{gpus}"
+            ) from None
+        return directive
 
     def without_gpus(self) -> str:
         """Returns a warning if a job requests no GPUs; else empty."""

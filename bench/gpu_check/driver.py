@@ -81,8 +81,7 @@ class CheckDriver:
         late = [step for step in self.plan.probes if self._was_late(step)]
         with self._stopped_by_signals():
             self._probe([step for step in self.plan.probes if step not in late])
-            self.at_the_gate = not self._passes_the_gate()
-            if not self.at_the_gate:
+            if self._passes_the_gate():
                 self._lanes(self.plan.lanes, self._end - self._alone_seconds())
                 for step in self.plan.alone:
                     self._step(step)
@@ -111,7 +110,11 @@ class CheckDriver:
         outcome = self.report.outcome(gate.name)
         if self.stopped or (outcome and outcome.trained):
             return True
+        if outcome and not outcome.settled and gate.name not in self._late:
+            self.say(f"{gate.name}: {NO_TIME}")
+            return False
         self.say(f"{gate.name}: nothing trained, so the check ends here to save GPU time")
+        self.at_the_gate = True
         return False
 
     def _alone_seconds(self) -> float:

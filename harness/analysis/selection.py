@@ -163,7 +163,7 @@ def measured(results: Results) -> list[MeasuredCell]:
     runs = {run.run_id: run for run in RunRecord.from_frame(results.runs) if not is_search(run)}
     trials = results.trials[results.trials["run_id"].isin(list(runs))]
     cells = in_recorded_order(TrialRecord.from_frame(trials))
-    cells.sort(key=lambda cell: cell.run_id)
+    cells.sort(key=lambda cell: (runs[cell.run_id].started_at, cell.run_id))
     hardware = {run_id: Hardware.of(run) for run_id, run in runs.items()}
     return [
         MeasuredCell(cell, runs[cell.run_id].started_at, hardware[cell.run_id]) for cell in cells

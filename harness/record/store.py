@@ -27,6 +27,7 @@ from harness.record.files import (
     read_file,
     read_frame,
     read_undamaged,
+    start_of_run,
     write_file,
     writer_name,
 )
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_TIMED_ID = re.compile(r"(\d{8}T\d{6})-")
+"""Begin of a run id made from the time in UTC, as opposed to a name."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,8 @@ class Store:
 
     def run_ids(self) -> list[str]:
         """Returns ids of complete runs, oldest first; checks only the last for damage."""
-        files = sorted((self.folder / "runs").glob("*.parquet"), key=lambda file: file.stem)
-        run_ids = [file.stem for file in files if is_complete(file)]
+        files = [file for file in (self.folder / "runs").glob("*.parquet") if is_complete(file)]
+        run_ids = [file.stem for file in sorted(files, key=_age)]
         while run_ids and not self._rows(run_ids[-1:]):
             run_ids.pop()
         return run_ids
@@ -150,17 +153,21 @@ class Store:
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """Loads these runs, or all. Raises NoRuns, or UsageError for an unknown run."""
+        """Loads these runs, or all, oldest first.
+
+        Raises NoRuns, or UsageError for an unknown run.
+        """
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
-        wanted = recorded if run_ids is None else list(run_ids)
-        for run_id in wanted:
+        asked = dict.fromkeys(recorded if run_ids is None else run_ids)
+        for run_id in asked:
             if run_id not in recorded:
                 raise UsageError(
                     f"no run {run_id!r} in {str(self.folder)!r}; the newest runs are:"
                     f" {', '.join(recorded[-5:])}"
                 )
+        wanted = [run_id for run_id in recorded if run_id in asked]
         runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
         wanted = [run_id for run_id in wanted if run_id in set(runs["run_id"])]
         if not wanted:
@@ -219,6 +226,15 @@ class Store:
     def _write(self, table: str, path: Path, rows: Sequence[Record]) -> Path:
         schema = arrow_schema(table)
         return write_file(path, schema, [arrow_table(rows, schema)])
+
+
+def _age(file: Path) -> tuple[str, str]:
+    """Returns a sort key of a run's file: its start, from the id if that has it, and the id."""
+    if match := _TIMED_ID.match(file.stem):
+        return match[1], file.stem
+    started = start_of_run(file)
+    # A damaged file comes last, where it is reported.
+    return f"{started:%Y%m%dT%H%M%S%f}" if started else "damaged", file.stem
 
 
 def require_plain_name(run_id: str) -> str:

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def write(results: Results, folder: Path) -> Published:
-    """Writes each run's folder atomically; existing runs stay unchanged."""
+    """Writes each cell's folder atomically; existing cells stay unchanged."""
     cells = already = 0
     for report in each(results):
-        target = folder / report.run_id
-        written = records(report)
-        if target.exists():
-            already += len(written)
-            continue
+        run = folder / report.run_id
+        run.mkdir(exist_ok=True)
         temporary = folder / f".{report.run_id}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        for record in written:
-            _cell(report, record, temporary / cell_folder(record))
-        temporary.mkdir(exist_ok=True)
-        temporary.rename(target)
-        cells += len(written)
+        for record in records(report):
+            target = run / cell_folder(record)
+            if target.exists():
+                already += 1
+                continue
+            shutil.rmtree(temporary, ignore_errors=True)
+            _cell(report, record, temporary)
+            temporary.rename(target)
+            cells += 1
     return Published(folder, cells, already)
 
 

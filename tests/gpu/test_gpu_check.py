@@ -24,7 +24,7 @@ from bench.gpu_check import driver as driver_module
 from bench.gpu_check.driver import CheckDriver, Timing, interleaved
 from bench.gpu_check.limited_process import Limits, ProcessEnd
 from bench.gpu_check.out_folder import Folders, packed
-from bench.gpu_check.outcomes import Report, StepOutcome
+from bench.gpu_check.outcomes import NO_TIME, Report, StepOutcome
 from bench.gpu_check.steps import CheckPlan, Step
 from harness.spec.errors import UsageError
 from tests.commands import told
@@ -195,9 +195,9 @@ def test_a_call_that_is_killed_leaves_a_report_that_the_next_call_goes_on_with(
     command = words_of(plan, out)
     killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     wait_until(lambda: bool(begun("children", folder)))
+    stuck = psutil.Process(begun("hangs", folder)[0])
     killed.kill()
     killed.wait()
-    stuck = psutil.Process(begun("hangs", folder)[0])
     wait_until(lambda: not runs(stuck))
     report = Report.read(out / "report.json")
     assert verdicts(report)["one"] == ("confirmed", 0)
@@ -240,6 +240,32 @@ def test_a_check_ends_if_nothing_trains_and_tries_again(folder: Path) -> None:
     assert (code, set(verdicts(report).values())) == (0, {("confirmed", 0)})
     check(folder, plan, resume=True)
     assert (len(begun("gate", folder)), len(begun("holds", folder))) == (3, 2)
+
+
+@pytest.mark.parametrize("budget", [2, 4])
+def test_a_gate_without_enough_time_waits_for_the_next_call(
+    folder: Path, capsys: pytest.CaptureFixture[str], budget: float
+) -> None:
+    """It is not begun with 2 s, and ended early with 4 s, of which stopping it keeps 2."""
+    sections = {"gate": step("gate", "hangs"), "alone": [step("two")]}
+    folders = Folders.prepare(folder / "out")
+    timing = Timing(budget, stop_seconds=2, least_seconds=1)
+    plan = CheckPlan.model_validate(sections)
+    driver = CheckDriver(plan, folders.start("cpu"), folders, timing, print)
+    driver.run()
+    assert not driver.at_the_gate
+    assert verdicts(driver.report) == {"gate": ("not checked", None)}
+    said = capsys.readouterr().out
+    assert NO_TIME in said
+    assert "nothing trained" not in said
+
+
+def test_a_check_with_no_time_for_the_gate_is_no_failure(folder: Path) -> None:
+    plan = plan_file(folder, gate=step("gate"), alone=[step("two")])
+    options = CheckOptions(folder / "out", budget_seconds=0, device="cpu", plan=plan)
+    check_gpu(options)
+    report = Report.read(folder / "out" / "report.json")
+    assert verdicts(report) == {"gate": ("not checked", None)}
 
 
 def test_another_machine_goes_on_with_the_folder(

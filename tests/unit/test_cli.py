@@ -124,6 +124,10 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["doctor", "--gpu-check", "--links", "--device", "cpu"], ["--gpu-check", "--links"]),
         (["doctor", "--resume", "--again", "nccl"], ["--resume", "--again", "--gpu-check"]),
+        (
+            ["doctor", "--device", "cpu", "--minutes", "0"],
+            ["--minutes", "--device", "--gpu-check"],
+        ),
         (["publish", "comet", "folder"], ["comet", "tensorboard"]),
         (
             ["publish", "prometheus", "folder", "nope", "--results", REFERENCE],

@@ -18,6 +18,7 @@ import yaml
 
 from bench.cluster.jobs import ClusterJob, batch_script, parse
 from bench.cluster.site import Nightly, Notify, Site, read_site
+from bench.execution import REQUEUED_SECONDS
 from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,13 @@ def test_every_value_of_a_site_is_in_its_script() -> None:
     )
 
 
+def test_a_prologue_may_use_variables_that_are_not_set() -> None:
+    """conda's activation scripts do, and some modules."""
+    text = script(Site(prologue=[': "$NOT_SET_IN_ANY_JOB"']))
+    done = subprocess.run(["bash", "-c", text.split("cd ")[0]], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_unset_site_keys_are_left_to_slurm() -> None:
     text = script(Site(exclusive=False))
     named = {line.split("=")[0] for line in directives(text)}
@@ -159,6 +167,8 @@ def test_options_take_the_place_of_the_files_values(tmp_path: Path) -> None:
         ("- gpu", "must be a mapping"),
         ("nodes: none", "nodes"),
         ("nightly: {matrx: full}", "nightly"),
+        ("gpu_directive: '--gres=gpu:{n}'", r"gpu_directive: .*\{gpus\}.*, got '--gres=gpu:\{n\}'"),
+        ("gpu_directive: '--gpus={'", "gpu_directive: "),
         ("a: [", "is not valid YAML"),
     ],
 )
@@ -248,6 +258,28 @@ def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) ->
         for process in [*running(), shell]:
             process.terminate()
     assert shell.wait(10) == -signal.SIGTERM
+
+
+def test_agents_outwait_a_requeued_coordinator(tmp_path: Path) -> None:
+    """It waits for processes of its previous start. An agent that gives up is not restarted."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1",
+        "BENCH_RESULTS": str(tmp_path),
+        "BENCH_INTERFACE": "ib0",
+    }
+    command = ["bash", "-uc", "set -o pipefail; . slurm/lib.sh; keep_agent /shared/file 3 n3"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.splitlines()
+    agent = words[words.index("harness.agent") + 1 :]
+    assert agent == ["/shared/file", "--node", "3", "--timeout", agent[4], "--interface", "ib0"]
+    assert float(agent[4]) > 2 * REQUEUED_SECONDS
 
 
 def test_submit_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:

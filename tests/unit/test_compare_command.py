@@ -108,6 +108,18 @@ def test_json_has_the_numbers(folder: Path) -> None:
     speeds = (slower["a"]["samples_per_second"], slower["b"]["samples_per_second"])
     assert speeds == pytest.approx((100.1, 90.1), rel=1e-5)
     assert (missing["kind"], missing["b"]) == ("missing", None)
+    assert ask(folder, OLD, NEW, "--json", "--format", "json") == (code, told)
+    with pytest.raises(UsageError, match=r"--format md .* --out"):
+        ask(folder, OLD, NEW, "--json", "--format", "md")
+
+
+def test_json_goes_to_the_terminal_and_the_page_to_its_file(folder: Path, tmp_path: Path) -> None:
+    page, comment = tmp_path / "page.html", tmp_path / "comment.txt"
+    for words in (["--out", str(page)], ["--out", str(comment), "--format", "md"]):
+        _, told = ask(folder, OLD, NEW, "--json", *words)
+        assert json.loads(told)["regressions"] == 2
+    assert page.read_text().lstrip().startswith("<!DOCTYPE html>")
+    assert comment.read_text().startswith("### ")
 
 
 def test_the_table_names_disturbed_trials_of_changed_cells_only(tmp_path: Path) -> None:

@@ -468,6 +468,8 @@ def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
         find_cell("ddp:speed=3", "smoke", [], tmp_path)
     with pytest.raises(UsageError, match="name=value"):
         find_cell("ddp:fast", "smoke", [], tmp_path)
+    with pytest.raises(UsageError, match="--set 'batch=4'"):
+        find_cell(cell.id, "smoke", ["batch=4"], tmp_path)
 
 
 def test_the_report_shows_where_time_goes_only_for_profiled_cells(tmp_path: Path) -> None:

@@ -295,6 +295,10 @@ def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
     assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
     with pytest.raises(UsageError, match="0123456789ab"):
         find("0123456789ab", "smoke", [], tmp_path / "results")
+    words = ["export", mine.id, "--to", "torchrun", "--matrix", "smoke", "--set", "seed=3"]
+    done = CliRunner().invoke(app, [*words, "--results", str(tmp_path / "results"), "--json"])
+    assert isinstance(done.exception, UsageError)
+    assert "--set 'seed=3'" in str(done.exception)
 
 
 def test_the_command_writes_and_says_so(tmp_path: Path) -> None:

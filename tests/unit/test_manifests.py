@@ -217,3 +217,9 @@ def test_submit_writes_a_file_and_starts_nothing(tmp_path: Path) -> None:
     assert submit().returncode == 0
     assert (tmp_path / "r/kubernetes/r1/manifests.yaml").read_text() == shown.stdout
     assert submit("--array", "2").returncode == 2
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("index", "my run", "../../x"):
+        refused = submit("--run", name)
+        assert refused.returncode == 2
+        assert repr(name) in refused.stderr
+    assert sorted(tmp_path.rglob("*")) == before

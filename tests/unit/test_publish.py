@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,24 @@ def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Pat
     assert not list((tmp_path / "tb").glob(".*"))
     again = write("tensorboard", results, tmp_path / "tb")
     assert (again.cells, again.already) == (0, 4)
+
+
+def test_tensorboard_gets_the_later_cells_of_a_run_published_while_it_ran(
+    results: Results, tmp_path: Path
+) -> None:
+    first = results.trials[results.trials["cell_id"] == DDP.id]
+    done = write("tensorboard", replace(results, trials=first), tmp_path)
+    assert (done.cells, done.already) == (1, 0)
+    (published,) = (tmp_path / NEW).iterdir()
+    kept = {file.name: file.read_bytes() for file in published.iterdir()}
+    (tmp_path / f".{NEW}.tmp").mkdir()
+    (tmp_path / f".{NEW}.tmp" / "events.of.a.killed.process").touch()
+    done = write("tensorboard", results, tmp_path)
+    assert (done.cells, done.already) == (3, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [NEW]
+    assert len(list((tmp_path / NEW).iterdir())) == 4
+    assert not list((tmp_path / NEW).glob("*/*killed*"))
+    assert {file.name: file.read_bytes() for file in published.iterdir()} == kept
 
 
 def test_mlflow_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:

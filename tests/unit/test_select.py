@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
+import bench
 from bench.select import (
     RecordedCell,
     closest,
     find_cells,
+    find_run,
     find_runs,
     find_sides,
     keep,
@@ -18,17 +21,20 @@ from bench.select import (
     split_options,
     with_options,
 )
-from harness.record.plan import Plan
+from harness.analysis.selection import measured
+from harness.record.plan import Plan, resumable
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.spec.errors import NoRuns, UsageError
-from tests.unit.made_results import run_row
+from harness.spec.errors import DamagedFileWarning, NoRuns, UsageError
+from tests.unit.made_results import run_row, trial_rows
 
 PLAIN = Cell(strategy="ddp", devices=2)
 STATIC = Cell(strategy="ddp", devices=2, options={"static_graph": True})
 SHARDED = Cell(strategy="fsdp2", devices=2)
 CELLS = [STATIC, PLAIN, SHARDED]
+NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 RECORDED = [RecordedCell(cell.id, cell) for cell in CELLS]
 
 
@@ -74,6 +80,9 @@ def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
     assert find_cells(CELLS, "ddp", "m", store) == [STATIC, PLAIN]
     assert find_cells([STATIC], SHARDED.id, "m", store) == [SHARDED]
     assert find_cells([STATIC], SHARDED.name, "m", store) == [SHARDED]
+    assert find_cells(CELLS, "ddp", "m", store, ["batch=4"]) == [STATIC, PLAIN]
+    with pytest.raises(UsageError, match="--set 'batch=4'"):
+        find_cells([STATIC], SHARDED.id, "m", store, ["batch=4"])
     with pytest.raises(UsageError, match=r"'dpp' .* 'm' has ddp, fsdp2"):
         find_cells(CELLS, "dpp", "m", store)
     assert plainest([STATIC, PLAIN]) == PLAIN
@@ -106,3 +115,32 @@ def test_only_and_skip() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             keep(CELLS, only, skip)
+
+
+def test_runs_are_in_order_of_time_whatever_their_names(store: Store) -> None:
+    cells = {"before": 3, "after": 4, "20260105T000000-cccc": 5, "first": 1}
+    for run_id, day in cells.items():
+        started = datetime(2026, 1, day, 12, tzinfo=timezone.utc)
+        store.write_run(RunRecord(**run_row(run_id=run_id, started_at=started)))
+        rows = trial_rows(PLAIN, [100.0 + day])
+        store.write_trial(TrialRecord(**(rows[0] | {"run_id": run_id})))
+    store.write_run(RunRecord(**run_row(run_id="also-first", started_at=NOON)))
+    in_order = ["20260101T000000-aaaa", "also-first", "first", "20260102T000000-bbbb"]
+    in_order += ["before", "after", "20260105T000000-cccc"]
+    assert store.run_ids() == in_order
+    assert [row["run_id"] for row in store.newest_rows()] == in_order[::-1]
+    assert find_runs(store, ["after", "before"]) == ["before", "after"]
+    assert find_runs(store, ["latest~1", "latest~2"]) == ["before", "after"]
+    assert resumable(store, None).run_id == in_order[-1]
+    loaded = bench.load(store.folder, ["after", "before"])
+    assert list(loaded.runs["run_id"]) == ["before", "after"]
+    ran = [cell.run_id for cell in measured(store.load())]
+    assert ran == ["first", "before", "after", "20260105T000000-cccc"]
+
+
+def test_a_named_run_with_a_damaged_file_is_not_the_newest(store: Store) -> None:
+    store.write_run(RunRecord(**run_row(run_id="1st", started_at=NOON)))
+    file = store.folder / "runs" / "1st.parquet"
+    file.write_bytes(file.read_bytes()[:200] + b"PAR1")
+    with pytest.warns(DamagedFileWarning, match="1st"):
+        assert find_run(store, "latest") == "20260102T000000-bbbb"
