@@ -26,7 +26,8 @@ mkdir -p "$wheels" || { say "cannot write $wheels; set PARALLELISM_BENCH_CACHE t
 
 has() { printf '#include <%s>\n' "$1" | "$CXX" -E -x c++ - >/dev/null 2>&1; }
 mpi=none aio=0
-[ "${PARALLELISM_BENCH_MPI:-}" != no ] && command -v mpirun mpicxx >/dev/null && mpi=$(mpicxx -show 2>/dev/null || echo unknown)
+[ "${PARALLELISM_BENCH_MPI:-}" != no ] && command -v mpirun >/dev/null && command -v mpicxx >/dev/null &&
+  mpi=$(mpicxx -show 2>/dev/null || echo unknown)
 has libaio.h && aio=1
 cuda=none # describes what Horovod's GPU operations are built with
 [ "$cuda_by" = none ] || cuda="$cuda_version, $cuda_why, NCCL $nccl_version, GPUs $cuda_capabilities"

@@ -28,13 +28,15 @@ run_of_job() {
 BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
 
 # Keeps one node's agent running: restarts it if it, its job step or its node is lost. Stops when the run ends or the agent exits with 0 (the
-# coordinator said that all is done) or 2 (it cannot work). The coordinator is the process `bench run`.
+# coordinator said that all is done) or 2 (it cannot work). The coordinator is the process `bench run`, which a requeued job starts only after all
+# processes of its previous start have ended.
 keep_agent() { # RENDEZVOUS NUMBER NAME
   local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
   options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
   trap '[ -z "$step" ] || kill "$step" 2>/dev/null; exit 1' TERM
   while [ ! -e "$1.over" ] && kill -0 $$ 2>/dev/null; do # $$ is the batch step's shell; not every SLURM kills its children
-    srun "${options[@]}" "${more_srun[@]}" "${python[@]}" -m harness.agent "$1" --node "$2" ${BENCH_INTERFACE:+--interface "$BENCH_INTERFACE"} &
+    srun "${options[@]}" "${more_srun[@]}" "${python[@]}" -m harness.agent "$1" --node "$2" --timeout 1800 \
+      ${BENCH_INTERFACE:+--interface "$BENCH_INTERFACE"} &
     step=$!
     wait "$step"
     code=$?

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from harness.host.memory_limits import CGROUPS, PROCESS, groups_of
 from harness.spec.cell import Cell
 
 
@@ -17,10 +19,37 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
+def quota_cores(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
+    """Returns the cores that this process's control groups let it use at a time, rounded up; None
+    without a limit.
+
+    Files: the kernel's Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
+    """
+    quotas = []
+    for group in groups_of(process, groups, "cpu"):
+        words = _text(group / "cpu.max").split() or [
+            _text(group / "cpu.cfs_quota_us"),
+            _text(group / "cpu.cfs_period_us"),
+        ]
+        quota, period = (int(word) if word.isdecimal() else 0 for word in words[:2])
+        if quota and period:  # else "max" or -1, or no file
+            quotas.append(math.ceil(quota / period))
+    return min(quotas, default=None)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
 def allowed_cores() -> list[int]:
-    """Returns this process's CPUs, one hardware thread per core first."""
+    """Returns this process's CPUs, one hardware thread per core first; no more than its control
+    groups' CPU quotas."""
     cores = physical_cores(os.sched_getaffinity(0))
-    return [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
+    threads = [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
+    return threads[: quota_cores()]
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
@@ -58,9 +87,15 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
 def _shares(gpus: int) -> list[tuple[int, ...]]:
     from harness.host.gpu_inventory import nearby_cores
 
-    return share_cores(
-        physical_cores(os.sched_getaffinity(0)), [nearby_cores(gpu) for gpu in range(gpus)]
-    )
+    cores = physical_cores(os.sched_getaffinity(0))
+    shares = share_cores(cores, [nearby_cores(gpu) for gpu in range(gpus)])
+    quota = quota_cores()
+    return shares if quota is None else [_first_cores(share, quota // gpus) for share in shares]
+
+
+def _first_cores(threads: Sequence[int], count: int) -> tuple[int, ...]:
+    """Returns the threads of the first `count` cores, or of the first one."""
+    return tuple(thread for core in physical_cores(threads)[: max(1, count)] for thread in core)
 
 
 def share_cores(

@@ -1,20 +1,34 @@
 """Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its folder (flock); the next one removes unlocked folders.
+A process locks its folder (flock); the next one on its host removes unlocked folders. Folders are
+named after their host, because hosts may not see each other's locks on a shared file system.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import multiprocessing.util
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.host.process import machine_id
+
 PREFIX = "parallelism-bench-scratch-"
+
+
+def host_marks() -> tuple[str, str]:
+    """Returns what folder names have of this host: its kernel, which emulated nodes share, and its
+    name, which outlives a reboot. Both are short, because paths of sockets must be."""
+    kernel, name = (
+        hashlib.sha256(text.encode()).hexdigest()[:6] for text in (machine_id(), platform.node())
+    )
+    return kernel, name
 
 
 @contextlib.contextmanager
@@ -25,7 +39,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """
     owner = os.getpid()
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        kernel, name = host_marks()
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kernel}-{name}-", dir=parent))
         lock = _locked(folder)
         # Until it was locked, another process may have removed it as abandoned.
         if lock is not None and folder.exists():
@@ -56,10 +71,11 @@ def keep_multiprocessing_files() -> None:
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
-    """Removes this user's unlocked scratch folders from `parent` or the temporary folder; returns
-    them."""
+    """Removes this user's unlocked scratch folders of this host from `parent` or the temporary
+    folder; returns them."""
     removed = []
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
+    parent, (kernel, name) = parent or Path(tempfile.gettempdir()), host_marks()
+    for folder in {*parent.glob(f"{PREFIX}{kernel}-*"), *parent.glob(f"{PREFIX}*-{name}-*")}:
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue

@@ -37,21 +37,14 @@ def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> i
 def _group_limits(process: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """Yields limit and use in bytes of a process's control group and of its ancestors.
 
-    If only the end of a group's path is mounted, as in containers, the group is the mount point.
     Files: the kernel's Documentation/admin-guide, cgroup-v1/memory.rst and cgroup-v2.rst.
     """
-    folder = group_folder(process, groups)
-    if folder is None:
-        return
-    top = groups / "memory" if folder.is_relative_to(groups / "memory") else groups
-    for group in (folder, *folder.parents):
+    for group in groups_of(process, groups):
         names = ("memory.limit_in_bytes", "memory.max", "memory.high")
         limits = [limit for name in names if (limit := _number(group / name)) is not None]
         if limits:
             used = _number(group / "memory.usage_in_bytes") or _number(group / "memory.current")
             yield min(limits), max(0, (used or 0) - _inactive_file_bytes(group))
-        if group == top:
-            return
 
 
 def _inactive_file_bytes(group: Path) -> int:
@@ -95,12 +88,31 @@ def _resident_bytes() -> int:
     return total
 
 
-def group_folder(process: Path = PROCESS, groups: Path = CGROUPS) -> Path | None:
+def groups_of(
+    process: Path = PROCESS, groups: Path = CGROUPS, controller: str = "memory"
+) -> Iterator[Path]:
+    """Yields the folders of a process's control group and of its ancestors.
+
+    If only the end of a group's path is mounted, as in containers, the group is the mount point.
+    """
+    folder = group_folder(process, groups, controller)
+    if folder is None:
+        return
+    top = groups / controller if folder.is_relative_to(groups / controller) else groups
+    for group in (folder, *folder.parents):
+        yield group
+        if group == top:
+            return
+
+
+def group_folder(
+    process: Path = PROCESS, groups: Path = CGROUPS, controller: str = "memory"
+) -> Path | None:
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":  # version 1, which takes precedence over version 2
-            return groups / "memory" / path.lstrip("/")
+        if controller in controllers.split(","):  # version 1, which precedes version 2
+            return groups / controller / path.lstrip("/")
         if not controllers:
             folder = groups / path.lstrip("/")
     return folder

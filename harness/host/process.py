@@ -24,6 +24,12 @@ LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable: process id that the fork server must not outlive."""
 
 
+def machine_id() -> str:
+    """Identifies the kernel until reboot; containers and network namespaces share it."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else socket.gethostname()
+
+
 def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -95,8 +101,27 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(any_socket, _SET_FLAGS, request)
 
 
-if __name__ == "__main__":
-    with contextlib.suppress(OSError):
+def enter_loopback_only() -> bool:
+    """Moves this process to a namespace that has only loopback; returns False if forbidden.
+
+    Tries it in a child process first: AppArmor (Ubuntu 24.04) lets a user create the namespace, but
+    then denies bringing up loopback, and there is no way back.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(OSError):
+            own_network()
+            bring_up_loopback()
+            code = 0
+        os._exit(code)
+    _, failed = os.waitpid(child, 0)
+    if not failed:
         own_network()
         bring_up_loopback()
+    return not failed
+
+
+if __name__ == "__main__":
+    enter_loopback_only()
     os.execvp(sys.argv[1], sys.argv[1:])

@@ -324,4 +324,7 @@ class Watch:
                 break
         self.passed = self.hang is None
         ask_ranks(self.scratch, pids_by_rank(self.scratch, self.ranks))
-        self.kill()
+        # Repeatedly, since torch's elastic agent restarts ranks, and more may be starting.
+        while not self._over.is_set():
+            self.kill()
+            self._over.wait(0.1)

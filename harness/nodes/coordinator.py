@@ -11,12 +11,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.host.process import machine_id
 from harness.launch.launcher import Launcher, TrialOptions
 from harness.launch.outcome import Outcome
 from harness.nodes.multi_node_trial import Trial
 from harness.nodes.node import Node, measured_link
 from harness.nodes.protocol import secure
-from harness.nodes.rendezvous import Rendezvous, addresses_of, machine_id, new_key
+from harness.nodes.rendezvous import Rendezvous, addresses_of, addresses_of_host, new_key
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
@@ -49,6 +50,8 @@ class Nodes:
         self.connected: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
+        self._replaced: list[Node] = []
+        """Nodes whose number connected again; a trial may still wait for them."""
         self._waited = False
         self._change = threading.Condition()
         self._unauthenticated = threading.BoundedSemaphore(self.max_unauthenticated)
@@ -59,7 +62,10 @@ class Nodes:
             self._listener.listen()
         else:
             given = where if isinstance(where, Rendezvous) else None
-            addresses = list((given and given.addresses) or addresses_of(interface)[:1])
+            if given and given.addresses:
+                addresses = addresses_of_host(given.addresses[0], interface)[:1]
+            else:
+                addresses = addresses_of(interface)[:1]
             port = given.port if given else 0
             try:
                 self._listener = socket.create_server((addresses[0], port))
@@ -101,7 +107,8 @@ class Nodes:
         node = Node(line, facts)
         with self._change:
             if before := self.connected.get(node.number):
-                before.line.close()
+                before.line.end()
+                self._replaced.append(before)
             self.connected[node.number] = node
             self._lost.pop(node.number, None)
             self._waited = False
@@ -135,6 +142,8 @@ class Nodes:
                 self._change.wait(left)
 
     def _drop_gone(self) -> None:
+        while self._replaced:
+            self._replaced.pop().line.close()
         lines = {node.line.connection: node for node in self.connected.values()}
         for connection in wait(list(lines), 0):
             node = lines[connection]  # type: ignore[index]
@@ -183,6 +192,8 @@ class Nodes:
                     node.line.send("quit")
                 node.line.close()
             self.connected.clear()
+            while self._replaced:
+                self._replaced.pop().line.close()
         if self.rendezvous_file:
             self.rendezvous_file.unlink(missing_ok=True)
 

@@ -16,8 +16,8 @@ from harness.host.cores import allowed_cores
 from harness.host.environment import cpu_model, gpus, numa_nodes
 from harness.host.gpu_inventory import gpu_topology
 from harness.host.memory_limits import memory_bytes
+from harness.host.process import machine_id
 from harness.nodes.protocol import NodeConnection
-from harness.nodes.rendezvous import machine_id
 
 _SYS = Path("/sys")
 

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import itertools
 import json
 import secrets
 import socket
@@ -27,9 +28,10 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
+from harness.host.process import machine_id
 from harness.launch.outcome import RankOutputs
 from harness.nodes.files import FileFact
-from harness.nodes.rendezvous import Rendezvous, machine_id, set_timeout
+from harness.nodes.rendezvous import Rendezvous, addresses_of_host, set_timeout
 from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 
@@ -147,6 +149,11 @@ class NodeConnection:
     def _read(self, size: int) -> bytes:
         return read_exactly(self.connection, size)
 
+    def end(self) -> None:
+        """Makes another thread's `receive` and `send` fail; that thread then closes it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.close()
@@ -211,7 +218,7 @@ def reach_coordinator(where: Path | Rendezvous, seconds: float) -> NodeConnectio
         if isinstance(where, Rendezvous) or where.exists():
             rendezvous = where if isinstance(where, Rendezvous) else Rendezvous.read(where)
             here = machine_id() == rendezvous.machine
-            for address in rendezvous.addresses:
+            for address in itertools.chain(*map(addresses_of_host, rendezvous.addresses)):
                 if address.startswith("127.") and not here:
                     continue
                 try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.host.process import machine_id
 from harness.spec.errors import UsageError
 
 KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
@@ -111,12 +112,6 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def machine_id() -> str:
-    """Identifies the kernel until reboot; containers and network namespaces share it."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else socket.gethostname()
-
-
 def addresses_of(interface: str | None = None) -> list[str]:
     """Returns IPv4 addresses of this host or one interface: the host name's first, loopback last.
     Raises UsageError for an unknown interface."""
@@ -139,6 +134,17 @@ def addresses_of(interface: str | None = None) -> list[str]:
         {a for known in by_interface.values() for a in known},
         key=lambda a: (a.startswith("127."), a != named, a not in routed, a),
     )
+
+
+def addresses_of_host(host: str, interface: str | None = None) -> list[str]:
+    """Returns this host's addresses, then `host`, if that is this host's name and stands for
+    loopback, as in Debian's /etc/hosts (127.0.1.1); else `host` alone."""
+    own_name = socket.gethostname().partition(".")[0]
+    if host.partition(".")[0] == own_name != "localhost":
+        with contextlib.suppress(OSError):
+            if socket.gethostbyname(host).startswith("127."):
+                return [*addresses_of(interface), host]
+    return [host]
 
 
 def default_interface(table: Path = Path("/proc/net/route")) -> str | None:

@@ -50,6 +50,9 @@ from harness.worker.spec import CYCLES_IN_A_TURN
 HEAT_SECONDS = 3.0
 """Timed seconds of an interleaved trial of the race."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
+REPEATED = ("interrupted", "unavailable")
+"""Statuses of scheduled trials that a resumed run repeats: missing nodes may be back. Cells that
+are unavailable on this host are not scheduled."""
 RANK_BYTES = 400 * 2**20
 """Resident memory of a process that has imported the libraries."""
 
@@ -111,17 +114,19 @@ class Runner:
 
     @property
     def all_recorded(self) -> bool:
-        """Whether every share of the run is complete."""
-        return not replace(self, share=(0, 1)).open_trials()
+        """Whether every share is complete, even if nodes were missing for some trials."""
+        return not replace(self, share=(0, 1)).open_trials(("interrupted",))
 
-    def open_trials(self) -> list[PendingTrial]:
+    def open_trials(self, repeated: Sequence[str] = REPEATED) -> list[PendingTrial]:
+        """Returns the scheduled trials without a record, or whose records all have one of these
+        statuses."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
             attempts[key.cell_id, key.trial] = max(
                 key.attempt, attempts.get((key.cell_id, key.trial), 0)
             )
-            if status != "interrupted":
+            if status not in repeated:
                 finished.add((key.cell_id, key.trial))
             if status in NOT_AGAIN:
                 self._given_up[key.cell_id] = status

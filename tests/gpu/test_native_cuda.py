@@ -164,3 +164,25 @@ def test_a_failed_build_with_nccl_is_why_gpu_cells_are_unavailable(
         Horovod().check(cell, make_workload(cell.workload))
     cell = Cell(strategy="horovod", workload="llama-nano", device="cpu")
     Horovod().check(cell, make_workload(cell.workload))
+
+
+@pytest.mark.parametrize(
+    ("programs", "mpi"),
+    [(("mpirun", "mpicxx"), "g++ -lmpi"), (("mpirun",), "none"), (("mpicxx",), "none")],
+)
+def test_horovod_is_built_with_mpi_if_all_of_it_is_there(
+    tmp_path: Path, programs: tuple[str, ...], mpi: str
+) -> None:
+    """Distributions package `mpirun` and the compiler `mpicxx` separately."""
+    for name in programs:
+        program(tmp_path / name, "echo g++ -lmpi")
+    script = (ROOT / "scripts" / "native.sh").read_text()
+    lines = script[script.index("mpi=none") : script.index("has libaio.h")]
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", f'{lines}\necho "$mpi"'],
+        env={"PATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == mpi

@@ -97,6 +97,15 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
     assert row["wall_seconds"] < 60
 
 
+def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> None:
+    """Torch's elastic agent restarts ranks that were killed, as in cells of `ddp_elastic`."""
+    hanging = faulty("hangs", time_limit_seconds=4)
+    data = prepare_data(hanging.data, make_workload(hanging.workload), hanging.sequence_length)
+    outcome = launcher.run(hanging, data, 2, max_restarts=3)
+    assert outcome.status == "timeout"
+    assert outcome.wall_seconds < 60
+
+
 def test_slow_is_a_timeout_too(run_cells: RunCells) -> None:
     assert run_cells(faulty("slow", time_limit_seconds=2)).trials.iloc[0]["status"] == "timeout"
 

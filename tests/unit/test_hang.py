@@ -20,6 +20,7 @@ from harness.launch.watch import (
     VARIABLE,
     Hang,
     Silence,
+    Watch,
     ask_ranks,
     missing,
 )
@@ -178,6 +179,23 @@ def test_gpus_may_start_slowly_and_steps_on_them_may_not(tmp_path: Path) -> None
     watch = Silence(str(tmp_path), range(2), dict, on_gpus=True)
     assert looks(watch, SECONDS - 1) is None
     assert looks(watch, 2)
+
+
+def test_ranks_that_restart_are_ended_until_the_trial_is_over(tmp_path: Path) -> None:
+    """Torch's elastic agent restarts ranks that were killed; nothing is killed before the limit."""
+    kills: list[float] = []
+    with Watch(str(tmp_path), range(1), 0.2, lambda: kills.append(time.monotonic()), float):
+        began = time.monotonic()
+        while len(kills) < 3:
+            assert time.monotonic() - began < 10
+            time.sleep(0.01)
+    assert kills[0] - began > 0.1
+    ended = len(kills)
+    time.sleep(0.3)
+    assert len(kills) == ended
+    with Watch(str(tmp_path), range(1), 60, kills.clear, float):
+        pass
+    assert kills
 
 
 def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupState:

@@ -1,8 +1,9 @@
-"""Memory available to this process under the limits of control groups and SLURM jobs."""
+"""Memory and cores of this process under the limits of control groups and SLURM jobs."""
 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from bench.host import Host
-from harness.host import environment
+from harness.host import cores, environment
 from harness.host.memory_limits import available_memory_bytes, memory_bytes
 from harness.parity.reference import Reference
 from harness.record.store import TrialKey
@@ -142,3 +143,44 @@ def test_a_cpu_host_is_limited_by_its_slurm_job(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
     assert Host.here().memory_bytes == 2**20
     assert environment.environment()["memory_bytes"] == 2**20
+
+
+V1_CORES = {"cpu.cfs_quota_us": 250_000, "cpu.cfs_period_us": 100_000}
+
+
+@pytest.mark.parametrize(
+    ("line", "groups", "quota"),
+    [
+        ("0::/job", {".": {"cpu.max": "250000 100000"}, "job": {"cpu.max": "max 100000"}}, 3),
+        ("0::/job", {".": {"cpu.max": "200000 100000"}, "job": {"cpu.max": "20000 10000"}}, 2),
+        ("0::/", {".": {"cpu.max": "5000 10000"}}, 1),
+        ("0::/", {".": {"cpu.max": "max 100000"}}, None),
+        ("4:cpu,cpuacct:/docker/1", {"cpu": V1_CORES}, 3),
+        ("0::/\n4:cpu:/a", {"cpu/a": V1_CORES, "cpu": {"cpu.cfs_quota_us": -1}}, 3),
+        ("4:cpuset:/", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_cpu_quota_of_a_control_group_counts(
+    tmp_path: Path, line: str, groups: dict[str, dict[str, object]], quota: int | None
+) -> None:
+    assert cores.quota_cores(*host(tmp_path, line, groups)) == quota
+
+
+def test_no_more_cores_are_pinned_than_a_quota_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with `--cpus=3` may run on all 16 cores, which have two hardware threads each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(
+        cores, "physical_cores", lambda threads: [(n, n + 16) for n in threads if n < 16]
+    )
+    monkeypatch.setattr(cores, "quota_cores", lambda: None)
+    assert len(cores.allowed_cores()) == 32
+    monkeypatch.setattr(cores, "quota_cores", lambda: 3)
+    assert cores.allowed_cores() == [0, 1, 2]
+    on_cpu = Cell(strategy="ddp", devices=4, global_batch=4)
+    assert cores.pin(on_cpu, 4, 4) == ((0,), (1,), (2,), (0,))
+    monkeypatch.setattr(
+        "harness.host.gpu_inventory.nearby_cores", lambda gpu: range(8 * gpu, 8 * gpu + 8)
+    )
+    on_gpus = Cell(strategy="ddp", devices=2, device="cuda")
+    assert cores.pin(on_gpus, 2, 2) == ((0, 16), (8, 24)), "near each GPU, not the first cores"

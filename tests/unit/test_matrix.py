@@ -268,7 +268,9 @@ def test_full_and_quick_have_cells_of_every_system_that_run_here() -> None:
     full, quick = (expand(read_matrix(name), CPU) for name in ("full", "quick"))
     assert {cell.system for cell in full.cells} == SYSTEMS
     assert {left.cell.system for left in full.left_out} <= SYSTEMS
-    assert sorted(cell.system for cell in quick.cells) == sorted(SYSTEMS), "one cell of each"
+    # Without libaio or enough locked memory, its offload to disk is left out.
+    every = (*quick.cells, *(left.cell for left in quick.left_out))
+    assert sorted(cell.system for cell in every) == sorted(SYSTEMS), "one cell of each"
     families = yaml.safe_load((HOME.parent / "maxsize.yaml").read_text())["cells"]
     assert {family["system"] for family in families} == {"25 largest trainable model"}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
+import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,19 +17,35 @@ import pytest
 from bench.expand import expand
 from bench.host import Host
 from bench.matrix import Matrix
+from harness.analysis.summary import cell_results
 from harness.host.cores import oversubscribed
 from harness.host.environment import numa_nodes
+from harness.host.process import machine_id
 from harness.launch.outcome import RankOutputs, classify_end
+from harness.nodes.coordinator import Nodes
 from harness.nodes.multi_node_trial import Trial
 from harness.nodes.node import Node, link_speed
-from harness.nodes.protocol import NodeConnection
-from harness.nodes.rendezvous import Rendezvous, addresses_of, interface_of
+from harness.nodes.protocol import NodeConnection, reach_coordinator
+from harness.nodes.rendezvous import (
+    Rendezvous,
+    addresses_of,
+    addresses_of_host,
+    interface_of,
+    new_key,
+)
 from harness.record.hardware_facts import distinct_cores, shared_machine
+from harness.record.plan import LeftOut, Plan
+from harness.record.run_record import RunRecord
+from harness.record.store import Store, TrialKey
+from harness.record.trial import TrialRecord
+from harness.run.rows import left_out_record
+from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
+from tests.unit.stored_trials import one_cell_run, trial_row
 
 DATA = DataSource("text", "t", "f", None, ((0, 9),), 4)
 
@@ -186,3 +205,106 @@ def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(2, tmp_path / "rendezvous", "lo")
+    yield made
+    made.close()
+
+
+def joined(coordinator: Nodes, number: int) -> NodeConnection:
+    """Returns the agent's end of a connection that the coordinator has accepted as this node."""
+    assert coordinator.rendezvous_file
+    before = coordinator.connected.get(number)
+    line = reach_coordinator(coordinator.rendezvous_file, 5)
+    facts = {"number": number, "name": f"n{number}", "machine": "m", "address": "127.0.0.1"}
+    line.send("hello", facts)
+    deadline = time.monotonic() + 5
+    while coordinator.connected.get(number) is before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return line
+
+
+def test_a_node_that_connects_again_during_its_trial_was_lost(
+    coordinator: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a broken network connection, or if two agents were given the same number."""
+    monkeypatch.setattr("harness.nodes.multi_node_trial.END_SECONDS", 0.0)
+    first, second = joined(coordinator, 0), joined(coordinator, 1)
+    replacing: list[NodeConnection] = []
+    left = RankOutputs()
+
+    def connect_again(*_: object) -> None:
+        replacing.append(joined(coordinator, 1))
+
+    def serve() -> None:
+        answers = {"meet": ("met", 1), "run": ("step", (1, 0.1)), "stop": ("left", (0.0, left))}
+        for word, answer in answers.items():
+            assert first.receive()[0] == word
+            first.send(*answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    cell = Cell(strategy="ddp", devices=2, nodes=2, time_limit_seconds=20)
+    specs = [TrialSpec(cell, DATA, 2, node=number) for number in range(2)]
+    outcome = Trial(coordinator.lose, coordinator.ready(2, 5), specs, connect_again).run()
+    thread.join()
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("node n1 was lost: ")
+    with contextlib.closing(first), contextlib.closing(second), contextlib.closing(replacing[0]):
+        there = coordinator.ready(2, 5)
+        there[1].line.send("warm", [])
+        assert replacing[0].receive() == ("warm", []), "the new connection is used"
+
+
+def test_a_resumed_run_repeats_trials_for_which_nodes_were_missing(tmp_path: Path) -> None:
+    """The last attempt counts. Cells left out because of this host are not repeated."""
+    cell = Cell(strategy="ddp", devices=2, nodes=2)
+    left = LeftOut(Cell(strategy="horovod"), "unavailable", "horovod is not installed")
+    store = Store(tmp_path)
+    runner = Runner(store, Plan("run-1", "test", (cell,), 1, (left,)))
+    store.write_run(RunRecord(**one_cell_run()))
+    store.write_trial(left_out_record("run-1", left.cell, left.status, left.reason))
+    missing = left_out_record("run-1", cell, "unavailable", "needs 2 nodes, 1 of 2 is there", 1, 0)
+    store.write_trial(missing)
+    assert [trial.key for trial in runner.open_trials()] == [TrialKey(cell.id, 0, 2)]
+    assert runner.all_recorded, "a share of the run does not wait for nodes that may never return"
+    store.write_trial(TrialRecord(**trial_row(cell, attempt=2)))
+    assert runner.open_trials() == []
+    results = cell_results(store.load().trials)
+    assert {result.cell_id: (result.status, result.trials) for result in results} == {
+        cell.id: ("ok", 1),
+        left.cell.id: ("unavailable", 0),
+    }
+
+
+def test_a_host_whose_own_name_is_loopback_is_reached_by_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian's /etc/hosts has `127.0.1.1 n1`. Other names and addresses are used as given."""
+    monkeypatch.setattr("socket.gethostname", lambda: "n1")
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "127.0.1.1")
+    everywhere = addresses_of()
+    for name in ("n1", "n1.example.org"):
+        assert addresses_of_host(name) == [*everywhere, name]
+        assert addresses_of_host(name, "lo")[0] == addresses_of("lo")[0]
+    for other in ("localhost", "127.0.0.1", "10.0.0.1", "n2"):
+        assert addresses_of_host(other) == [other]
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "10.0.0.1")
+    assert addresses_of_host("n1") == ["n1"]
+
+
+def test_a_coordinator_and_an_agent_meet_at_the_name_of_their_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "n1")
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "127.0.1.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = Rendezvous(machine_id(), ("n1",), port, new_key())
+    nodes = Nodes(1, where, "lo")
+    with contextlib.closing(nodes), contextlib.closing(reach_coordinator(where, 5)) as line:
+        assert line.address.startswith("127.")

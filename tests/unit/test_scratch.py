@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.folders import PREFIX, remove_abandoned, scratch_folder
+from harness.host.folders import PREFIX, host_marks, remove_abandoned, scratch_folder
 
 HOLDER = """
 import sys, time
@@ -78,7 +78,35 @@ def test_a_process_that_ends_leaves_nothing(temporary: Path) -> None:
 def test_links_and_files_are_left_alone(temporary: Path) -> None:
     elsewhere = temporary / "elsewhere"
     elsewhere.mkdir()
-    (temporary / f"{PREFIX}link").symlink_to(elsewhere)
-    (temporary / f"{PREFIX}file").write_text("")
+    prefix = PREFIX + "-".join(host_marks())
+    (temporary / f"{prefix}-link").symlink_to(elsewhere)
+    (temporary / f"{prefix}-file").write_text("")
     assert remove_abandoned() == []
     assert len(list(temporary.iterdir())) == 3
+
+
+def test_folders_of_other_hosts_are_left_alone(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared file system, their locks may not be seen here."""
+
+    def be(kernel: str, name: str) -> None:
+        monkeypatch.setattr("harness.host.folders.machine_id", lambda: kernel)
+        monkeypatch.setattr("platform.node", lambda: name)
+
+    def abandoned() -> Path:
+        with scratch_folder() as folder:
+            pass
+        folder.mkdir()
+        return folder
+
+    be("kernel-1", "n1")
+    folder = abandoned()
+    assert folder.name.startswith(PREFIX)
+    be("kernel-2", "n2")
+    assert remove_abandoned() == []
+    be("kernel-1", "node0")
+    assert remove_abandoned() == [folder], "an emulated node on the same host"
+    folder = abandoned()
+    be("kernel-3", "node0")
+    assert remove_abandoned() == [folder], "the host was rebooted"
