@@ -59,7 +59,8 @@ class ComparedCell:
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
-        if self.memory is None:
+        """Verdict on B's peak; None without an interval."""
+        if self.memory is None or self.memory.low is None:
             return None
         sides = (self.first, self.second)
         before, after = (side.peak or 0.0 if side else 0.0 for side in sides)
@@ -135,7 +136,10 @@ RUNS_METHOD = (
     " differ, the interval covers the ratio with and without the control"
 )
 MEMORY_METHOD = (
-    "the same test of the fullest rank's peak, if both sides measured it in the same way"
+    "ratio of the geometric means over trials of the fullest rank's peak, if both sides measured it"
+    " in the same way. The interval is Welch's t of the logarithms (Biometrika 34, 1947),"
+    f" {PAIR_CONFIDENCE * 100:g} %. Interleaved trials are compared within rounds by Student's"
+    " paired t"
 )
 
 
@@ -304,7 +308,8 @@ def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
     if was.result.memory.memory_method != now.result.memory.memory_method:
         return None
     before, after = was.result.memory.peak_by_round, now.result.memory.peak_by_round
-    if was.run_id == now.run_id:
+    interleaved = was.result.speed.turns and now.result.speed.turns
+    if was.run_id == now.run_id and interleaved:
         return compare_rounds(after, before)
     return compare_runs([*after.values()], [*before.values()])
 

@@ -190,20 +190,21 @@ def compare(
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns cells that may be a setting's fastest.
 
-    Interleaved cells, which have no common spread, are compared with the first.
+    Interleaved cells, which have no common spread, are compared with the first. Within rounds, one
+    may be faster than the first, which has the highest throughput over all trials.
     """
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):
-        return [cell for cell in cells if cell is cells[0] or _is_tied(cell, cells[0])]
+        return [cell for cell in cells if cell is cells[0] or not _is_slower(cell, cells[0])]
     if any(speed.degrees <= 0 for speed in speeds):
         return list(cells)
     bounded = zip(cells, against_best(speeds), strict=True)
     return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
 
 
-def _is_tied(cell: CellResult, other: CellResult) -> bool:
+def _is_slower(cell: CellResult, other: CellResult) -> bool:
     found = compare(cell, other)
-    return found is None or found.verdict == "no difference seen"
+    return found is not None and found.verdict == "slower"
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:

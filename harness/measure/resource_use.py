@@ -336,8 +336,12 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
+            name = package / "name"
+            if name.exists() and not name.read_text().startswith("package"):
+                continue  # psys, the whole platform, includes the packages
             microjoules = [
-                int((package / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
+                int((package / counter).read_text())
+                for counter in ("energy_uj", "max_energy_range_uj")
             ]
             counters[package.name] = (microjoules[0] / 1e6, microjoules[1] / 1e6)
     except (OSError, ValueError):

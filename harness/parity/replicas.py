@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from harness.parity.verdict import CAPPED_ABOVE, ParityVerdict
+from harness.parity.verdict import ParityVerdict
+from harness.spec.training import Tolerance
 from harness.strategy.job import TrainState
 from harness.strategy.whole_state import full_parameters
 
@@ -36,29 +37,37 @@ def with_replicas(
     verdict: ParityVerdict,
     ranks: Sequence[Mapping[str, float]],
     update_norms: Mapping[str, float],
+    allowed: Tolerance,
+    may_differ: bool = False,
 ) -> ParityVerdict:
     """Adds the largest difference between ranks, relative to the reference's update, to a verdict.
 
-    Ranks may differ if the strategy declares more than `CAPPED_ABOVE`. `ranks`: each rank's
-    sketches.
+    `ranks`: each rank's sketches. `allowed`: limits of the updates; ranks that differ by more than
+    `TIMES_UPDATE` times a tensor's have diverged, unless they `may_differ` by design.
     """
     by_name: dict[str, list[float]] = {}
     for of_rank in ranks:
         for name, value in of_rank.items():
             by_name.setdefault(name, []).append(value)
     spread = {
-        name: (max(values) - min(values)) / update_norms[name]
+        name: _spread(values) / update_norms[name]
         for name, values in by_name.items()
         if len(values) > 1 and update_norms.get(name)
     }
     if not spread:
         return verdict
-    worst = max(spread, key=lambda name: spread[name])
-    largest, allowed = spread[worst], TIMES_UPDATE * verdict.update_tolerance
-    finite = math.isfinite(largest)
-    verdict = replace(verdict, max_replica_deviation=largest if finite else None)
-    differ = not largest <= allowed and verdict.update_tolerance <= CAPPED_ABOVE
+    limits = {
+        name: TIMES_UPDATE * max(allowed.update, allowed.tensors.get(name, 0.0)) for name in spread
+    }
+    largest = max(spread.values())
+    verdict = replace(verdict, max_replica_deviation=largest if math.isfinite(largest) else None)
+    worst = max(spread, key=lambda name: spread[name] / limits[name])
+    differ = spread[worst] > limits[worst] and not may_differ
     if verdict.verdict == "diverged" or not differ:
         return verdict
-    reason = f"after the last step, ranks differ in {worst} by {largest:.1e} of its update"
-    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {allowed:.0e})")
+    reason = f"after the last step, ranks differ in {worst} by {spread[worst]:.1e} of its update"
+    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {limits[worst]:.0e})")
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values) if all(map(math.isfinite, values)) else math.inf

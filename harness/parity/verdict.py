@@ -117,6 +117,8 @@ KINDS = (
     Kind("coarse", 0.5, 0.5, "optimizer state {} has only 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
+WIDE = (KINDS[0], KINDS[-1])
+"""Kinds that are judged even if the limit of an update exceeds CAPPED_ABOVE."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,8 @@ def parity_verdict(
 
     excesses = _nearest_to_limits(found, limit, precision)
     exact = _nearest_to_limits(found, lambda name: EXACT.update, "fp32")
-    # Only the parameters of a strategy that declares a different training are judged.
-    judged = excesses if allowed.update <= CAPPED_ABOVE else excesses[:1]
+    # With wider limits, multiples of them say nothing about other kinds.
+    judged = excesses if allowed.update <= CAPPED_ABOVE else [e for e in excesses if e.kind in WIDE]
     off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
         word = "diverged"
@@ -172,7 +174,8 @@ def parity_verdict(
     update = excesses[0] if excesses and excesses[0].kind is KINDS[0] else None
     return ParityVerdict(
         word,
-        REASONS.join(part for part in (reason, beyond(allowed, noise)) if part),
+        # Not joined like declared reasons: noise declares no other training.
+        ", and ".join(part for part in (reason, beyond(allowed, noise)) if part),
         max(gaps) if math.isfinite(max(gaps)) else None,
         update.deviation if update and math.isfinite(update.deviation) else None,
         update.tensor if update else None,

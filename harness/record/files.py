@@ -7,10 +7,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,10 +81,14 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
-            reason = error.strerror or type(error).__name__
-            raise NotRecorded(f"{str(path)!r} cannot be written: {reason}") from error
+            raise _not_recorded(path, error) from error
         raise
     return path
+
+
+def _not_recorded(path: Path, error: OSError) -> NotRecorded:
+    reason = error.strerror or type(error).__name__
+    return NotRecorded(f"{str(path)!r} cannot be written: {reason}")
 
 
 def is_complete(file: Path) -> bool:
@@ -122,6 +127,20 @@ def parquet_schema(file: Path) -> pa.Schema:
         return pq.read_schema(file)
     except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
         raise DamagedFile(str(error).strip().partition("\n")[0] or type(error).__name__) from None
+
+
+def start_of_run(file: Path) -> datetime | None:
+    """Reads when a run started, in any version of the schema; returns None for a damaged file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as content:
+            (row,) = plain_rows(content.read(columns=["started_at"]))
+        started = row["started_at"]
+    except (OSError, pa.ArrowException, ValueError, KeyError, MemoryError, OverflowError):
+        return None
+    return started if isinstance(started, datetime) else None
 
 
 def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
@@ -222,7 +241,10 @@ class RunFiles:
         return copied_digest(self.copy(table, run_id)) == names_digest(file.name for file in files)
 
     def gather(self, run_id: str) -> None:
-        """Gathers a run's rows into one file per table, which is faster to read."""
+        """Gathers a run's rows into one file per table, which is faster to read.
+
+        Writes no copy of a table with a damaged file: the copy would count as complete without it.
+        """
         import pyarrow as pa
 
         for table in ("trials", "steps"):
@@ -230,11 +252,13 @@ class RunFiles:
             if not files or self._has(table, run_id, files):
                 continue
             parts = (
-                pa.concat_tables(rows).combine_chunks()
+                pa.concat_tables(
+                    [read_file(table, file) for file in files[i : i + _AT_ONCE]]
+                ).combine_chunks()
                 for i in range(0, len(files), _AT_ONCE)
-                if (rows := read_undamaged(table, files[i : i + _AT_ONCE]))
             )
-            self.write_copy(table, run_id, files, parts)
+            with contextlib.suppress(DamagedFile):  # readers warn about it
+                self.write_copy(table, run_id, files, parts)
 
     def write_copy(
         self, table: str, run_id: str, files: Sequence[Path], parts: Iterable[pa.Table]
@@ -244,21 +268,36 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a gathered copy into a file per trial, so that trials can be added."""
-        for table in ("steps", "trials"):
-            copy = self.copy(table, run_id)
-            if not copy.exists():
-                continue
-            schema = nullable(table).with_metadata({VERSION_KEY: str(VERSION)})
-            rows = read_file(table, copy)
-            names = ("cell_id", "trial", "attempt")
-            keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
-            places: dict[TrialKey, list[int]] = {}
-            for place, key in enumerate(keys):
-                places.setdefault(TrialKey(*key), []).append(place)
-            for trial, of_trial in places.items():
-                file = self.folder / table / run_id / f"{trial.stem}.parquet"
-                write_file(file, schema, [rows.take(of_trial)])
+        """Splits a gathered copy into a file per trial, so that trials can be added.
+
+        Trials appear together, as the last step: some of them would hide the rest of the copy.
+        """
+        self._split("steps", run_id, self.folder / "steps" / run_id)
+        trials = self.folder / "trials" / run_id
+        temporary = self.copy("trials", run_id).with_name(f".trials.{writer_name()}.tmp")
+        try:
+            self._split("trials", run_id, temporary)
+            trials.parent.mkdir(parents=True, exist_ok=True)
+            temporary.rename(trials)
+        except OSError as error:
+            if not self.single("trials", run_id):  # else another process has unpacked them
+                raise _not_recorded(trials, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _split(self, table: str, run_id: str, folder: Path) -> None:
+        copy = self.copy(table, run_id)
+        if not copy.exists():
+            return
+        schema = nullable(table).with_metadata({VERSION_KEY: str(VERSION)})
+        rows = read_file(table, copy)
+        names = ("cell_id", "trial", "attempt")
+        keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+        places: dict[TrialKey, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(TrialKey(*key), []).append(place)
+        for trial, of_trial in places.items():
+            write_file(folder / f"{trial.stem}.parquet", schema, [rows.take(of_trial)])
 
     def copy(self, table: str, run_id: str) -> Path:
         return self.folder / "gathered" / run_id / f"{table}.parquet"

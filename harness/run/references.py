@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -294,10 +294,9 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
             since = judging.later(replay)
             later += since
             verdict = judging.with_later(verdict, since)
-    ends = [rank.sketches or {} for rank in outcome.trained]
     last = len(steps) - 1 if steps[-1] is None else steps[-1]
     if _ranks_agree(cell, last):
-        verdict = with_replicas(verdict, ends, reference.facts["update_norms"])
+        verdict = judging.with_ranks(verdict, [rank.sketches or {} for rank in outcome.trained])
     check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
     return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
 
@@ -371,6 +370,15 @@ class _Judging:
         segment = self.prepared.cell.parity_steps
         losses = [None] * segment + list(steps.since(segment))
         return deviations_later(losses, self.reference.all_losses, segment)
+
+    def with_ranks(
+        self, verdict: ParityVerdict, ranks: Sequence[Mapping[str, float]]
+    ) -> ParityVerdict:
+        assert self.reference is not None
+        cell, workload = self.prepared.cell, self.prepared.workload
+        may_differ = make_strategy(cell).tolerance(cell, workload).update > CAPPED_ABOVE
+        norms = self.reference.facts["update_norms"]
+        return with_replicas(verdict, ranks, norms, self.allowed, may_differ)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
         assert self.reference is not None

@@ -18,7 +18,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.host.cores import threads_of
@@ -199,6 +199,8 @@ class _Others:
         """Numbers by pause (from 1) and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
+        self.sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.sender.setblocking(False)
 
     def wait(self, number: float) -> float:
         """Waits for all ranks' controls; returns their largest number.
@@ -209,21 +211,36 @@ class _Others:
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):
             if rank != self.rank:
-                _send(self.socket, _MESSAGE.pack(self.rank, turn, number), address)
+                self._send(_MESSAGE.pack(self.rank, turn, number), address)
         while min(self.came) < turn:
-            ready, _, _ = select.select([self.socket, self.line], [], [])
-            if self.line in ready:  # it asks for nothing while it waits
-                raise EOFError("the rank has ended")
-            rank, pauses, its_number = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
-            self.came[rank] = pauses
-            self.numbers[pauses, rank] = its_number
+            self._receive()
         return max(self.numbers.pop((turn, rank)) for rank in range(len(self.came)))
 
+    def _send(self, message: bytes, address: str) -> None:
+        """Sends to another rank's control, and receives while that control's queue is full.
 
-def _send(line: socket.socket, message: bytes, address: str) -> None:
-    while True:
-        try:
-            line.sendto(message, address)
-            return
-        except (FileNotFoundError, ConnectionRefusedError):
-            time.sleep(0.001)
+        A queue holds 11 messages by default (net.unix.max_dgram_qlen), so two controls that only
+        send could block each other.
+        """
+        while True:
+            try:
+                # Only a connected socket becomes writable when the other's queue has room.
+                self.sender.connect(address)
+                self.sender.send(message)
+                return
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._receive(seconds=0.001)
+            except BlockingIOError:
+                self._receive(or_writable=[self.sender])
+
+    def _receive(
+        self, or_writable: Sequence[socket.socket] = (), seconds: float | None = None
+    ) -> None:
+        """Waits for a message, a writable socket or the time to pass; takes the message, if any."""
+        ready, _, _ = select.select([self.socket, self.line], or_writable, [], seconds)
+        if self.line in ready:  # it asks for nothing while it waits
+            raise EOFError("the rank has ended")
+        if self.socket in ready:
+            rank, pauses, number = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))
+            self.came[rank] = pauses
+            self.numbers[pauses, rank] = number

@@ -296,7 +296,7 @@ class Loop:
     def _pause(self, control: Control, timed: bool) -> None:
         """Runs a control if due. After the cell's timed steps, ranks agree on how many to add."""
         agree = timed and self.timed == self.job.cell.timed_steps
-        if not agree and len(self.steps) % control.every:
+        if not (agree or self._first_pause() or len(self.steps) % control.every == 0):
             return
         began = time.perf_counter()
         pause = control.pause(self._mean_step_seconds() if agree else 0.0)
@@ -313,6 +313,13 @@ class Loop:
         if agree and pause.largest:
             wanted = math.ceil(self.spec.timed_seconds / pause.largest)
             self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))
+
+    def _first_pause(self) -> bool:
+        """Returns whether warm-up has ended without a pause. Controls build their model in the
+        first one, which must not count as other processes' load."""
+        return self.next_step == self.job.cell.warmup_steps and all(
+            step.left_over_seconds is None for step in self.steps
+        )
 
     def _mean_step_seconds(self) -> float:
         seconds = [step.step_seconds for step in self.steps if step.phase == "timed"]

@@ -89,13 +89,13 @@ def test_a_parameter_servers_threads_do_not_slow_the_control_down(run_cells: Run
     long."""
     cells = [cell(name, workload="llama-micro") for name in ("ddp", "parameter_server")]
     steps = timed_steps(run_cells, *cells)
-    for _ in range(3):
+    for _ in range(5):
         alone, shared = (
             steps[steps["cell_id"] == one.id].groupby("rank")["control_seconds"].min()
             for one in cells
         )
         assert shared.isna().tolist() == [False, False, True], "the server has no control"
-        near = pytest.approx(alone.tolist(), rel=0.5)
+        near = pytest.approx(alone.tolist(), rel=0.8)
         if shared.dropna().tolist() == near:
             break
         steps = pd.concat([steps, timed_steps(run_cells, *cells)])
@@ -111,9 +111,16 @@ def timed_steps(run_cells: RunCells, *cells: Cell) -> pd.DataFrame:
 
 
 def test_cells_on_several_ranks_that_share_a_core_go_on(run_cells: RunCells) -> None:
-    (trial,) = TrialRecord.from_frame(run_cells(cell("ddp", devices=4), timed_seconds=0.2).trials)
+    ranks = cell("ddp", devices=4)
+    results = run_cells(ranks, timed_seconds=0.2)
+    (trial,) = TrialRecord.from_frame(results.trials)
     assert trial.status == "ok", trial.log_tail
     assert trial.window_control_seconds
+    # A control is due every four steps. The first comes after the three warm-up steps, as controls
+    # then build their model, which must not count as other processes' load.
+    assert SAMPLES_PER_CONTROL * ranks.devices / ranks.global_batch == 4
+    paused = results.steps.dropna(subset="control_seconds").groupby("rank")["step"].min()
+    assert paused.tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("mistake", LATER_MISTAKES)

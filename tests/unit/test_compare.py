@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 from harness.analysis.answer import answer
 from harness.analysis.compare import REGRESSIONS, compare_cells, compare_sides
-from harness.analysis.ranking import compare
+from harness.analysis.ranking import compare, may_be_fastest
 from harness.analysis.selection import measured, select
 from harness.analysis.stats import COMPARISON_METHOD
 from harness.analysis.summary import cell_results, summarised
@@ -224,7 +224,6 @@ def test_other_software_is_compared_and_reported() -> None:
         ([100, 100, 100], [106, 106, 106], "more memory"),
         ([100, 100.1, 100.2], [104, 104.1, 104.2], "no difference seen"),
         ([100, 110, 120], [115, 125, 135], "no difference seen"),
-        ([100], [200], "no difference seen"),
         ([4, 4.01, 4.02], [5.5, 5.51, 5.52], "no difference seen"),
         ([4, 4.01, 4.02], [6.5, 6.51, 6.52], "more memory"),
     ],
@@ -247,6 +246,29 @@ def test_memory_has_a_threshold_of_its_own(
     assert line.regression == (verdict == "more memory")
     other = [row | {"memory_method": "another"} for row in sides[1]]
     assert only(sides[0], other).memory is None
+
+
+def test_memory_has_no_verdict_without_an_interval() -> None:
+    line = only(trial_rows(CELL, [10.0]), trial_rows(CELL, [10.0], peak_mib=200.0))
+    assert (line.memory_verdict, line.regression) == (None, False)
+    assert line.memory is not None
+    assert line.memory.ratio == pytest.approx(2.0)
+    assert line.memory.low is None
+
+
+def test_peaks_of_separate_trials_are_all_compared_within_a_run() -> None:
+    """The cells have only trial 0 in common, as heats have different members."""
+    rows = trial_rows(CELL, [10.0, 10.1, 10.2])
+    for row, trial in zip(
+        trial_rows(OTHER, [10.0, 10.1, 10.2], peak_mib=120.0), (0, 5, 7), strict=True
+    ):
+        rows.append(row | {"trial": trial})
+    first, second = measured(frames(rows))
+    (line,) = compare_cells("run", [(first, second)], ("ddp", "fsdp2")).lines
+    assert line.memory_verdict == "more memory"
+    assert line.memory is not None
+    assert line.memory.ratio == pytest.approx(121 / 101, rel=1e-3)
+    assert line.memory.rounds == 3
 
 
 def test_only_the_last_attempt_counts() -> None:
@@ -316,6 +338,22 @@ def test_the_gain_of_interleaved_cells_is_known_with_95_percent() -> None:
     assert advice is not None
     assert advice.gain == compare(*results, 0.95)
     assert advice.gain != compare(*results)
+
+
+def test_the_faster_of_interleaved_cells_may_be_the_fastest() -> None:
+    """Within rounds it is 5 % faster, but over all trials the other has the higher throughput."""
+    rows = []
+    for cell, speed, turns, began in ((CELL, 100.0, 100.0, 0.0), (OTHER, 99.0, 105.0, 1.0)):
+        for row in trial_rows(cell, [speed] * 3):
+            row["turn_began"] = [began + 2 * turn for turn in range(5)]
+            row["turn_samples_per_second"] = [turns] * 5
+            rows.append(row)
+    first, faster = (cell.result for cell in measured(frames(rows)))
+    found = compare(faster, first)
+    assert found is not None
+    assert found.verdict == "faster"
+    assert may_be_fastest([first, faster]) == [first, faster]
+    assert may_be_fastest([faster, first]) == [faster], "the slower one may not"
 
 
 def test_interleaved_cells_of_a_run_are_compared_within_its_rounds() -> None:

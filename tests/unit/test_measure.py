@@ -325,6 +325,18 @@ def test_energy_is_per_sample_of_all_ranks_and_counters_start_again(tmp_path: Pa
     assert package_joules(tmp_path) == {"intel-rapl:0": (2.5, 262143.32885)}
 
 
+def test_only_cpu_packages_count_as_their_energy(tmp_path: Path) -> None:
+    """The domain psys is the whole platform, with the packages."""
+    for number, name in enumerate(("package-0", "package-1", "psys")):
+        domain = tmp_path / f"intel-rapl:{number}"
+        domain.mkdir()
+        (domain / "name").write_text(f"{name}\n")
+        (domain / "energy_uj").write_text("2000000\n")
+        (domain / "max_energy_range_uj").write_text("4000000\n")
+    packages = dict.fromkeys(("intel-rapl:0", "intel-rapl:1"), (2.0, 4.0))
+    assert package_joules(tmp_path) == packages
+
+
 def test_the_mean_of_cycles_does_not_depend_on_where_the_steps_end() -> None:
     """Every fourth step takes 2 s longer: 1.5 s on average, however often it occurs."""
     assert mean_of_cycles([1, 1, 1, 3] * 2, range(8, 16), 4) == 1.5

@@ -13,6 +13,7 @@ from harness.analysis.losses import loss_deviations
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Noise
 from harness.parity.reference_runs import reference_cell
+from harness.parity.replicas import with_replicas
 from harness.parity.verdict import (
     PRECISION,
     allowed_deviation,
@@ -23,7 +24,7 @@ from harness.parity.verdict import (
 from harness.run.prepared import PreparedTrial
 from harness.run.references import _Judging
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Tolerance
+from harness.spec.training import EXACT, Tolerance, rounding_alone
 from harness.strategy.base import Emulation
 from harness.strategy.registry import make_strategy
 from harness.strategy.whole_state import plain_name
@@ -189,6 +190,49 @@ def test_some_limits_do_not_depend_on_the_update(
         for share in (0.9, 1.1)
     ]
     assert found == ["exact", "diverged"]
+
+
+def test_states_in_16_bits_are_seen_however_wide_the_limit() -> None:
+    ranks = [Deviations({"a": 0.0}, moments={"a exp_avg": 9.0}, coarse={"a exp_avg": 1.0})]
+    found = parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a",), LOOSE)
+    assert (found.verdict, "16 bits" in found.reason) == ("diverged", True)
+
+
+@pytest.mark.parametrize(
+    ("other", "may_differ", "verdict"),
+    [
+        (1e-4, False, "exact"),  # tensor b's limit is wide, a's is not
+        (2e-3, False, "diverged"),
+        (2e-3, True, "exact"),
+        (math.nan, False, "diverged"),
+    ],
+)
+def test_ranks_are_held_to_the_limit_of_the_tensor_in_which_they_differ(
+    other: float, may_differ: bool, verdict: str
+) -> None:
+    wide = Tolerance(EXACT.loss, EXACT.update, EXACT.reason, {"b": 0.1})
+    trained = parity_verdict(
+        [2.0, 1.0], REFERENCE, [Deviations({"a": 0.0, "b": 0.09})], ("a", "b"), wide
+    )
+    assert (trained.verdict, trained.update_tolerance) == ("exact", 0.1)
+    ranks = [{"a": 1.0, "b": 1.0}, {"a": 1.0 + other, "b": 1.5}]
+    found = with_replicas(trained, ranks, {"a": 1.0, "b": 1.0}, wide, may_differ)
+    assert found.verdict == verdict
+
+
+def test_noise_of_the_reference_declares_no_other_training() -> None:
+    noise = Noise(0.0, Deviations({"a": 0.5, "b": 0.5}))
+    found = parity_verdict(
+        [2.0, 1.0],
+        REFERENCE,
+        [Deviations({"a": 0.01, "b": 0.01})],
+        ("a", "b"),
+        PRECISION["bf16"],
+        noise=noise,
+        precision="bf16",
+    )
+    assert (found.verdict, "itself moves" in found.reason) == ("within tolerance", True)
+    assert rounding_alone("bf16", found.reason)
 
 
 def test_states_that_cannot_be_gathered_are_named() -> None:

@@ -6,16 +6,24 @@ import re
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.record.files import RunFiles, write_file
 from harness.record.integrity import check_folder
 from harness.record.run_record import ConclusionRecord, RunRecord
 from harness.record.schema import TABLES, VERSION, arrow_schema
 from harness.record.store import Store, TrialKey, load
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.spec.errors import NoRuns, NotRecorded, NotWritable, UsageError
+from harness.spec.errors import (
+    DamagedFileWarning,
+    NoRuns,
+    NotRecorded,
+    NotWritable,
+    UsageError,
+)
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -115,6 +123,65 @@ def test_a_resumed_run_with_only_its_copy_loses_nothing(
     assert set(after.trials["cell_id"]) == {*before.trials["cell_id"], Cell(strategy="fsdp2").id}
     assert (len(after.trials), len(after.steps)) == (len(before.trials) + 1, len(before.steps))
     assert check_folder(store).problems == ()
+
+
+def test_a_copy_that_would_lack_a_damaged_trial_is_not_written(tmp_path: Path) -> None:
+    """A trial that replaces the damaged one has its name, so the copy would hide it."""
+    store = filled(tmp_path)
+    key = next(iter(store.statuses("run-1")))
+    file = tmp_path / "trials" / "run-1" / f"{key.stem}.parquet"
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-4])
+    store.gather("run-1")
+    assert not (tmp_path / "gathered" / "run-1" / "trials.parquet").exists()
+    with pytest.warns(DamagedFileWarning, match=key.stem):
+        assert len(store.statuses("run-1")) == 3
+    file.write_bytes(intact)
+    store.gather("run-1")
+    assert key in store.statuses("run-1")
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+def test_interrupted_unpacking_of_a_copy_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path)
+    before = load(tmp_path)
+    store.gather("run-1")
+    shutil.rmtree(tmp_path / "trials")
+    shutil.rmtree(tmp_path / "steps")
+    new = TrialRecord(**trial_row(Cell(strategy="fsdp2")))
+    written: list[Path] = []
+
+    def interrupted(path: Path, *content: Any) -> Path:
+        if len(written) == 6:  # all four files of steps and two of four trials
+            raise KeyboardInterrupt
+        written.append(path)
+        return write_file(path, *content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("harness.record.files.write_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.write_trial(new)
+    assert len(written) == 6
+    assert load(tmp_path).trials.equals(before.trials)
+    assert load(tmp_path).steps.equals(before.steps)
+    store.write_trial(new)
+    assert (len(load(tmp_path).trials), len(load(tmp_path).steps)) == (5, 12)
+    assert check_folder(store).problems == ()
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+def test_a_copy_that_another_process_has_unpacked_is_not_unpacked_again(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.gather("run-1")
+    RunFiles(tmp_path).unpack("run-1")
+    assert len(load(tmp_path).trials) == 4
+    assert not [*tmp_path.rglob("*.tmp")]
+    for file in (tmp_path / "trials" / "run-1").iterdir():
+        file.rename(file.with_suffix(".other"))
+    with pytest.raises(NotRecorded, match=r"trials/run-1' cannot be written: Directory not empty"):
+        RunFiles(tmp_path).unpack("run-1")
 
 
 def test_an_outdated_copy_is_not_read(tmp_path: Path) -> None:
