@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from harness.host.folders import cache_folder
+from harness.host.process import machine_id
 from harness.launch.launcher import Launcher
-from harness.nodes.rendezvous import Rendezvous, machine_id, new_key
+from harness.nodes.rendezvous import Rendezvous, new_key
 from tests.cluster.conftest import free_ports
 from tests.ranks.conftest import cell
 from tests.ranks.test_nodes import Cluster, run_on

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 
 from bench.cli import app
 from bench.cluster.site import Nightly, Notify, Pods, Site
-from bench.host import Host
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.schema import TABLES
@@ -87,20 +86,15 @@ def site_table() -> list[str]:
 
 def gpu_table() -> list[str]:
     rows = [
-        "| `--host` | memory (GiB) | `full` trains | fp32 peak (TFLOP/s) | bf16 peak (TFLOP/s) |",
-        "|---|---|---|---|---|",
+        "| `--host` | memory (GiB) | fp32 peak (TFLOP/s) | bf16 peak (TFLOP/s) |",
+        "|---|---|---|---|",
     ]
-    full = read_matrix("full")
     for name, model in gpu_models().items():
-        host = Host("cuda", 1, model.memory_bytes)
-        main = next(rule for rule in full.hosts if rule.fits(host)).workloads["main"]
         peaks = [
             f"{peak / 1e12:g}" if (peak := model.peak_flops_per_second(p)) else "unknown"
             for p in ("fp32", "bf16")
         ]
-        rows.append(
-            f"| `{name}` | {model.memory_bytes / 2**30:.1f} | `{main}` | {' | '.join(peaks)} |"
-        )
+        rows.append(f"| `{name}` | {model.memory_bytes / 2**30:.1f} | {' | '.join(peaks)} |")
     return rows
 
 
