@@ -84,6 +84,17 @@ def test_slower_links_never_speed_up(
     assert after >= before * (1 - 1e-9)
 
 
+def test_offload_never_speeds_up_a_sharded_step() -> None:
+    """Whoever runs the collectives, they slow the compute that hides them."""
+    asked = question("llama-8b", 64, 1024)
+    levels = [
+        PlannedLayout(data=64, zero=3, micro_batch=2, accumulation=8, offload=level)
+        for level in range(4)
+    ]
+    seconds = predict(asked, PlannedLayouts.of(levels), CALIBRATION).seconds
+    assert (np.diff(seconds) > 0).all()
+
+
 @often
 @given(st.floats(1e6, 1e13), st.integers(1, 4096))
 def test_each_stage_of_zero_keeps_no_more(parameters: float, ranks: int) -> None:

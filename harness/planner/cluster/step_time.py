@@ -22,7 +22,8 @@ NATIVE_COLLECTIVES = 8.0
 """Collectives per layer in torch's own tensor parallelism, which keeps gathered inputs."""
 CONTENTION = 0.189
 """Mean slowdown of compute while communication runs, on 4 A100 and H100 with GPT and Llama models
-(Lee and others, arXiv 2507.03114). nanotron's is part of the fitted constants."""
+(Lee and others, arXiv 2507.03114). Applies to ZeRO 2 and 3, whose communication runs in every
+micro-batch; with ZeRO 0 and 1 it is part of the fitted constants."""
 
 UNGATED = 0.4
 """Memory passes of an ungated activation relative to a gated one: SiLU has 2, its product with the
@@ -149,7 +150,7 @@ class AxisBandwidths:
         regathers = layouts.native & (zero == 2)
         once = once + np.where((zero == 1) | ((zero == 2) & ~layouts.native), gather, 0.0)
         once = once + np.where(ranks > 1, c.step_latency * np.log2(self.nodes), 0.0)
-        slowed = np.where(layouts.native, CONTENTION, 0.0)
+        slowed = np.where(zero >= 2, CONTENTION, 0.0)
 
         def exposed(seconds: Floats, computed: Floats) -> Floats:
             # Neighbouring layers hide all but the first gather and the last scatter.
