@@ -221,8 +221,8 @@ def _surroundings(devices: Sequence[Gpu]) -> Iterator[Trouble]:
             "CPU",
             f"{plural(cores, 'core')} for {plural(len(devices), 'GPU')}",
             "ranks share cores, so GPUs wait for kernels to be launched",
-            "request more from the scheduler (cpus_per_node), or use taskset or docker run"
-            " --cpuset-cpus",
+            "request more from the scheduler (cpus_per_node) or container (docker run --cpus or"
+            " --cpuset-cpus), or use taskset",
         )
     if len(devices) < 2:
         return

@@ -20,7 +20,7 @@ from harness.spec.errors import UsageError
 HOUR = 3600.0
 FROM_PYTHON = "bench.run"
 """Matrix name of runs whose cells were given in Python."""
-_DECIDE_A_PLAN = (
+_PLAN_INPUTS = (
     "cpu_cores",
     "memory_bytes",
     "gpus",
@@ -100,19 +100,19 @@ def _continued(store: Store, options: PlanOptions, run_id: str) -> Plan:
             f"run {run_id!r} is a search, not a run of a matrix: continue it with python -m bench"
             " maxsize --resume, or choose another name with --run"
         )
-    asked = FROM_PYTHON if options.cells else options.matrix
-    if asked and _file_name(asked) != _file_name(plan.matrix):
+    requested = FROM_PYTHON if options.cells else options.matrix
+    if requested and _file_name(requested) != _file_name(plan.matrix):
         raise UsageError(
-            f"run {run_id!r} is of matrix {plan.matrix!r}, not {asked!r}: give the same matrix to"
-            " continue it, or choose another name with --run"
+            f"run {run_id!r} is of matrix {plan.matrix!r}, not {requested!r}: give the same matrix"
+            " to continue it, or choose another name with --run"
         )
-    if not asked and options.changes_a_plan:
+    if not requested and options.changes_a_plan:
         raise UsageError(
             f"run {run_id!r} continues as planned: leave out options that change it, or repeat"
             " --matrix and the options it began with"
         )
     differing = [] if options.trials in (None, plan.trials) else ["trials"]
-    if not differing and options.changes_a_plan and _planned_alike(row, options):
+    if not differing and options.changes_a_plan and _same_plan_inputs(row, options):
         differing = _differing(plan, options)
     if differing:
         raise UsageError(
@@ -127,7 +127,7 @@ def _file_name(matrix: str) -> str:
     return Path(matrix).name.removesuffix(".yaml")
 
 
-def _planned_alike(row: Mapping[str, object], options: PlanOptions) -> bool:
+def _same_plan_inputs(row: Mapping[str, object], options: PlanOptions) -> bool:
     """Returns whether the same options would give the same plan as when the run began.
 
     A plan also depends on the machine, the nodes and the version of the suite.
@@ -137,7 +137,7 @@ def _planned_alike(row: Mapping[str, object], options: PlanOptions) -> bool:
     if options.host or options.nodes > 1:
         return False
     here = environment()
-    return all(row[name] == here[name] for name in _DECIDE_A_PLAN)
+    return all(row[name] == here[name] for name in _PLAN_INPUTS)
 
 
 def _differing(plan: Plan, options: PlanOptions) -> list[str]:

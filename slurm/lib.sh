@@ -28,8 +28,8 @@ run_of_job() {
 BENCH_RUN=${BENCH_RUN:-$(run_of_job)}
 
 # Keeps one node's agent running: restarts it if it, its job step or its node is lost. Stops when the run ends or the agent exits with 0 (the
-# coordinator said that all is done) or 2 (it cannot work). The coordinator is the process `bench run`, which a requeued job starts only after all
-# processes of its previous start have ended.
+# coordinator said that all is done) or 2 (it cannot work). Agents wait up to 30 minutes for the coordinator: a requeued job starts `bench run` only
+# after the processes of its previous start have ended.
 keep_agent() { # RENDEZVOUS NUMBER NAME
   local step='' code options=(--nodes=1 --ntasks=1 --nodelist="$3" --overlap --mpi=none --cpu-bind=none)
   options+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")

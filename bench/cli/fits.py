@@ -128,7 +128,7 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     if command:
         lines.append(f"run: {command}")
         if differences := _differences(question):
-            lines.append(f"this cell differs from the answer: {', '.join(differences)}")
+            lines.append(f"this run differs from your question: {', '.join(differences)}")
     return lines
 
 

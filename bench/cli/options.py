@@ -35,13 +35,21 @@ Trials: TypeAlias = Annotated[
     typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's, else 10."),
 ]
 RunId: TypeAlias = Annotated[
-    str, typer.Option("--run", help="Id of the run to start, or to continue if it exists.")
+    str,
+    typer.Option(
+        "--run",
+        help="Id of the run to start, or to continue if it exists. With --resume, a prefix or"
+        " latest works too.",
+    ),
 ]
 Nodes: TypeAlias = Annotated[
     int | None, typer.Option("--nodes", min=1, help="Number of nodes (see docs/cluster.md).")
 ]
 Resume: TypeAlias = Annotated[
-    bool, typer.Option("--resume", help="Continue the newest run, search or check.")
+    bool,
+    typer.Option(
+        "--resume", help="Continue the newest run, search or check; with --run, that one."
+    ),
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
@@ -105,8 +113,9 @@ ClusterLink: TypeAlias = Annotated[
     str,
     typer.Option(
         "--link",
-        help="Link inside a node, and each device's rate to other nodes, such as nvlink,400gbit;"
-        " or a measured cluster: playbook-h100.",
+        help="Link inside a node (nvlink or Infinity Fabric as nvlink, pcie through host memory,"
+        " pcie-p2p, or a rate such as 450gbyte), and each device's rate to other nodes, such as"
+        " nvlink,400gbit; or a measured cluster: playbook-h100.",
     ),
 ]
 NodeLink: TypeAlias = Annotated[

@@ -122,7 +122,7 @@ class Site(BaseModel):
 
     @field_validator("gpu_directive")
     @classmethod
-    def _has_one_placeholder(cls, directive: str) -> str:
+    def _check_placeholders(cls, directive: str) -> str:
         try:
             directive.format(gpus=1)
         except (LookupError, ValueError, AttributeError, TypeError):

@@ -288,12 +288,16 @@ def _templates(folder: Path) -> Any:
     return environment
 
 
-def write_files(files: dict[str, str], folder: Path) -> None:
-    """Writes all files or none; raises UsageError if the folder is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def require_new_or_empty(folder: Path) -> None:
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"folder {str(folder)!r} exists and is not empty; give another one, or remove it"
         )
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """Writes all files or none; raises UsageError if the folder is not empty."""
+    require_new_or_empty(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -23,8 +23,8 @@ PREFIX = "parallelism-bench-scratch-"
 
 
 def host_marks() -> tuple[str, str]:
-    """Returns what folder names have of this host: its kernel, which emulated nodes share, and its
-    name, which outlives a reboot. Both are short, because paths of sockets must be."""
+    """Returns two marks of this host for folder names: of its running kernel, which emulated nodes
+    share, and of its name, which survives a reboot. Both are short, as socket paths must be."""
     kernel, name = (
         hashlib.sha256(text.encode()).hexdigest()[:6] for text in (machine_id(), platform.node())
     )

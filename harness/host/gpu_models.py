@@ -15,6 +15,8 @@ from harness.spec.errors import UsageError
 
 MEBIBYTE = 2**20
 TERA = 1e12
+MESH = 8
+"""Most GPUs that Infinity Fabric joins directly in a node."""
 GIGA = 1e9
 NVIDIA = "NVIDIA"
 
@@ -58,10 +60,11 @@ class GpuModel:
         """Returns the bandwidth between one GPU and the others of `gpus` in a node, both
         directions; None without NVLink and Infinity Fabric.
 
-        NVLink's switch lends a GPU all its links; Infinity Fabric has a link for each pair.
+        Through NVLink's switch a GPU reaches any other over all its links; Infinity Fabric has one
+        link for each pair of up to MESH GPUs.
         """
         fabric = self.fabric_bytes_per_second
-        return self.nvlink_bytes_per_second or (fabric and fabric * (gpus - 1))
+        return self.nvlink_bytes_per_second or (fabric and fabric * (min(gpus, MESH) - 1))
 
 
 class _Row(BaseModel):

@@ -111,7 +111,7 @@ def group_folder(
     folder = None
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):  # version 1, which precedes version 2
+        if controller in controllers.split(","):  # version 1 takes precedence over version 2
             return groups / controller / path.lstrip("/")
         if not controllers:
             folder = groups / path.lstrip("/")

@@ -253,9 +253,16 @@ def listen(scratch: str, on_progress: Callable[[int, float], None] | None) -> It
             thread.join()
 
 
+def _kill_until(over: threading.Event, kill: Callable[[], object]) -> None:
+    """Kills repeatedly: torch's elastic agent restarts ranks, and more may be starting."""
+    while not over.is_set():
+        kill()
+        over.wait(0.1)
+
+
 @contextlib.contextmanager
 def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterator[None]:
-    """Ends the ranks when `stop` is set, repeatedly, since more may be starting."""
+    """Ends the ranks when `stop` is set."""
     if stop is None:
         yield
         return
@@ -263,9 +270,7 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 
     def wait() -> None:
         stop.wait()
-        while not over.is_set():
-            kill()
-            over.wait(0.1)
+        _kill_until(over, kill)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -324,7 +329,4 @@ class Watch:
                 break
         self.passed = self.hang is None
         ask_ranks(self.scratch, pids_by_rank(self.scratch, self.ranks))
-        # Repeatedly, since torch's elastic agent restarts ranks, and more may be starting.
-        while not self._over.is_set():
-            self.kill()
-            self._over.wait(0.1)
+        _kill_until(self._over, self.kill)

@@ -51,7 +51,7 @@ class Nodes:
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
         self._replaced: list[Node] = []
-        """Nodes whose number connected again; a trial may still wait for them."""
+        """Nodes superseded by a reconnect, closed once no trial can be waiting for them."""
         self._waited = False
         self._change = threading.Condition()
         self._unauthenticated = threading.BoundedSemaphore(self.max_unauthenticated)
@@ -107,7 +107,7 @@ class Nodes:
         node = Node(line, facts)
         with self._change:
             if before := self.connected.get(node.number):
-                before.line.end()
+                before.line.shut_down()
                 self._replaced.append(before)
             self.connected[node.number] = node
             self._lost.pop(node.number, None)

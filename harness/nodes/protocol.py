@@ -149,8 +149,8 @@ class NodeConnection:
     def _read(self, size: int) -> bytes:
         return read_exactly(self.connection, size)
 
-    def end(self) -> None:
-        """Makes another thread's `receive` and `send` fail; that thread then closes it."""
+    def shut_down(self) -> None:
+        """Makes pending `receive` and `send` calls fail; the owner closes it later."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 

@@ -137,10 +137,10 @@ def addresses_of(interface: str | None = None) -> list[str]:
 
 
 def addresses_of_host(host: str, interface: str | None = None) -> list[str]:
-    """Returns this host's addresses, then `host`, if that is this host's name and stands for
-    loopback, as in Debian's /etc/hosts (127.0.1.1); else `host` alone."""
-    own_name = socket.gethostname().partition(".")[0]
-    if host.partition(".")[0] == own_name != "localhost":
+    """Returns [host]; if `host` is this host's name and resolves to loopback (Debian's 127.0.1.1),
+    this host's addresses come first."""
+    host_name = socket.gethostname().partition(".")[0]
+    if host.partition(".")[0] == host_name != "localhost":
         with contextlib.suppress(OSError):
             if socket.gethostbyname(host).startswith("127."):
                 return [*addresses_of(interface), host]

@@ -174,7 +174,7 @@ def parity_verdict(
     update = excesses[0] if excesses and excesses[0].kind is KINDS[0] else None
     return ParityVerdict(
         word,
-        # Not joined like declared reasons: noise declares no other training.
+        # Not joined by REASONS, which would mark a declared different training.
         ", and ".join(part for part in (reason, beyond(allowed, noise)) if part),
         max(gaps) if math.isfinite(max(gaps)) else None,
         update.deviation if update and math.isfinite(update.deviation) else None,

@@ -11,7 +11,14 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from harness.export import TARGETS, export_files, plan_of, why_not, write_files
+from harness.export import (
+    TARGETS,
+    export_files,
+    plan_of,
+    require_new_or_empty,
+    why_not,
+    write_files,
+)
 from harness.planner.cluster.cluster_plan import ClusterCandidate
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
@@ -70,11 +77,7 @@ class ExportFolders:
     def check(self) -> None:
         """Raises UsageError if a folder is not empty."""
         for folder in self.folders:
-            if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-                raise UsageError(
-                    f"folder {str(folder)!r} exists and is not empty; give another one, or remove"
-                    " it"
-                )
+            require_new_or_empty(folder)
 
     def write(self) -> None:
         """Raises UsageError if a folder is not empty or cannot be written."""

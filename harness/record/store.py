@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TIMED_ID = re.compile(r"(\d{8}T\d{6})-")
-"""Begin of a run id made from the time in UTC, as opposed to a name."""
+"""Start of a run id that was made from the UTC time, not chosen."""
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ class Store:
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
-        asked = dict.fromkeys(recorded if run_ids is None else run_ids)
-        for run_id in asked:
+        requested = dict.fromkeys(recorded if run_ids is None else run_ids)
+        for run_id in requested:
             if run_id not in recorded:
                 raise UsageError(
                     f"no run {run_id!r} in {str(self.folder)!r}; the newest runs are:"
                     f" {', '.join(recorded[-5:])}"
                 )
-        wanted = [run_id for run_id in recorded if run_id in asked]
+        wanted = [run_id for run_id in recorded if run_id in requested]
         runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
         wanted = [run_id for run_id in wanted if run_id in set(runs["run_id"])]
         if not wanted:

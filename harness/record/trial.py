@@ -25,7 +25,7 @@ class TrialRecord(Record):
     trial: Int32
     """number of the trial within its cell, from 0"""
     attempt: Int32 = 1
-    """1; more after interruptions or failed probes"""
+    """1; more after an interruption, missing nodes or a failed probe"""
     position: Int32
     """position in the run; -1 if left out"""
 

@@ -189,7 +189,7 @@ def test_what_a_goal_ranks_by_decides_ties() -> None:
     )
     assert "takes 0.40 times as long and is faster; it needs 2.00 times as much memory." in faster
     assert "is tied" not in faster
-    assert "it needs 1.04 times as much memory, a tie" in also
+    assert "it needs 1.04 times as much memory, which is a tie" in also
 
 
 def test_nothing_fits_names_the_fewest_devices_that_do() -> None:
@@ -387,3 +387,25 @@ def test_groups_share_the_links_between_nodes_but_each_device_has_its_own() -> N
     assert cluster.bandwidth(inside, nodes, ranks) == pytest.approx(wire * np.array([1, 3, 7, 15]))
     slow = cluster_of("l40s", 8, "pcie-p2p,400gbit")
     assert slow.bandwidth(24e9, np.array([2]), np.array([1]))[0] == 24e9
+
+
+def test_a_mesh_joins_each_pair_by_one_link() -> None:
+    mesh = cluster_of("mi300x", 8, "nvlink,400gbit")
+    inside = mesh.gather_bytes_per_second
+    rates = mesh.bandwidth(inside, np.ones(3, int), np.array([2, 4, 8]))
+    assert rates == pytest.approx(0.55 * 64e9 * np.array([1, 3, 7]))
+    assert cluster_of("mi300x", 16, "nvlink").gather_bytes_per_second == inside
+
+
+def test_offload_needs_host_memory() -> None:
+    with pytest.raises(UsageError, match="host memory is 0 bytes"):
+        cluster_of("h100-80gb", 8, "nvlink", 0)
+    given, assumed = (cluster_of("rtx-4090", 2, "pcie", size) for size in (2**36, None))
+    assert (given.host_memory_assumed, assumed.host_memory_assumed) == (False, True)
+    assert assumed.host_memory_bytes == 2 * 2 * assumed.memory_bytes
+    small = question("llama-8b", 2, 8)
+    states = [
+        plan(dataclasses.replace(small, cluster=cluster), CALIBRATION).candidates[0].layout.offload
+        for cluster in (given, dataclasses.replace(given, host_memory_bytes=2**38))
+    ]
+    assert states == [3, 2]

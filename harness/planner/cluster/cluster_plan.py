@@ -253,7 +253,7 @@ def _reasons(result: Predictions, rows: Ints) -> dict[str, int]:
         if not result.fed[row]
         else "memory"
         if result.stored[row]
-        else "offload that a node cannot hold"
+        else "more offload than a node can hold"
         for row in rows
     )
     return dict(reasons.most_common())
@@ -472,8 +472,8 @@ def _host_memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
     )
     needed = offloaded_bytes(cluster, layouts, owned, STATES[question.precision])
     return (
-        f"Offload takes {needed[0] / 1e9:.0f} GB of host memory per node;"
-        f" {cluster.host_memory_bytes / 1e9:.0f} GB are assumed unless you give the amount."
+        f"Offload takes {needed[0] / 1e9:.0f} of {cluster.host_memory_bytes / 1e9:.0f} GB of host"
+        f" memory per node{', which is assumed' if cluster.host_memory_assumed else ''}."
     )
 
 
@@ -550,7 +550,7 @@ def _next(best: ClusterCandidate, other: ClusterCandidate, goal: str) -> str:
     needs = ""
     if goal in ("memory", "energy"):
         first, second = _goal_value(best, goal), _goal_value(other, goal)
-        tied = ", a tie until measured" if _overlap(first, second) else ""
+        tied = ", which is a tie until measured" if _overlap(first, second) else ""
         needs = f"; it needs {second[0] / first[0]:.2f} times as much {goal}{tied}"
     risk = ""
     if other.fits < RISKIER * best.fits:

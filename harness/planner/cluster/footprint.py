@@ -33,8 +33,8 @@ gradient if fused.
 CAP_BYTES = 2
 """Additional bytes per logit for its hyperbolic tangent."""
 SCORE_BYTES = 8.0
-"""Bytes per softcapped attention score without fused attention: hyperbolic tangent and softmax, in
-fp32 4 bytes each; in bf16, 2 for the first and 2 more for the softmax's copy."""
+"""Bytes per softcapped attention score without fused attention. fp32: 4 each for the hyperbolic
+tangent and the softmax. bf16: 2 for the tangent, 4 for the softmax, 2 for its copy."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
@@ -186,8 +186,8 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
 
 def _logits(shape: ModelShape, recipe: Recipe) -> float:
     table = LOGIT_BYTES_WHOLE if recipe.sharding == "full" and recipe.gpus > 1 else LOGIT_BYTES
-    each = table[recipe.library] + CAP_BYTES * shape.softcapped
-    logits = each * shape.vocabulary / recipe.tensor
+    per_logit = table[recipe.library] + CAP_BYTES * shape.softcapped
+    logits = per_logit * shape.vocabulary / recipe.tensor
     return recipe.tokens * (logits + FINAL_NORM_BYTES * shape.hidden)
 
 

@@ -47,6 +47,8 @@ class Cluster:
     """Rate from each device to other nodes in large collectives; None for a single node."""
     host_memory_bytes: float
     """Host memory per node."""
+    switched: bool = True
+    """Whether a device reaches any other of its node over all its links, not over one per pair."""
     links: str = ""
     host_bytes_per_second: float = 25e9
     """Rate between device and host memory, per direction."""
@@ -54,6 +56,10 @@ class Cluster:
     """Rate of a node's disks, shared by its devices."""
     disk_bytes: float = 30e12
     """Disk space per node."""
+
+    @property
+    def host_memory_assumed(self) -> bool:
+        return self.host_memory_bytes == HOST_MEMORY_SHARE * self.memory_bytes * self.per_node
 
     @property
     def is_one_node(self) -> bool:
@@ -64,14 +70,20 @@ class Cluster:
     ) -> Floats:
         """Returns a collective's bus bandwidth in bytes per second (shape as `nodes`).
 
-        `inside`: that within a node, never exceeded; `share`: fraction reached between nodes. Nodes
-        first reduce or gather inside, so with n ranks in k nodes (k - 1) / (n - 1) of the bytes
-        cross a device's link (Bekman, 2026, see WIRE_SHARE). A node's groups use separate links.
+        `inside`: bandwidth among all devices of a node, an upper bound. `share`: fraction reached
+        between nodes. Nodes first reduce or gather inside, so with n ranks in k nodes
+        (k - 1) / (n - 1) of the bytes cross a device's link (Bekman, 2026, see WIRE_SHARE). A
+        node's groups use separate links.
         """
         wire = self.wire_bytes_per_second or inside
+        pairs = np.maximum(1, ranks_per_node - 1) / max(1, self.per_node - 1)
+        links = 1.0 if self.switched else pairs
+        within = inside * links * np.ones(np.shape(nodes))
         across = wire * (nodes * ranks_per_node - 1) / np.maximum(1, nodes - 1)
-        across = np.minimum(inside, share * np.minimum(inside, across))
-        result: Floats = np.where(nodes > 1, across, inside)
+        # One rank per node sends only between nodes.
+        bound = np.where(ranks_per_node > 1, within, inside)
+        across = np.minimum(bound, share * np.minimum(bound, across))
+        result: Floats = np.where(nodes > 1, across, within)
         return result
 
     def computing_in(self, precision: Precision) -> Cluster:
@@ -109,7 +121,8 @@ def cluster_of(
 
     `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: the link within a node (`inside_node`),
     and each device's rate to other nodes (`400gbit`), empty for a single node.
-    `host_memory_bytes`: per node; None assumes HOST_MEMORY_SHARE. Otherwise raises UsageError.
+    `host_memory_bytes`: per node; None assumes HOST_MEMORY_SHARE. Raises UsageError for an unknown
+    device or link, and for amounts that cannot be.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -120,6 +133,8 @@ def cluster_of(
         raise UsageError(
             f"device {device!r} has no published peak or memory bandwidth; choose another"
         )
+    if host_memory_bytes is not None and host_memory_bytes < 1:
+        raise UsageError(f"host memory is {host_memory_bytes:g} bytes; give more, such as 512GiB")
     reduce, gather, rate = _rates(model, per_node, link)
     return Cluster(
         device=device,
@@ -131,7 +146,12 @@ def cluster_of(
         reduce_bytes_per_second=reduce,
         gather_bytes_per_second=gather,
         wire_bytes_per_second=None if rate is None else WIRE_SHARE * rate,
-        host_memory_bytes=host_memory_bytes or HOST_MEMORY_SHARE * model.memory_bytes * per_node,
+        host_memory_bytes=(
+            HOST_MEMORY_SHARE * model.memory_bytes * per_node
+            if host_memory_bytes is None
+            else host_memory_bytes
+        ),
+        switched=not (model.fabric_bytes_per_second and link.lower().startswith("nvlink")),
         links=link,
     )
 

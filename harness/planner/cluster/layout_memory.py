@@ -114,9 +114,10 @@ def offloaded_bytes(
     Optimizer states, from level 2 on also parameters and gradients (ZeRO-Infinity, arXiv
     2104.07857). `owned`: parameters that a rank of the largest stage updates.
     """
-    each = owned * np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
-    result: Floats = np.where(layouts.offload == 0, 0.0, each)
-    return result * np.minimum(layouts.devices, cluster.per_node)
+    states = np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
+    per_device = np.where(layouts.offload == 0, 0.0, owned * states)
+    result: Floats = per_device * np.minimum(layouts.devices, cluster.per_node)
+    return result
 
 
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:

@@ -57,7 +57,8 @@ class AxisBandwidths:
         nodes = np.maximum(one, -(-layouts.devices // per_node))
         tensor_nodes = np.maximum(one, -(-layouts.tensor // per_node))
         inside = cluster.gather_bytes_per_second
-        tensor = cluster.bandwidth(inside, tensor_nodes, per_node * one, c.tensor_network)
+        tensor_ranks = np.minimum(layouts.tensor, per_node)
+        tensor = cluster.bandwidth(inside, tensor_nodes, tensor_ranks, c.tensor_network)
         ranks = layouts.data * layouts.context
         data_nodes = np.minimum(nodes, -(-(ranks * layouts.tensor) // per_node))
         on_node = np.minimum(ranks, np.maximum(1, per_node // np.minimum(layouts.tensor, per_node)))
@@ -65,8 +66,9 @@ class AxisBandwidths:
             cluster.bandwidth(rate, data_nodes, on_node, c.network_bandwidth)
             for rate in (cluster.reduce_bytes_per_second, inside)
         )
+        pair = cluster.bandwidth(inside, one, 2 * one)
         wire = cluster.wire_bytes_per_second or inside
-        stage = np.where(nodes > 1, min(inside, wire), inside)
+        stage = np.where(nodes > 1, np.minimum(pair, wire), pair)
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, stage)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
@@ -165,8 +167,8 @@ class AxisBandwidths:
         last = exposed(scattered + gathered, computed)
         others = np.where(layouts.whole_gradients == 1, exposed(gathered, computed), last)
         each = last + (steps - 1) * others
-        again = exposed(np.where(regathers, gather, 0.0), micro_batch_seconds - backward)
-        each = each + steps * again
+        regathered = exposed(np.where(regathers, gather, 0.0), micro_batch_seconds - backward)
+        each = each + steps * regathered
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients go out and parameters come back. Host memory is assumed to be as fast as its
         # bus.
