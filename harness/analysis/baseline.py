@@ -8,21 +8,28 @@ from harness.analysis.cell_result import CellResult, Speed
 from harness.analysis.ranking import compare
 from harness.analysis.setting import SCALED, batch, by_setting, grouped, series, setting
 from harness.analysis.stats import CONFIDENCE, efficiency, ratio
-from harness.spec.cell import BASELINE
+from harness.spec.cell import BASELINE, TECHNIQUES, Cell
 
 Choice: TypeAlias = Callable[[CellResult], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns a setting's baseline, if any: the first ranked cell that `chosen` accepts; by default
-    torchrun's DDP without options, else the single process."""
+    """Returns a setting's baseline, if any: the plainest ranked cell that `chosen` accepts; by
+    default torchrun's DDP without options, else the single process. Prefers more trials."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
-        return next(filter(chosen, ranked), None)
+        accepted = filter(chosen, ranked)
+        return min(accepted, key=lambda r: (_additions(r.cell), -r.trials), default=None)
     plain = [result for result in ranked if result.cell.plain]
     ddp = [result for result in plain if result.placement.wraps_ddp == "torchrun"]
     single = [r for r in plain if r.cell.strategy == BASELINE and not r.cell.options]
     return max(ddp or single, key=lambda result: result.trials, default=None)
+
+
+def _additions(cell: Cell) -> int:
+    """Returns the number of options and techniques in the cell's label."""
+    named = ("launcher", "checkpoint_from", *TECHNIQUES)
+    return len(cell.options) + sum(map(cell.is_set, named))
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
@@ -55,20 +62,29 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device."""
+    """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device.
+
+    If no cell on one device has as many micro-batches, one whose micro-batches are as large is
+    used.
+    """
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
         if cell.ranked and cell.cell.devices == 1 and cell.speed.samples_per_second is not None:
             key = (cell.run_id, *setting(cell.cell, SCALED), cell.cell.global_batch)
-            own.setdefault((*key, *series(cell.cell)), cell)
+            for alike in _alike(cell):
+                own.setdefault((*key, *alike), cell)
             if cell.cell.strategy == BASELINE and cell.cell.plain:
                 single.setdefault(key, cell)
+            if cell.cell.strategy == BASELINE and _one_micro_batch(cell.cell).plain:
+                single.setdefault((*key, _micro_batch(cell)), cell)
 
     def scaled(cell: CellResult) -> CellResult:
         key = (cell.run_id, *setting(cell.cell, SCALED), batch(cell.cell))
-        of_own, own_low, own_high = _efficiency(cell, own.get((*key, *series(cell.cell))))
-        of_single, single_low, single_high = _efficiency(cell, single.get(key))
+        bases = [base for alike in _alike(cell) if (base := own.get((*key, *alike)))]
+        of_own, own_low, own_high = _efficiency(cell, bases[0] if bases else None)
+        plain = single.get(key) or single.get((*key, _micro_batch(cell)))
+        of_single, single_low, single_high = _efficiency(cell, plain)
         relative = dataclasses.replace(
             cell.relative,
             efficiency_own=of_own,
@@ -81,6 +97,23 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
         return dataclasses.replace(cell, relative=relative)
 
     return [scaled(cell) if cell.ranked else cell for cell in cells]
+
+
+def _alike(result: CellResult) -> tuple[tuple[object, ...], ...]:
+    """Returns keys of cells to scale from: as many micro-batches, else as large ones."""
+    cell = result.cell
+    return series(cell), (*series(_one_micro_batch(cell)), _micro_batch(result))
+
+
+def _one_micro_batch(cell: Cell) -> Cell:
+    return cell.model_copy(update={"micro_batches": 1})
+
+
+def _micro_batch(result: CellResult) -> float:
+    """Returns a data-parallel rank's samples per micro-batch."""
+    cell = result.cell
+    ranks = result.placement.data_parallel or cell.devices
+    return cell.global_batch / ranks / cell.micro_batches
 
 
 def _efficiency(

@@ -14,7 +14,7 @@ from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.setting import setting
-from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, ratio
+from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, added_level_error, ratio
 from harness.spec.cell import TECHNIQUES, Cell
 
 
@@ -128,7 +128,7 @@ def _effect(
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """Returns the geometric mean of throughput ratios, with an error of at least the pairs'
-    scatter; with two pairs, the interval spans both."""
+    scatter, plus that of their levels; with two pairs, the interval spans both."""
     speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs
@@ -143,7 +143,8 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     if scatter > error:
         degrees = min(degrees, len(gaps) - 1)
     trials = min(estimate.trials for pair in speeds for estimate in pair)
-    effect = LogEstimate(statistics.fmean(gaps), max(error, scatter), degrees, trials)
+    total = math.hypot(max(error, scatter), added_level_error(speeds))
+    effect = LogEstimate(statistics.fmean(gaps), total, degrees, trials)
     mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
     if len(speeds) != 2:
         return mean

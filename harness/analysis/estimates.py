@@ -186,7 +186,11 @@ def _with_heats(
         level_errors[key] = max(error, level_errors.get(key, 0.0))
     further = {trial.cell_id: level_errors.get(computing(trial), 0.0) for trial in finished}
     cells = {
-        cell_id: replace(cell, error=math.hypot(cell.error, further[cell_id]))
+        cell_id: replace(
+            cell,
+            error=math.hypot(cell.error, further[cell_id]),
+            included_level_error=further[cell_id],
+        )
         for cell_id, cell in estimates.cells.items()
     }
     return replace(

@@ -59,10 +59,10 @@ def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined
     spread = _spread(separate, heats)
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
-    for part in _connected(heats):
-        estimates = _solved(separate, [heats[number] for number in part], spread)
-        cells |= estimates.cells
-        for number, level in zip(part, estimates.levels, strict=True):
+    for part, numbers in enumerate(_connected(heats)):
+        estimates = _solved(separate, [heats[number] for number in numbers], spread)
+        cells |= {name: replace(cell, part=part) for name, cell in estimates.cells.items()}
+        for number, level in zip(numbers, estimates.levels, strict=True):
             levels[number] = level
     return Joined(cells, levels)
 

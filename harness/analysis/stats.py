@@ -89,8 +89,12 @@ class LogEstimate:
     allowance: float = 0.0
     """Standard deviation of effects that repetition does not reduce."""
     level_error: float = 0.0
-    """Further error of the value itself, common to cells that were interleaved, which cancels in
-    their ratios."""
+    """Further error of the value itself, common to all cells of a `part`, which cancels in their
+    ratios."""
+    part: int | None = None
+    """Number of the part, a group of connected heats; None for a cell outside heats."""
+    included_level_error: float = 0.0
+    """Level error of heats that `error` includes, in a cell outside them."""
 
     @property
     def whole_error(self) -> float:
@@ -124,9 +128,25 @@ def ratio(
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
-    error = math.hypot(first.whole_error, second.whole_error)
+    error = math.hypot(first.whole_error, second.whole_error, added_level_error([(first, second)]))
     half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees)) * error
     return comparison(mean, half, count)
+
+
+def added_level_error(pairs: Sequence[tuple[LogEstimate, LogEstimate]]) -> float:
+    """Returns the standard error that parts' levels add to the pairs' mean log ratio.
+
+    A level cancels in pairs within its part, but is common to all pairs with another part.
+    """
+    levels: dict[int, float] = {}
+    included = 0.0
+    for pair in pairs:
+        for estimate, sign in zip(pair, (1, -1), strict=True):
+            included += estimate.included_level_error**2
+            if estimate.part is not None:
+                level = levels.get(estimate.part, 0.0)
+                levels[estimate.part] = level + sign * estimate.level_error
+    return math.sqrt(max(0.0, sum(level**2 for level in levels.values()) - included)) / len(pairs)
 
 
 def between_runs(

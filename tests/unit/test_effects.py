@@ -52,6 +52,27 @@ def combinations() -> list[CellResult]:
     ]
 
 
+def test_the_level_of_a_precision_is_common_to_its_pairs() -> None:
+    """Heats of each precision are connected, and their level is less precise than their cells."""
+    leveled = [
+        replace(cell, speed=replace(cell.speed, log_throughput=estimate))
+        for cell in combinations()
+        if (speed := cell.speed.log_throughput)
+        for part in [int(cell.cell.precision == "bf16")]
+        for estimate in [replace(speed, level_error=0.05, part=part)]
+    ]
+    before, after = (effects_of(cells)[0].effects for cells in (combinations(), leveled))
+    for old, new in zip(before, after, strict=True):
+        assert old.alone is not None
+        assert new.alone is not None
+        pairs = [(old.alone, new.alone), (old.together, new.together)]
+        if new.axis == "recompute":
+            assert all(narrow == wide for narrow, wide in pairs)
+        else:
+            widths = [(narrow.precision, wide.precision) for narrow, wide in pairs]
+            assert all(wide and narrow and wide > narrow + 0.05 for narrow, wide in widths)
+
+
 def test_each_effect_alone_and_on_average() -> None:
     (effects,) = effects_of([*combinations(), result(110, 900, "llama-micro+float8")])
     by_name = {effect.value: effect for effect in effects.effects}

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.select import baseline_choice
 from harness.analysis.answer import answer, nothing_to_choose, why_no_advice
 from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
@@ -447,6 +448,23 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
         assert a.relative.over_baseline_high is not None
         assert 0 < a.relative.over_baseline_low < expected < a.relative.over_baseline_high
         assert (baseline.relative.over_baseline, baseline.relative.over_baseline_low) == (1.0, None)
+
+
+def test_the_chosen_baseline_is_the_plainest_cell_that_matches(tmp_path: Path) -> None:
+    """Trials are recorded in the order of cell ids, which are hashes."""
+    sharded = Cell(strategy="fsdp2", devices=2)
+    variants = [
+        sharded.model_copy(update=update)
+        for update in ({"options": {"prefetch": True}}, {"compile": "block"}, {"micro_batches": 4})
+    ]
+    rows = [row for cell in variants for row in _rows(cell, [0.5, 0.5, 0.5], [0.1] * 3)]
+    rows += _rows(sharded, [1.0, 1.0], [0.1, 0.1])
+    results = cell_results(stored(tmp_path, rows).trials)
+    for pattern, expected in (("fsdp2", sharded), ("fsdp2(*", variants[0])):
+        chosen = baseline_choice(pattern, [sharded, *variants])
+        baseline = baseline_of(sorted(results, key=lambda r: r.cell != variants[0]), chosen)
+        assert baseline is not None
+        assert baseline.cell == expected
 
 
 def test_intervals_are_never_below_zero() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from harness.analysis.heats import heat_of, joined, quasi_variances
-from harness.analysis.stats import LogEstimate
+from harness.analysis.stats import LogEstimate, added_level_error, ratio
 
 LEVELS = {"a": 0.0, "b": -0.03, "c": -0.05, "d": -0.08, "e": -0.10}
 HEATS = (("a", "b", "c", "d"), ("a", "e"), ("a", "b", "c"), ("a", "b", "e"), ("a", "b"))
@@ -86,6 +87,42 @@ def test_heats_of_different_settings_do_not_tie_their_cells() -> None:
     assert found.levels[0] == pytest.approx(0.95, abs=0.01)
     assert found.levels[1] == pytest.approx(2.95, abs=0.01)
     assert found.cells["a"].level_error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.01)
+    within, across = (ratio(found.cells["a"], found.cells[name], 0.95) for name in "bc")
+    assert within.precision is not None
+    assert across.precision is not None
+    assert within.precision < 0.001
+    assert across.precision > 2 * SEPARATE, "each level is known by two separate trials"
+
+
+def test_intervals_hold_between_cells_of_different_heats() -> None:
+    chance = random.Random(2)
+    held: list[bool] = []
+    for _ in range(600):
+        separate = {
+            name: LogEstimate(chance.gauss(0, SEPARATE), SEPARATE, 1000, 1) for name in "abcd"
+        }
+        heats = [
+            {name: machine + chance.gauss(0, NOISE) for name in names}
+            for names in ("ab", "cd") * 5
+            for machine in [chance.gauss(0, 0.2)]
+        ]
+        cells = joined(separate, heats).cells
+        found = ratio(cells["a"], cells["c"], 0.95)
+        assert found.low is not None
+        assert found.high is not None
+        held.append(found.low <= 1 <= found.high)
+    assert 0.935 <= statistics.fmean(held) <= 0.975
+
+
+def test_a_level_is_common_to_all_pairs_of_two_parts() -> None:
+    first = LogEstimate(0.0, 0.01, 20, 3, level_error=0.03, part=0)
+    second = replace(first, level_error=0.04, part=1)
+    assert added_level_error([(first, second)] * 9) == pytest.approx(0.05)
+    assert added_level_error([(first, first), (second, second)]) == 0
+    assert added_level_error([(first, second), (second, first)]) == 0
+    alone = LogEstimate(0.0, 0.05, 20, 3)
+    assert added_level_error([(first, alone)]) == pytest.approx(0.03)
+    assert added_level_error([(first, replace(alone, included_level_error=0.03))]) == 0
 
 
 def test_until_their_spread_is_known_heats_are_as_noisy_as_separate_trials() -> None:

@@ -43,6 +43,38 @@ def test_the_summary_ranks_only_what_passed_parity() -> None:
     )
 
 
+def test_scaling_is_from_as_large_micro_batches_if_none_are_as_many() -> None:
+    rows = [
+        trial_row(
+            Cell(strategy=strategy, devices=devices, global_batch=64, micro_batches=parts),
+            0,
+            samples_per_second=speed,
+            data_parallel=devices,
+        )
+        for strategy, devices, parts, speed in (
+            ("single", 1, 8, 10.0),
+            ("ddp", 1, 4, 1.0),
+            ("ddp", 1, 8, 8.0),
+            ("ddp", 2, 4, 16.0),
+            ("ddp", 8, 1, 40.0),
+            ("ddp", 8, 2, 99.0),
+        )
+    ]
+    found = {
+        (cell.cell.devices, cell.cell.micro_batches): (
+            cell.relative.efficiency_own,
+            cell.relative.efficiency_single,
+        )
+        for cell in cell_results(frame_of(rows))
+        if cell.cell.devices > 1
+    }
+    assert found == {
+        (2, 4): pytest.approx((8.0, 0.8)),
+        (8, 1): pytest.approx((0.625, 0.5)),
+        (8, 2): (None, None),
+    }, "as many micro-batches come first"
+
+
 def test_parity_is_that_of_the_trial_that_deviates_most() -> None:
     one = Cell(strategy="single")
     verdicts = [("exact", 3e-3), ("within tolerance", 1e-4), ("within tolerance", 2e-3)]
