@@ -111,7 +111,14 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
     plan, begun = kept_or_new_plan(store, plan_options, options.resume)
     host = host_of(host_name, nodes)
     todo = Runner(store, plan, share=options.share).open_trials()
-    seconds = expected_seconds(store, plan.cells, host.cores, host.name, plan.timed_seconds_of)
+    seconds = expected_seconds(
+        store,
+        plan.cells,
+        host.cores,
+        host.name,
+        plan.timed_seconds_of,
+        None if host.elsewhere else _hardware(),
+    )
     return Prepared(
         store,
         plan,
@@ -124,6 +131,19 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
         sum(seconds[trial.cell.id] for trial in todo) + 4,
         references_of([trial.cell for trial in todo], host.cores, host.name),
     )
+
+
+def _hardware() -> dict[str, object]:
+    """Returns the columns of a run on this host that must match for its times to count."""
+    from harness.host.cores import allowed_cores
+    from harness.host.environment import cpu_model, device_type, gpus
+
+    used = gpus() if device_type() == "cuda" else ()
+    return {
+        "cpu_model": cpu_model(),
+        "cpu_cores": len(allowed_cores()),
+        "gpus": [name for name, _ in used],
+    }
 
 
 def execute(

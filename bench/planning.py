@@ -198,7 +198,7 @@ def _new_plan(options: PlanOptions) -> Plan:
         )
     elif options.trials or options.interleave:
         plan = dataclasses.replace(plan, time_budget_seconds=options.time_budget_seconds)
-    elif plan.trials > 1 or seconds:
+    elif plan.trials > 1 or seconds or options.time_budget_seconds is not None:
         budget = options.time_budget_seconds
         if budget is None and matrix.time_budget_minutes:
             budget = matrix.time_budget_minutes * 60

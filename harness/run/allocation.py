@@ -147,9 +147,9 @@ class TimeBudget:
     ) -> None:
         """`before`: trials that earlier processes of this run recorded."""
         self.plan, self.now, self.began = plan, now, now()
-        self.order = plan.schedule()
-        self.spare = range(plan.spare_from, len(self.order))
-        planned = {(cell.id, trial) for cell, trial in self.order}
+        order = plan.schedule()
+        self.spare = range(plan.spare_from, len(order))
+        planned = {(cell.id, trial) for cell, trial in order}
         self.planned_before, self.further_before = 0.0, 0.0
         for trial in before:
             if (trial.cell_id, trial.trial) in planned:
@@ -160,15 +160,15 @@ class TimeBudget:
         self.took: dict[str, float] = {}
         self.left_out = 0
 
-    def leaves_out(self, position: int, cell: Cell) -> bool:
+    def leaves_out(self, position: int, cell: Cell, still_planned: Iterable[Cell]) -> bool:
         """Returns whether to drop a planned trial, because it and all shorter ones together exceed
-        the remaining time."""
+        the remaining time. `still_planned`: the cell of each trial that is not launched yet."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf
         seconds_left = budget - (self.now() - self.began)
-        still_planned = (self._seconds(other) for other, _ in self.order[position:])
-        needed = sum(seconds for seconds in still_planned if seconds <= self._seconds(cell))
+        each = map(self._seconds, still_planned)
+        needed = sum(seconds for seconds in each if seconds <= self._seconds(cell))
         late = needed > seconds_left
         self.left_out += late
         return late

@@ -5,7 +5,7 @@ Uses no clock and no torch, so every machine predicts the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,7 +13,7 @@ from harness.host.gpu_models import gpu_model, peak_flops_per_second
 from harness.parity.reference_runs import CONTEXT_BYTES
 from harness.record.store import Store
 from harness.spec.cell import Cell
-from harness.spec.errors import Refused
+from harness.spec.errors import DamagedRun, Refused
 from harness.spec.link import Link
 from harness.strategy.formulas import model_states
 from harness.strategy.registry import make_strategy, validate
@@ -123,7 +123,7 @@ def has_control(cell: Cell) -> bool:
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Returns one trial's predicted seconds. `cores`: the host's; None: enough. `gpu`: NVML's name.
+    """Returns one trial's predicted seconds. `cores`: a node's; None: enough. `gpu`: NVML's name.
     `timed_seconds`: see Plan."""
     known, strategy = inputs_of(cell), make_strategy(cell)
     workload = make_workload(cell.workload)
@@ -146,6 +146,7 @@ def trial_seconds(
     if cell.device == "cpu":
         busy *= cell.threads_per_device
         if cores is not None:  # Ranks that share a core wait for each other.
+            cores *= 1 if cell.links else cell.nodes
             busy, crowded = min(cores, busy), max(1.0, layout.processes / cores)
     rate = _flops_per_second(cell, workload.arithmetic or cell.precision, gpu)
     # Counting the FLOPs of recomputation takes seconds; full recomputation is a second forward.
@@ -222,11 +223,15 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
 MOST_RUNS = 20
 
 
-def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
+def _seconds_before(
+    store: Store, cell_ids: set[str], hardware: Mapping[str, object]
+) -> dict[str, float]:
     """Returns median seconds by cell id, each from the newest run with any. Trials that trained
     interleaved also waited for others; they count for cells without separate trials only."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
+        if hardware and not _ran_on(store, run_id, hardware):
+            continue
         separate: dict[str, list[float]] = {}
         interleaved: dict[str, list[float]] = {}
         for trial in store.ended_trials(run_id):
@@ -240,16 +245,27 @@ def _seconds_before(store: Store, cell_ids: set[str]) -> dict[str, float]:
     return medians
 
 
+def _ran_on(store: Store, run_id: str, hardware: Mapping[str, object]) -> bool:
+    try:
+        row = store.run_row(run_id)
+    except DamagedRun:
+        return False
+    return all(row[column] == value for column, value in hardware.items())
+
+
 def expected_seconds(
     store: Store,
     cells: Sequence[Cell],
     cores: int | None,
     gpu: str | None = None,
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
+    hardware: Mapping[str, object] | None = None,
 ) -> dict[str, float]:
-    """Returns a trial's seconds by cell id: measured, else predicted. `gpu`: NVML's name.
-    `timed_seconds`: see Plan.timed_seconds_of."""
-    before = _seconds_before(store, {cell.id for cell in cells})
+    """Returns a trial's seconds by cell id: measured by a run whose row has these `hardware` values
+    (None: by no run), else predicted. `gpu`: NVML's name. `timed_seconds`: see
+    Plan.timed_seconds_of."""
+    ids = {cell.id for cell in cells}
+    before = {} if hardware is None else _seconds_before(store, ids, hardware)
     return {
         cell.id: before[cell.id]
         if cell.id in before

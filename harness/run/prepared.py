@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from harness.spec.cell import Cell
 from harness.spec.training import EXACT
 from harness.strategy.checkpoints import checkpoint_step, saving_cell
 from harness.strategy.registry import make_strategy, own_command, validate
+from harness.worker.spec import CYCLES_IN_A_TURN
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
@@ -51,8 +53,7 @@ class PreparedTrial:
         timed_steps: int | None = None,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
-        and `key` decide whether and when it rewinds. `timed_steps`: of an interleaved trial, if not
-        the cell's."""
+        and `key` decide whether and when it rewinds. `timed_steps`: an interleaved trial's."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:
@@ -65,11 +66,10 @@ class PreparedTrial:
             "max_restarts": self.strategy.capabilities.max_restarts,
             "command": own_command(self.strategy, cell),
         }
-        if timed_seconds is not None and has_control(cell) and cell.checkpoint == "none":
-            fixed = self.strategy.capabilities.fixed_steps
+        if timed_seconds is not None and _may_have_control(cell):
             more |= {
                 "samples_per_control": SAMPLES_PER_CONTROL,
-                "timed_seconds": 0.0 if fixed else timed_seconds,
+                "timed_seconds": least_timed_seconds(cell, timed_seconds),
             }
         if timed_steps is not None:
             more["timed_steps"] = timed_steps
@@ -82,7 +82,10 @@ class PreparedTrial:
             text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"
             more["rewind_seed"] = zlib.crc32(text.encode())
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
-        self.launch = Launch(cell, data, self.layout.processes, self.strategy.cycle, more)
+        longer = math.ceil(_extra_limit_seconds(cell, timed_seconds, timed_steps))
+        limit = {"time_limit_seconds": cell.time_limit_seconds + longer}
+        launched = cell.model_copy(update=limit) if longer else cell
+        self.launch = Launch(launched, data, self.layout.processes, self.strategy.cycle, more)
         self.restarted = self._restarted() if cell.checkpoint != "none" else None
 
     def _restarted(self) -> RestartedLaunch:
@@ -146,8 +149,9 @@ class Surroundings:
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
     """Returns whether `cell` equals `other`, except for a larger model, batch or sequence, or fewer
     devices."""
-    sizes = {"workload", "global_batch", "sequence_length", "devices"}
-    if cell.model_dump(exclude=sizes) != other.model_dump(exclude=sizes):
+    sizes = ("workload", "global_batch", "sequence_length", "devices")
+    same_size = cell.model_copy(update={name: getattr(other, name) for name in sizes})
+    if same_size.id != other.id:
         return False
     a, b = make_workload(cell.workload), make_workload(other.workload)
     same_kind = a.family is b.family is not None and a.suffixes == b.suffixes
@@ -168,13 +172,32 @@ def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:
     return all(a >= b for a, b in zip(needs(cell), needs(other), strict=True))
 
 
+def _may_have_control(cell: Cell) -> bool:
+    return has_control(cell) and cell.checkpoint == "none"
+
+
+def least_timed_seconds(cell: Cell, timed_seconds: float | None) -> float:
+    """Returns the minimum duration of a separate trial's timed steps; 0 if their number is fixed.
+    `timed_seconds`: see Plan.timed_seconds_of."""
+    fixed = make_strategy(cell).capabilities.fixed_steps
+    return timed_seconds or 0.0 if _may_have_control(cell) and not fixed else 0.0
+
+
+def _extra_limit_seconds(cell: Cell, timed_seconds: float | None, timed_steps: int | None) -> float:
+    """Returns the time needed in addition to the cell's limit, for steps that the suite adds."""
+    if timed_steps is None:
+        return least_timed_seconds(cell, timed_seconds)
+    settling = math.ceil(timed_steps / (CYCLES_IN_A_TURN * make_strategy(cell).cycle))
+    steps = cell.warmup_steps + timed_steps + settling
+    return cell.time_limit_seconds * max(0.0, steps / cell.total_steps - 1)
+
+
 def may_be_in_heat(cell: Cell) -> bool:
     """Returns whether trials of the race may be interleaved: their steps can be chosen and cost
     about the same, and they need nothing that only one trial can have."""
     strategy = make_strategy(cell)
     return (
-        has_control(cell)
-        and cell.checkpoint == "none"
+        _may_have_control(cell)
         and cell.memory_limit_bytes is None
         and strategy.cycle == 1
         and not strategy.capabilities.fixed_steps

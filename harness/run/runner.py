@@ -29,6 +29,7 @@ from harness.run.allocation import TimeBudget, worth_launching
 from harness.run.prepared import (
     PreparedTrial,
     Surroundings,
+    least_timed_seconds,
     may_be_in_heat,
     needs_at_least_as_much_as,
     packages,
@@ -287,21 +288,29 @@ class Runner:
         return CYCLES_IN_A_TURN * math.ceil(turns)
 
     def _group_seconds(self, cells: Sequence[Cell], trial: int) -> float:
-        interleaved = len(cells) > 1
-        return sum(self._seconds(cell, trial, interleaved) for cell in cells)
+        turns = self._steps_of_heat(cells) // CYCLES_IN_A_TURN if len(cells) > 1 else 0
+        return sum(self._seconds(cell, trial, turns) for cell in cells)
 
-    def _seconds(self, cell: Cell, trial: int, interleaved: bool) -> float:
+    def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
         """Returns the expected duration of a trial, from the cell's trials of the same kind and
-        length, else from shorter ones."""
-        timed = HEAT_SECONDS if interleaved else self.plan.timed_seconds_of(cell, trial) or 0.0
+        the nearest length. `turns`: number in a heat; 0: a separate trial."""
+        own = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
+        steps = [recorded.step_seconds_mean for recorded in own if recorded.step_seconds_mean]
+        step_seconds = median(steps) if steps else 0.0
+
+        def timed(number: int, turns: int) -> float:
+            if turns:
+                return max(HEAT_SECONDS, turns * (CYCLES_IN_A_TURN + 1) * step_seconds)
+            seconds = least_timed_seconds(cell, self.plan.timed_seconds_of(cell, number))
+            return max(seconds, cell.timed_steps * step_seconds)
+
         expected: dict[tuple[bool, float], list[float]] = {}
-        for recorded in self._recorded or ():
-            if recorded.cell_id == cell.id:
-                in_heat = bool(recorded.turn_began)
-                before = self.plan.timed_seconds_of(cell, recorded.trial) or 0.0
-                longer = timed - (HEAT_SECONDS if in_heat else before)
-                seconds = (recorded.wall_seconds or 0.0) + longer
-                expected.setdefault((in_heat != interleaved, longer), []).append(seconds)
+        for recorded in own:
+            # All trials of an interleaved plan are alike.
+            before = 0 if self.plan.interleaved else len(recorded.turn_began)
+            longer = timed(trial, turns) - timed(recorded.trial, before)
+            seconds = (recorded.wall_seconds or 0.0) + longer
+            expected.setdefault((bool(before) != bool(turns), abs(longer)), []).append(seconds)
         return median(expected[min(expected)])
 
     def _trials(
@@ -312,7 +321,7 @@ class Runner:
     ) -> bool:
         """Runs these trials in order, one group per `launch`; returns False if interrupted."""
         for group in self._groups(pending):
-            launched = [trial for trial in group if self._is_launched(trial, listener)]
+            launched = [trial for trial in group if self._is_launched(trial, pending, listener)]
             for trial in launched:
                 listener.trial_started(trial.cell, trial.key.trial, trial.position)
             trials = launch(launched)
@@ -337,25 +346,35 @@ class Runner:
 
         return [list(trials) for _, trials in itertools.groupby(pending, key=group)]
 
-    def _is_launched(self, pending: PendingTrial, listener: ProgressListener) -> bool:
+    def _is_launched(
+        self, trial: PendingTrial, pending: Sequence[PendingTrial], listener: ProgressListener
+    ) -> bool:
         """Returns whether to launch a trial: False if the cell ran out of memory or time, or the
         time budget is spent.
 
         If a cell that needs no more memory ran out of it, records this trial as skipped.
         """
-        position, cell, key, _ = pending
+        position, cell, key, _ = trial
         if cell.id in self._given_up and key.trial > 0:
             return False
-        if self.share[1] == 1 and self._budget.leaves_out(position, cell):
-            return False
+        # Further rounds fit the time budget.
+        planned = self._recorded is None
+        if planned and self.share[1] == 1:
+            still_planned = (
+                other.cell
+                for other in pending
+                if other.position >= position and other.cell.id not in self._given_up
+            )
+            if self._budget.leaves_out(position, cell, still_planned):
+                return False
         # Later trials only run if the first one fitted.
         if key.trial == 0 and (reason := self._needs_more_memory(cell)):
             self._given_up[cell.id] = "skipped"
-            trial = left_out_record(
+            skipped = left_out_record(
                 self.plan.run_id, cell, "skipped", reason, key.attempt, position
             )
-            self.store.write_trial(trial)
-            listener.trial_finished(cell, trial)
+            self.store.write_trial(skipped)
+            listener.trial_finished(cell, skipped)
             return False
         return True
 
@@ -408,7 +427,13 @@ class Runner:
         timed_steps: int | None = None,
     ) -> list[TrialRecord]:
         round_ = [
-            PreparedTrial(cell, key, at, references[reference_key(cell)], timed_steps=timed_steps)
+            PreparedTrial(
+                cell,
+                key,
+                at,
+                references[reference_key(cell)],
+                timed_steps=timed_steps or cell.timed_steps,
+            )
             for at, cell, key, _ in pending
         ]
         most = max((trial.gpus for trial in round_), default=0)

@@ -54,6 +54,17 @@ def test_links_of_gpus_do_not_speed_up_cells_on_the_cpu() -> None:
     assert trial_seconds(cell, 2, "NVIDIA H100 80GB HBM3") == trial_seconds(cell, 2)
 
 
+def test_each_real_node_has_the_hosts_cores() -> None:
+    """Ranks share cores only if links are emulated, as all nodes are then on this host."""
+
+    def seconds(nodes: int, cores: int, links: str = "") -> float:
+        cell = Cell(strategy="ddp", workload="llama-micro", devices=4, nodes=nodes, links=links)
+        return trial_seconds(cell, cores)
+
+    assert seconds(2, 2) == seconds(2, 4) == seconds(1, 4)
+    assert seconds(2, 2, "none") > 1.5 * seconds(2, 4, "none")
+
+
 def test_a_slow_or_distant_link_takes_as_long_as_its_bytes_and_messages() -> None:
     """On two ranks, DDP sends all 4-byte gradients of llama-micro once in each direction."""
 

@@ -145,8 +145,8 @@ def test_a_cell_predicted_to_lack_memory_is_skipped(
 ) -> None:
     """A predicted lack of memory is not a result."""
     small, large = (
-        Cell(strategy="ddp", workload="llama-nano"),
-        Cell(strategy="ddp", workload="llama-nano", global_batch=16),
+        Cell(strategy="ddp", workload="llama-nano", time_limit_seconds=60),
+        Cell(strategy="ddp", workload="llama-nano", global_batch=16, system="DDP"),
     )
     store = Store(tmp_path)
     runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
@@ -255,10 +255,11 @@ def test_the_launches_that_take_longest_are_left_out_first() -> None:
     budget = TimeBudget(plan, lambda: now)
     budget.took.update({cell.id: float(seconds[cell.strategy]) for cell in cells})
     order = list(enumerate(plan.schedule()))
-    assert not any(budget.leaves_out(at, cell) for at, (cell, _) in order[:10])
+    todo = [cell for _, (cell, _) in order]
+    assert not any(budget.leaves_out(at, cell, todo[at:]) for at, (cell, _) in order[:10])
     now, launched = 44.0, []  # 16 s remain for launches of 24 s
     for at, (cell, _) in order[10:]:
-        if not budget.leaves_out(at, cell):
+        if not budget.leaves_out(at, cell, todo[at:]):
             launched.append(cell.strategy)
             now += seconds[cell.strategy]
     assert sorted(launched) == ["fsdp1", "fsdp2", "single", "tensor"]
@@ -489,5 +490,9 @@ def test_when_a_run_stops_adding_rounds(tmp_path: Path) -> None:
     limited = planned(trials=3, time_budget_seconds=60)
     assert (limited.time_budget_seconds, limited.until_answered) == (60, False)
     assert limited.spare_from == 2
+    matrix.write_text("trials: 1\ncells: [{strategy: single, workload: llama-nano}]\n")
+    assert not planned(timed_seconds=0).until_answered
+    once = planned(timed_seconds=0, time_budget_seconds=60)
+    assert (once.time_budget_seconds, once.until_answered) == (60, True)
     with pytest.raises(UsageError, match="--time-budget"):
         planned(interleave=True, time_budget_seconds=60)

@@ -1,0 +1,144 @@
+"""Steps that the suite adds: time limits, expected durations and the time budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.parity.reference_runs import reference_key
+from harness.record.plan import Plan
+from harness.record.run_record import RunRecord
+from harness.record.store import Store, TrialKey
+from harness.record.trial import TrialRecord
+from harness.run.allocation import FurtherRound, TimeBudget
+from harness.run.prepared import PreparedTrial
+from harness.run.runner import HEAT_SECONDS, Runner, SilentListener
+from harness.spec.cell import Cell
+from tests.unit.stored_trials import one_cell_run, trial_row
+
+CELL = Cell(strategy="ddp", workload="llama-nano", devices=2)
+OTHER = CELL.model_copy(update={"strategy": "fsdp2"})
+TURNS = {"turn_samples_per_second": (8.0,) * 6, "turn_began": (0.0,) * 6}
+
+
+def limit_of(cell: Cell, **more: Any) -> float:
+    """Returns a trial's time limit in seconds."""
+    prepared = PreparedTrial(cell, TrialKey(cell.id, 3), 0, None, **more)
+    assert prepared.cell.time_limit_seconds == cell.time_limit_seconds, "as recorded"
+    return prepared.launch.cell.time_limit_seconds
+
+
+def test_steps_that_the_suite_adds_extend_the_time_limit() -> None:
+    """A heat of 12 timed steps has 21: 3 of warm-up and 6 that settle."""
+    assert limit_of(CELL) == 120
+    assert limit_of(CELL, timed_seconds=2.6) == 123
+    assert limit_of(CELL, timed_steps=12) == pytest.approx(120 * 21 / 13, abs=1)
+    assert limit_of(CELL, timed_steps=10) == pytest.approx(120 * 18 / 13, abs=1)
+    for unchanged in (
+        Cell(strategy="ddp", workload="llama-nano", devices=2, checkpoint="full"),
+        Cell(strategy="ddp", workload="llama-nano", devices=2, nodes=2),
+    ):
+        assert limit_of(unchanged, timed_seconds=2.6) == 120, "it has no control"
+
+
+def runner_of(tmp_path: Path, plan: Plan, trials: Sequence[dict[str, Any]]) -> Runner:
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**one_cell_run()))
+    runner = Runner(store, plan, launcher=lambda packages: None)
+    runner._recorded = [TrialRecord(**row) for row in trials]
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("more", "extra"),
+    [({}, 6.0), ({"nodes": 2}, 0.0), ({"checkpoint": "full"}, 0.0), ({"device": "cuda"}, 0.0)],
+)
+def test_only_trials_with_a_control_are_expected_to_take_longer(
+    tmp_path: Path, more: dict[str, Any], extra: float
+) -> None:
+    cell = CELL.model_copy(update=more)
+    plan = Plan("run-1", "test", (cell,), 1, timed_seconds=2.0)
+    runner = runner_of(tmp_path, plan, [trial_row(cell, wall_seconds=5.0)])
+    assert runner._group_seconds([cell], 1) == 5.0 + extra
+
+
+def test_further_trials_of_slow_steps_take_no_longer(tmp_path: Path) -> None:
+    """Ten steps of 0.5 s exceed the planned 2 s, and nearly the 8 s of a further trial."""
+    plan = Plan("run-1", "test", (CELL,), 1, timed_seconds=2.0)
+    row = trial_row(CELL, wall_seconds=9.0, step_seconds_mean=0.5)
+    assert runner_of(tmp_path, plan, [row])._group_seconds([CELL], 1) == 9.0 + 8.0 - 5.0
+
+
+def test_a_heat_takes_as_long_as_its_steps(tmp_path: Path) -> None:
+    """Six turns of three steps of 2 s take longer than HEAT_SECONDS."""
+    plan = Plan("run-1", "test", (CELL, OTHER), 1, timed_seconds=2.0)
+    slow = [trial_row(cell, wall_seconds=30.0, step_seconds_mean=2.0) for cell in (CELL, OTHER)]
+    expected = 2 * (30.0 + 36.0 - 20.0)
+    assert runner_of(tmp_path, plan, slow)._group_seconds([CELL, OTHER], 1) == expected
+    heat = [row | TURNS | {"wall_seconds": 40.0, "trial": 1} for row in slow]
+    assert runner_of(tmp_path, plan, slow + heat)._group_seconds([CELL, OTHER], 2) == 80.0
+    fast = [row | {"step_seconds_mean": 0.001} for row in slow]
+    expected = 2 * (30.0 + HEAT_SECONDS - 2.0)
+    assert runner_of(tmp_path, plan, fast)._group_seconds([CELL, OTHER], 1) == expected
+
+
+def test_all_trials_of_an_interleaved_plan_take_equally_long(tmp_path: Path) -> None:
+    plan = Plan("run-1", "test", (CELL,), 1, interleaved=True, precision=0.02)
+    row = trial_row(CELL, wall_seconds=5.0, **TURNS)
+    assert runner_of(tmp_path, plan, [row])._group_seconds([CELL], 1) == 5.0
+
+
+def with_trials(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, out_of_memory: Sequence[tuple[str, int]] = ()
+) -> list[tuple[str, int]]:
+    """Runs trials of 10 s without processes; returns strategy and number of each.
+
+    `out_of_memory`: those that end so.
+    """
+    launched: list[tuple[str, int]] = []
+
+    def run_trial(launcher: Any, cell: Cell, key: TrialKey, at: int, *rest: Any) -> TrialRecord:
+        launched.append((cell.strategy, key.trial))
+        status = "out_of_memory" if launched[-1] in out_of_memory else "ok"
+        row = trial_row(cell, key.trial, status=status, wall_seconds=10.0) | {"position": at}
+        runner.store.write_trial(trial := TrialRecord(**row))
+        return trial
+
+    def references(launcher: Any, cells: Sequence[Cell], announce: Any) -> dict[str, Any]:
+        return {reference_key(cell): None for cell in cells}
+
+    runner._recorded, runner.now = None, lambda: 10.0 * len(launched)
+    monkeypatch.setattr(runner, "run_trial", run_trial)
+    monkeypatch.setattr(runner._references, "of", references)
+    assert runner.run(SilentListener())
+    return launched
+
+
+def test_only_trials_still_to_be_launched_count_in_the_time_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third round has time for one trial; the other cell ran out of memory."""
+    plan = Plan("run-1", "test", (CELL, OTHER), 3, time_budget_seconds=55.0)
+    first = next(cell.strategy for cell, trial in plan.schedule() if trial == 2)
+    second = {"ddp": "fsdp2", "fsdp2": "ddp"}[first]
+    launched = with_trials(runner_of(tmp_path, plan, []), monkeypatch, [(second, 1)])
+    assert launched[4:] == [(first, 2)]
+
+
+def test_the_time_budget_of_planned_rounds_drops_no_further_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third round is dropped, so the further trial takes one of its positions."""
+    plan = Plan("run-1", "test", (CELL, OTHER), 3, time_budget_seconds=45.0, until_answered=True)
+    rounds = iter([[(CELL.id,)], []])
+
+    def worth_launching(*_: Any) -> FurtherRound:
+        return FurtherRound(next(rounds), "may be the fastest")
+
+    monkeypatch.setattr("harness.run.runner.worth_launching", worth_launching)
+    monkeypatch.setattr(TimeBudget, "shortest_that_fit", lambda _, seconds: set(seconds))
+    launched = with_trials(runner_of(tmp_path, plan, []), monkeypatch)
+    assert launched[4:] == [("ddp", 2)]
