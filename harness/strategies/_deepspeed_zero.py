@@ -27,13 +27,17 @@ SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps."""
 SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
+SUB_GROUP_ELEMENTS = 10**9
+"""DeepSpeed's default number of elements that stage 3 updates at a time."""
+MOST_LIVE, MOST_PREFETCHED = 10**9, 5 * 10**7
+"""DeepSpeed's default limits, in elements, of what stage 3 holds gathered and prefetches."""
 SWAP_BUFFERS = 5
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's 5e8 allocates 2 GB for any model."""
-PERSISTENT_ELEMENTS = 1000
-"""Elements up to which parameters stay whole: norms and biases. DeepSpeed's 1e5 is nearly all of a
-model of hidden size 256."""
+PERSISTENT_ELEMENTS, MOST_PERSISTENT, PERSISTENT_SHARE = 1000, 10**5, 10**-4
+"""Elements up to which parameters stay whole, norms and biases: this share of the model, within
+these bounds. DeepSpeed's 1e5 is nearly all of a model of hidden size 256."""
 LOSS_SCALE_POWER = 12
 """Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 skips the first steps."""
 
@@ -52,11 +56,17 @@ class Swapping:
         return [-(-size // self.ranks) for size in self.sizes]
 
     @property
+    def group_elements(self) -> int:
+        """Elements at which a sub-group is closed (`sub_group_size`)."""
+        on_disk = "nvme" in (self.optimizer, self.parameters)
+        return SWAP_ELEMENTS if on_disk else SUB_GROUP_ELEMENTS
+
+    @property
     def groups(self) -> list[list[int]]:
-        """Parts in consecutive sub-groups, each closed at SWAP_ELEMENTS and updated as one."""
+        """Parts in consecutive sub-groups, each updated as one."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
-            if sum(groups[-1]) >= SWAP_ELEMENTS:
+            if sum(groups[-1]) >= self.group_elements:
                 groups.append([])
             groups[-1].append(part)
         return groups
@@ -121,10 +131,11 @@ class ZeroOptions(Strategy):
     """Folder for `nvme`; empty for the trial's own. Outside the temporary folder, allow it in
     $PARALLELISM_BENCH_DISKS. Its `parallelism-bench-offload` stays until the next trial."""
     bucket_elements: int | None = Field(default=None, gt=0)
-    """Elements reduced, prefetched and held live at a time; by default an eighth of the model, at
-    most 25 MiB."""
+    """Elements reduced, prefetched and held live at a time; by default an eighth of the model,
+    reduced in at most 25 MiB."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
-    """Size in elements up to which stage 3 keeps parameters whole on every rank."""
+    """Size in elements up to which stage 3 keeps parameters whole on every rank. The default grows
+    with the model: a ten-thousandth of its elements, up to 1e5."""
 
     @property
     def on_disk(self) -> bool:
@@ -233,6 +244,20 @@ class ZeroOptions(Strategy):
     def bucket(self, sizes: Sequence[int]) -> int:
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
+    def live(self, sizes: Sequence[int]) -> int:
+        """Returns elements that stage 3 holds gathered beyond the layer that runs.
+
+        A limit below a layer's size would prevent prefetching.
+        """
+        return self.bucket_elements or max(self.bucket(sizes), min(MOST_LIVE, sum(sizes) // 8))
+
+    def persistent(self, sizes: Sequence[int]) -> int:
+        """Returns the size in elements up to which stage 3 keeps parameters whole."""
+        if self.persistent_elements != PERSISTENT_ELEMENTS:
+            return self.persistent_elements
+        share = int(PERSISTENT_SHARE * sum(sizes))
+        return min(MOST_PERSISTENT, max(PERSISTENT_ELEMENTS, share))
+
     def config(
         self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
     ) -> dict[str, object]:
@@ -254,12 +279,13 @@ class ZeroOptions(Strategy):
             pinned = {"device": place, "pin_memory": cell.device == "cuda"}
             zero["offload_optimizer"] = pinned | (disk if place == "nvme" else {})
         if self.stage == 3:
+            live = self.live(sizes)
             zero |= {
-                "stage3_prefetch_bucket_size": bucket,
-                "stage3_max_live_parameters": bucket,
-                "stage3_max_reuse_distance": bucket,
-                "stage3_param_persistence_threshold": self.persistent_elements,
-                "sub_group_size": SWAP_ELEMENTS,
+                "stage3_prefetch_bucket_size": min(live, MOST_PREFETCHED),
+                "stage3_max_live_parameters": live,
+                "stage3_max_reuse_distance": live,
+                "stage3_param_persistence_threshold": self.persistent(sizes),
+                "sub_group_size": self.swapping(cell, layout.replicas, sizes).group_elements,
             }
         if (place := self.offload_parameters) != "none":
             pinned = {"device": place, "pin_memory": cell.device == "cuda"}

@@ -11,7 +11,7 @@ from harness.spec.training import EMULATED, EXACT, Batch, Layout, Tolerance, Tra
 from harness.strategies._replicas import replicas_of
 from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.formulas import all_reduced
-from harness.strategy.job import standard_step
+from harness.strategy.job import standard_step, trained_parameters
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Collectives(Strategy):
         def step(batch: Batch) -> Tensor | None:
             loss = local(batch)
             if (batch.step + 1) % self.period == 0:
-                average([p.detach() for p in parameters])
+                average([p.detach() for p in trained_parameters(model)])
             return loss
 
         return step

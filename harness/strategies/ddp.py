@@ -19,7 +19,13 @@ from harness.spec.training import (
 )
 from harness.strategies._accelerate_config import accelerate_export
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, passed_once, whole_model_states
+from harness.strategy.formulas import (
+    BESIDE_BACKWARD,
+    all_reduced,
+    in_half,
+    passed_once,
+    whole_model_states,
+)
 from harness.strategy.job import standard_step
 from harness.strategy.registry import POWER_SGD
 from harness.workloads import Workload, make_workload
@@ -127,15 +133,17 @@ class DdpCosts(CostModel[Ddp]):
         if self.strategy.comm_hook == "powersgd":
             kept = facts.trained_bytes + factor_bytes(make_workload(cell.workload))
             whole = dataclasses.replace(whole, library=whole.library + kept)
-        views = self.strategy.gradient_as_bucket_view
+        # Without exchange, backward allocates gradients of its own (`no_sync`).
+        views = self.strategy.gradient_as_bucket_view and cell.micro_batches == 1
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Adds rank 0's broadcast of buffers; None for PowerSGD."""
-        width = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}.get(self.strategy.comm_hook)
-        if width is None:
+        hook = self.strategy.comm_hook
+        if hook == "powersgd":
             return None
-        return all_reduced(layout.data, facts.trained_bytes * width) + passed_once(
+        sent = facts.trained_bytes if hook == "none" else in_half(facts)
+        return all_reduced(layout.data, sent) + passed_once(
             layout.data, facts.buffer_bytes - facts.scale_bytes
         )
 

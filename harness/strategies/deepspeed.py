@@ -168,8 +168,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
         if chosen.offload_optimizer == "none":
             return states
-        if cell.device == "cuda":
-            return States(states.parameters, 0, 0, buffers + width * max(sizes), states.transient)
+        if cell.device == "cuda":  # the partition's gradients and its update are on the host
+            library = buffers + width * max(sizes)
+            return States(states.parameters, 0, 0, library, width * float(held_until_reduced))
         accumulated = width * part if cell.micro_batches > 1 and chosen.stage == 2 else 0
         return dataclasses.replace(
             states,
@@ -183,8 +184,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
         moments = cell.moments
         bucket = chosen.bucket(facts.sizes)
+        live = chosen.live(facts.sizes)
         # Parameters above the bucket's size are gathered, and their gradients reduced, alone.
-        largest = max(bucket, *facts.sizes)
+        reduced, gathered = (bucket + max(bucket, *facts.sizes), live + max(live, *facts.sizes))
         optimizer_leaves = chosen.offload_optimizer != "none" and cell.device == "cuda"
         parameters_leave = chosen.offload_parameters != "none" and cell.device == "cuda"
         swapped_groups = [
@@ -198,7 +200,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             if chosen.offload_parameters == "nvme" and width * part >= SWAPPED_BYTES
         ]
         updated = sum(parts) - sum(sum(group) for group in swapped_groups)
-        persistent = sum(size for size in facts.sizes if size <= chosen.persistent_elements)
+        persistent = sum(size for size in facts.sizes if size <= chosen.persistent(facts.sizes))
         library = float(facts.buffer_bytes) + width * (bucket + persistent)
         gradients = width * sum(parts) + (4 * updated if chosen.offload_optimizer != "none" else 0)
         if not optimizer_leaves:
@@ -211,7 +213,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             optimizer=0.0 if optimizer_leaves else 4 * moments * updated,
             library=library,
             transient=max(
-                2.0 * width * (bucket + largest), 12.0 * max(sum(group) for group in groups)
+                1.0 * width * (reduced + gathered), 12.0 * max(sum(group) for group in groups)
             ),
         )
 
@@ -231,9 +233,9 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             return reduced + (passed_once(ranks, model_bytes) if chosen.stage else 0.0)
         if cell.recompute != "none":
             return None
-        threshold = chosen.persistent_elements
+        threshold = chosen.persistent(facts.sizes)
         kept = float(width * sum(size for size in facts.sizes if size <= threshold))
-        reused = width * _reused(facts.sizes, chosen.bucket(facts.sizes), threshold)
+        reused = width * _reused(facts.sizes, chosen.live(facts.sizes), threshold)
         return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:

@@ -13,7 +13,7 @@ from harness.spec.errors import Refused, Unavailable
 from harness.spec.training import Layout, States, Tolerance, TrainStep
 from harness.strategies import _horovod
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
-from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, model_states
+from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, in_half, model_states
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
@@ -131,8 +131,8 @@ class HorovodCosts(CostModel[Horovod]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         if self.strategy.op == "adasum":
             return None
-        half = 2 if self.strategy.compression == "fp16" else 1
-        return all_reduced(layout.data, facts.trained_bytes / half)
+        compressed = self.strategy.compression == "fp16"
+        return all_reduced(layout.data, in_half(facts) if compressed else facts.trained_bytes)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts a negotiation and an all-reduce for the few gradients of each cycle."""

@@ -163,6 +163,11 @@ def all_reduced(ranks: int, size: float) -> float:
     return 2 * passed_once(ranks, size)
 
 
+def in_half(facts: ModelFacts) -> float:
+    """Returns bytes of gradients compressed to 16 bits, unless they are smaller anyway."""
+    return min(facts.trained_bytes, 2.0 * sum(facts.sizes))
+
+
 def passed_once(ranks: int, size: float) -> float:
     """Returns bytes each rank sends in a reduce-scatter, all-gather or average broadcast."""
     return (ranks - 1) / ranks * size

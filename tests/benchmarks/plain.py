@@ -113,7 +113,6 @@ def zero(stage):
         stages |= {
             **dict.fromkeys(live, bucket),
             "stage3_param_persistence_threshold": 1000,
-            "sub_group_size": 2**20,
         }
     config = {
         "train_batch_size": BATCH,

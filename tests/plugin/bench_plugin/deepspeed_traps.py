@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.strategies import _deepspeed, _deepspeed_engine
+from harness.strategies._deepspeed_zero import SWAP_ELEMENTS
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
 from harness.strategy import Cell, Job, Layout, TrainStep, Workload
@@ -55,11 +56,18 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
 class DeepspeedDump(Deepspeed):
     """DeepSpeed ZeRO-3 that writes each rank's in-memory states to files after each step.
 
-    The files are named like those of DeepSpeed's swapper.
+    Sub-groups are those of DeepSpeed's swapper, and files are named like its.
     """
 
     dump_folder: str = ""
     """Folder of the files."""
+
+    def config(
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
+    ) -> dict[str, Any]:
+        config: dict[str, Any] = super().config(cell, layout, sizes, folder)
+        config["zero_optimization"]["sub_group_size"] = SWAP_ELEMENTS
+        return config
 
     def setup(self, job: Job) -> TrainStep:
         import deepspeed
