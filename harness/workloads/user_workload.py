@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 from harness.host.user_code import UserClass, first_line
 from harness.spec.errors import UsageError
 from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
-from harness.workloads.workload import MOST_TRIED, HasLogits, Workload, losses_differ
+from harness.workloads.workload import (
+    MOST_TRIED,
+    REPEATED_WITHIN,
+    HasLogits,
+    Workload,
+    losses_differ,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -135,7 +141,8 @@ class UserWorkload(Workload):
             )
         self._try("training", lambda: self._loss(model, [0, 1]).backward())
         with torch.no_grad():
-            if losses_differ(self._loss(model, [0, 1]), self._loss(again, [0, 1])):
+            first, second = self._loss(model, [0, 1]), self._loss(again, [0, 1])
+            if losses_differ(first, second, REPEATED_WITHIN):
                 self.reject(
                     "its loss is random, so it would depend on how ranks share the batch; use"
                     " nn.Dropout, which is turned off, or no dropout"
