@@ -83,7 +83,7 @@ BaselineCell: TypeAlias = Annotated[
         "--baseline-cell",
         help=(
             "Baseline that the other cells of its setting are compared with: strategy, id or"
-            " pattern; by default ddp, else single."
+            " pattern, and the plainest if several match; by default ddp, else single."
         ),
     ),
 ]

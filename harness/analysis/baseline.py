@@ -64,8 +64,8 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device.
 
-    If no cell on one device has as many micro-batches, one whose micro-batches are as large is
-    used.
+    `efficiency_own` uses the one-device cell with as many micro-batches, else one whose
+    micro-batches are as large; `efficiency_single` the plain single process, else the same.
     """
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}

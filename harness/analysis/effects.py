@@ -128,7 +128,7 @@ def _effect(
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
     """Returns the geometric mean of throughput ratios, with an error of at least the pairs'
-    scatter, plus that of their levels; with two pairs, the interval spans both."""
+    scatter, plus that of the heats' levels; with two pairs, the interval spans both."""
     speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs
@@ -143,7 +143,7 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     if scatter > error:
         degrees = min(degrees, len(gaps) - 1)
     trials = min(estimate.trials for pair in speeds for estimate in pair)
-    total = math.hypot(max(error, scatter), added_level_error(speeds))
+    total = math.hypot(max(error, scatter), added_level_error(speeds, scatter > error))
     effect = LogEstimate(statistics.fmean(gaps), total, degrees, trials)
     mean = ratio(effect, LogEstimate(0.0, 0.0, degrees, trials), CONFIDENCE)
     if len(speeds) != 2:

@@ -133,16 +133,19 @@ def ratio(
     return comparison(mean, half, count)
 
 
-def added_level_error(pairs: Sequence[tuple[LogEstimate, LogEstimate]]) -> float:
+def added_level_error(
+    pairs: Sequence[tuple[LogEstimate, LogEstimate]], to_scatter: bool = False
+) -> float:
     """Returns the standard error that parts' levels add to the pairs' mean log ratio.
 
     A level cancels in pairs within its part, but is common to all pairs with another part.
+    `to_scatter`: whether it is added to the pairs' scatter, which includes no common level.
     """
     levels: dict[int, float] = {}
     included = 0.0
     for pair in pairs:
         for estimate, sign in zip(pair, (1, -1), strict=True):
-            included += estimate.included_level_error**2
+            included += 0.0 if to_scatter else estimate.included_level_error**2
             if estimate.part is not None:
                 level = levels.get(estimate.part, 0.0)
                 levels[estimate.part] = level + sign * estimate.level_error

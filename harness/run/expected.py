@@ -261,9 +261,12 @@ def expected_seconds(
     timed_seconds: Callable[[Cell], float | None] = lambda cell: None,
     hardware: Mapping[str, object] | None = None,
 ) -> dict[str, float]:
-    """Returns a trial's seconds by cell id: measured by a run whose row has these `hardware` values
-    (None: by no run), else predicted. `gpu`: NVML's name. `timed_seconds`: see
-    Plan.timed_seconds_of."""
+    """Returns a trial's seconds by cell id: measured if an earlier run on the same hardware has the
+    cell, else predicted.
+
+    `hardware`: columns that the run's row must match; None ignores earlier runs. `gpu`: NVML's
+    name. `timed_seconds`: see Plan.timed_seconds_of.
+    """
     ids = {cell.id for cell in cells}
     before = {} if hardware is None else _seconds_before(store, ids, hardware)
     return {

@@ -27,8 +27,9 @@ SWAPPED_BYTES = 2**20
 """Smallest tensor in bytes that DeepSpeed swaps."""
 SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
-SUB_GROUP_ELEMENTS = 10**9
-"""DeepSpeed's default number of elements that stage 3 updates at a time."""
+SUB_GROUPS, MOST_UPDATED = 8, 10**9
+"""Number of sub-groups in which stage 3 updates a large model, and DeepSpeed's default of their
+elements. Each has its own temporaries and its own reduction of norms."""
 MOST_LIVE, MOST_PREFETCHED = 10**9, 5 * 10**7
 """DeepSpeed's default limits, in elements, of what stage 3 holds gathered and prefetches."""
 SWAP_BUFFERS = 5
@@ -36,8 +37,8 @@ ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
 """Elements of DDP's 25 MiB bucket; DeepSpeed's 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS, MOST_PERSISTENT, PERSISTENT_SHARE = 1000, 10**5, 10**-4
-"""Elements up to which parameters stay whole, norms and biases: this share of the model, within
-these bounds. DeepSpeed's 1e5 is nearly all of a model of hidden size 256."""
+"""Size in elements up to which every rank keeps a parameter whole (norms and biases): this share of
+the model, within the bounds. DeepSpeed's 1e5 is nearly all of a model of hidden size 256."""
 LOSS_SCALE_POWER = 12
 """Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 skips the first steps."""
 
@@ -58,8 +59,9 @@ class Swapping:
     @property
     def group_elements(self) -> int:
         """Elements at which a sub-group is closed (`sub_group_size`)."""
-        on_disk = "nvme" in (self.optimizer, self.parameters)
-        return SWAP_ELEMENTS if on_disk else SUB_GROUP_ELEMENTS
+        if "nvme" in (self.optimizer, self.parameters):
+            return SWAP_ELEMENTS
+        return max(SWAP_ELEMENTS, min(MOST_UPDATED, sum(self.parts) // SUB_GROUPS))
 
     @property
     def groups(self) -> list[list[int]]:
@@ -131,8 +133,8 @@ class ZeroOptions(Strategy):
     """Folder for `nvme`; empty for the trial's own. Outside the temporary folder, allow it in
     $PARALLELISM_BENCH_DISKS. Its `parallelism-bench-offload` stays until the next trial."""
     bucket_elements: int | None = Field(default=None, gt=0)
-    """Elements reduced, prefetched and held live at a time; by default an eighth of the model,
-    reduced in at most 25 MiB."""
+    """Elements reduced, prefetched and kept gathered at a time; by default an eighth of the model,
+    but at most 6.5M per reduction (25 MiB in fp32)."""
     persistent_elements: int = Field(default=PERSISTENT_ELEMENTS, ge=0)
     """Size in elements up to which stage 3 keeps parameters whole on every rank. The default grows
     with the model: a ten-thousandth of its elements, up to 1e5."""
@@ -245,11 +247,16 @@ class ZeroOptions(Strategy):
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
     def live(self, sizes: Sequence[int]) -> int:
-        """Returns elements that stage 3 holds gathered beyond the layer that runs.
+        """Returns the most elements that stage 3 keeps gathered.
 
-        A limit below a layer's size would prevent prefetching.
+        Nothing is prefetched while a layer exceeds it. Parameters on a disk have few swap buffers.
         """
-        return self.bucket_elements or max(self.bucket(sizes), min(MOST_LIVE, sum(sizes) // 8))
+        if self.bucket_elements or self.offload_parameters == "nvme":
+            return self.bucket(sizes)
+        return max(self.bucket(sizes), min(MOST_LIVE, sum(sizes) // 8))
+
+    def prefetched(self, sizes: Sequence[int]) -> int:
+        return min(self.live(sizes), MOST_PREFETCHED)
 
     def persistent(self, sizes: Sequence[int]) -> int:
         """Returns the size in elements up to which stage 3 keeps parameters whole."""
@@ -281,7 +288,7 @@ class ZeroOptions(Strategy):
         if self.stage == 3:
             live = self.live(sizes)
             zero |= {
-                "stage3_prefetch_bucket_size": min(live, MOST_PREFETCHED),
+                "stage3_prefetch_bucket_size": self.prefetched(sizes),
                 "stage3_max_live_parameters": live,
                 "stage3_max_reuse_distance": live,
                 "stage3_param_persistence_threshold": self.persistent(sizes),

@@ -213,7 +213,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
             optimizer=0.0 if optimizer_leaves else 4 * moments * updated,
             library=library,
             transient=max(
-                1.0 * width * (reduced + gathered), 12.0 * max(sum(group) for group in groups)
+                1.0 * width * (reduced + gathered),
+                0.0 if optimizer_leaves else 12.0 * max(sum(group) for group in groups),
             ),
         )
 
@@ -245,7 +246,8 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         buckets = float(math.ceil(sum(facts.sizes) / chosen.bucket(facts.sizes)))
         parts = cell.micro_batches
         if chosen.stage == 3:
-            return 3 * parts * buckets
+            gathers = math.ceil(sum(facts.sizes) / chosen.prefetched(facts.sizes))
+            return parts * (2.0 * gathers + buckets)
         return buckets * (1 + (parts if chosen.stage == 2 else 1))
 
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:

@@ -164,7 +164,7 @@ def all_reduced(ranks: int, size: float) -> float:
 
 
 def in_half(facts: ModelFacts) -> float:
-    """Returns bytes of gradients compressed to 16 bits, unless they are smaller anyway."""
+    """Returns the bytes of gradients sent in 16 bits, or their own if that is less."""
     return min(facts.trained_bytes, 2.0 * sum(facts.sizes))
 
 

@@ -56,7 +56,7 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
 class DeepspeedDump(Deepspeed):
     """DeepSpeed ZeRO-3 that writes each rank's in-memory states to files after each step.
 
-    Sub-groups are those of DeepSpeed's swapper, and files are named like its.
+    It uses the sub-groups and file names of DeepSpeed's swapper.
     """
 
     dump_folder: str = ""
