@@ -48,15 +48,15 @@ class RecordedCell:
     cell: Cell
 
 
-def find_runs(store: Store, words: Sequence[str], every: bool = False) -> list[str]:
+def find_runs(store: Store, names: Sequence[str], every: bool = False) -> list[str]:
     """Returns matching runs' ids, oldest first; default: the newest. Raises UsageError."""
-    if every and words:
+    if every and names:
         raise UsageError(
             "--all means every run of the folder: leave out either --all or the names of runs"
         )
     run_ids = store.run_ids()
-    if words:
-        chosen = {find_run(store, word) for word in words}
+    if names:
+        chosen = {find_run(store, name) for name in names}
         return [run_id for run_id in run_ids if run_id in chosen]
     if not run_ids:
         raise NoRuns(f"no runs in results folder {str(store.folder)!r}")

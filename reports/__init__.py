@@ -29,13 +29,12 @@ def write_report(
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
     """Writes a text file atomically; raises UsageError with the advice `instead` on failure."""
+    from harness.host.folders import write_atomically
     from harness.spec.errors import UsageError
 
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        return temporary.replace(path)
+        return write_atomically(path, text)
     except OSError as error:
         advice = f"; choose a file with: {instead}" if instead else ""
         raise UsageError(

@@ -27,11 +27,11 @@ def quota_cores(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
     """
     quotas = []
     for group in groups_of(process, groups, "cpu"):
-        words = _text(group / "cpu.max").split() or [
+        limits = _text(group / "cpu.max").split() or [
             _text(group / "cpu.cfs_quota_us"),
             _text(group / "cpu.cfs_period_us"),
         ]
-        quota, period = (int(word) if word.isdecimal() else 0 for word in words[:2])
+        quota, period = (int(limit) if limit.isdecimal() else 0 for limit in limits[:2])
         if quota and period:  # else "max" or -1, or no file
             quotas.append(math.ceil(quota / period))
     return min(quotas, default=None)

@@ -70,6 +70,16 @@ def keep_multiprocessing_files() -> None:
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
 
 
+def write_atomically(file: Path, text: str) -> Path:
+    """Replaces a text file as a whole; raises OSError, which leaves the former file unchanged."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        return temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def remove_abandoned(parent: Path | None = None) -> list[Path]:
     """Removes this user's unlocked scratch folders of this host from `parent` or the temporary
     folder; returns them."""

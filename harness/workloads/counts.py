@@ -15,7 +15,7 @@ from unittest import mock
 
 from harness.host.cuda import HIDE_GPUS, LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
-from harness.host.folders import cache_folder
+from harness.host.folders import cache_folder, write_atomically
 from harness.host.user_code import one_line
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
@@ -90,9 +90,7 @@ def kept_file(folder: str, workload: Workload, counted: str) -> Path:
 
 def keep(file: Path, text: str) -> None:
     file.parent.mkdir(exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(file)
+    write_atomically(file, text)
 
 
 def _read(text: str) -> ModelFacts:

@@ -82,7 +82,7 @@ GEMMA_3: dict[str, Any] = {
     },
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
-"""As published for Gemma 3 4B; heads and vocabulary are transformers' defaults."""
+"""Published config of Gemma 3 4B; heads and vocabulary are transformers' defaults."""
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
     "text_config": {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-05},
@@ -96,7 +96,7 @@ BLOOM: dict[str, Any] = {
     "num_attention_heads": 16,
     "vocab_size": 250880,
 }
-"""As published for BLOOM 560M."""
+"""Published config of BLOOM 560M."""
 VISION: list[tuple[str, str]] = [
     ("Qwen2VL", "qwen2_vl"),
     ("Qwen2_5_VL", "qwen2_5_vl"),

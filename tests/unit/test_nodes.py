@@ -231,7 +231,7 @@ def joined(coordinator: Nodes, number: int) -> NodeConnection:
 def test_a_node_that_connects_again_during_its_trial_was_lost(
     coordinator: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a broken network connection, or if two agents were given the same number."""
+    """This happens after a broken connection, or if two agents have the same number."""
     monkeypatch.setattr("harness.nodes.multi_node_trial.END_SECONDS", 0.0)
     first, second = joined(coordinator, 0), joined(coordinator, 1)
     replacing: list[NodeConnection] = []

@@ -105,8 +105,8 @@ def test_a_full_disk_leaves_the_former_calibration(
     file, write_text = tmp_path / "calibration.yaml", Path.write_text
     load().save(file)
 
-    def full(path: Path, text: str, encoding: str) -> int:
-        write_text(path, text[:100], encoding)
+    def full(path: Path, text: str, encoding: str, newline: str) -> int:
+        write_text(path, text[:100], encoding, newline=newline)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)

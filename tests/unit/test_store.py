@@ -42,6 +42,12 @@ def filled(folder: Path) -> Store:
     return store
 
 
+def leave_only_the_copy(store: Store) -> None:
+    store.gather("run-1")
+    for table in ("trials", "steps"):
+        shutil.rmtree(store.folder / table)
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     filled(tmp_path)
     results = load(tmp_path)
@@ -98,9 +104,7 @@ def test_a_run_with_only_its_copy_is_unchanged(tmp_path: Path) -> None:
     before = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
     assert len(before[0]) == 4
     assert len(before[1]) > 0
-    store.gather("run-1")
-    shutil.rmtree(tmp_path / "trials")
-    shutil.rmtree(tmp_path / "steps")
+    leave_only_the_copy(store)
     after = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
     assert after[0] == before[0]
     assert after[1].equals(before[1])
@@ -112,9 +116,7 @@ def test_a_resumed_run_with_only_its_copy_loses_nothing(
 ) -> None:
     store = filled(tmp_path)
     before = load(tmp_path)
-    store.gather("run-1")
-    shutil.rmtree(tmp_path / "trials")
-    shutil.rmtree(tmp_path / "steps")
+    leave_only_the_copy(store)
     store.gather("run-1")
     assert load(tmp_path).trials.equals(before.trials)
     store.write_trial(TrialRecord(**trial_row(Cell(strategy="fsdp2"))))
@@ -147,9 +149,7 @@ def test_interrupted_unpacking_of_a_copy_loses_nothing(
 ) -> None:
     store = filled(tmp_path)
     before = load(tmp_path)
-    store.gather("run-1")
-    shutil.rmtree(tmp_path / "trials")
-    shutil.rmtree(tmp_path / "steps")
+    leave_only_the_copy(store)
     new = TrialRecord(**trial_row(Cell(strategy="fsdp2")))
     written: list[Path] = []
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
+from harness.host.folders import write_atomically
 from harness.planner.fitting import Floats, Ints, Prior, constant, priors_of
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
@@ -283,13 +283,7 @@ class ClusterCalibration:
         text = yaml.safe_dump(
             TypeAdapter(ClusterCalibration).dump_python(self, mode="json"), sort_keys=False
         )
-        temporary = file.parent / f".{file.name}.{os.getpid()}.tmp"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_atomically(file, text)
 
 
 def calibration_file(given: str | Path | None) -> Path:

@@ -523,7 +523,9 @@ def open_questions(candidates: Sequence[ClusterCandidate], goal: str) -> list[Cl
     """Returns candidates tied with the first one in what the goal ranks by."""
     first = _goal_value(candidates[0], goal)
     return [
-        candidate for candidate in candidates[1:] if _overlap(first, _goal_value(candidate, goal))
+        candidate
+        for candidate in candidates[1:]
+        if _intervals_overlap(first, _goal_value(candidate, goal))
     ]
 
 
@@ -537,20 +539,20 @@ def _goal_value(candidate: ClusterCandidate, goal: str) -> _Bounded:
     return candidate.seconds, candidate.seconds_low, candidate.seconds_high
 
 
-def _overlap(one: _Bounded, other: _Bounded) -> bool:
-    return other[1] <= one[2] and one[1] <= other[2]
+def _intervals_overlap(first: _Bounded, second: _Bounded) -> bool:
+    return second[1] <= first[2] and first[1] <= second[2]
 
 
 def _next(best: ClusterCandidate, other: ClusterCandidate, goal: str) -> str:
     ratio = other.seconds / best.seconds
-    if _overlap(*(_goal_value(candidate, "throughput") for candidate in (best, other))):
+    if _intervals_overlap(*(_goal_value(candidate, "throughput") for candidate in (best, other))):
         verdict = "is tied with it until measured"
     else:
         verdict = "is slower" if ratio > 1 else "is faster"
     needs = ""
     if goal in ("memory", "energy"):
         first, second = _goal_value(best, goal), _goal_value(other, goal)
-        tied = ", which is a tie until measured" if _overlap(first, second) else ""
+        tied = ", which is a tie until measured" if _intervals_overlap(first, second) else ""
         needs = f"; it needs {second[0] / first[0]:.2f} times as much {goal}{tied}"
     risk = ""
     if other.fits < RISKIER * best.fits:

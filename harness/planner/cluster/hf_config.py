@@ -177,8 +177,8 @@ def _text_config(config: Config) -> Config:
     kind = str(text.get("model_type"))
     if kind not in FAMILIES:
         return {}
-    whole = {name: config[name] for name in (UNTIED_BY_CONFIG,) if name in config}
-    return {**dict(zip(SIZES, TEXT_SIZES.get(kind, ()), strict=False)), **text, **whole}
+    outer = {UNTIED_BY_CONFIG: config[UNTIED_BY_CONFIG]} if UNTIED_BY_CONFIG in config else {}
+    return {**dict(zip(SIZES, TEXT_SIZES.get(kind, ()), strict=False)), **text, **outer}
 
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
@@ -238,20 +238,20 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
         layer_norms = 2 if two or not config.get("parallel_attn", True) else 1
     if kind == "llama":
         feeds = bool(config.get("mlp_bias", False))
-    each = (family.norm * layer_norms - 2 - shape.extra_norms) * hidden
-    each += (shape.attention_width + 2 * shape.kv_width) * qkv + hidden * out
-    each += (feed * (2 if shape.gated else 1) + hidden) * feeds
-    each += {0: 0, 1: 2 * shape.head_size, 2: shape.attention_width + shape.kv_width}[
+    per_layer = (family.norm * layer_norms - 2 - shape.extra_norms) * hidden
+    per_layer += (shape.attention_width + 2 * shape.kv_width) * qkv + hidden * out
+    per_layer += (feed * (2 if shape.gated else 1) + hidden) * feeds
+    per_layer += {0: 0, 1: 2 * shape.head_size, 2: shape.attention_width + shape.kv_width}[
         family.head_norms
     ]
     if kind == "qwen2_moe":
-        each += hidden
-    whole = (family.norm - 1) * hidden
+        per_layer += hidden
+    ends = (family.norm - 1) * hidden
     if family.positions >= 0:
         count = _whole(config, "n_positions", _whole(config, "max_position_embeddings", 1024))
-        whole += (count + family.positions) * hidden
+        ends += (count + family.positions) * hidden
     if family.head_bias:
-        whole += shape.vocabulary
+        ends += shape.vocabulary
     if kind == "bloom":
-        whole += 2 * hidden
-    return shape.layers * each + whole
+        ends += 2 * hidden
+    return shape.layers * per_layer + ends
