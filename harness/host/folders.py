@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing.util
 import os
 import platform
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -70,14 +71,24 @@ def keep_multiprocessing_files() -> None:
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
 
 
-def write_atomically(file: Path, text: str) -> Path:
-    """Replaces a text file as a whole; raises OSError, which leaves the former file unchanged."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yields a path in the same folder to write to; it replaces `file` on exit, or is removed after
+    an error."""
+    # Hosts that share the folder may have processes with equal ids.
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        return temporary.replace(file)
+        yield temporary
+        temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(file: Path, text: str) -> Path:
+    """Replaces a text file as a whole; raises OSError, which leaves the former file unchanged."""
+    with replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+    return file
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:

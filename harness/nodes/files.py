@@ -11,12 +11,11 @@ import dataclasses
 import functools
 import hashlib
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from harness.host.folders import cache_folder
+from harness.host.folders import cache_folder, replacing
 from harness.worker.spec import TrialSpec
 
 CHUNK_BYTES = 2**24
@@ -122,9 +121,8 @@ def _is_copy(file: Path, fact: FileFact) -> bool:
 
 def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     sha256, received = hashlib.sha256(), 0
-    try:
+    with replacing(file) as temporary:
         with open(temporary, "xb") as sink:
             while received < fact.bytes:
                 part = base64.b64decode(chunk(received), validate=True)
@@ -134,11 +132,7 @@ def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
                 received += sink.write(part)
         if (received, sha256.hexdigest()) != (fact.bytes, fact.digest):
             raise OSError("the coordinator sent a different file than it announced")
-        times = (fact.modified_nanoseconds, fact.modified_nanoseconds)
-        os.utime(temporary, ns=times)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.utime(temporary, ns=(fact.modified_nanoseconds, fact.modified_nanoseconds))
 
 
 def in_own_cache(spec: TrialSpec) -> TrialSpec:

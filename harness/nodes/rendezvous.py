@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.host.folders import replacing
 from harness.host.process import machine_id
 from harness.spec.errors import UsageError
 
@@ -39,11 +40,9 @@ class Rendezvous:
     def write(self, file: Path) -> None:
         """Writes atomically and readable only by the owner; replaces a link instead of following
         it."""
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(temporary, flags, 0o600), "w") as sink:
+        with replacing(file) as temporary, open(os.open(temporary, flags, 0o600), "w") as sink:
             json.dump(asdict(self), sink)
-        temporary.replace(file)
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.host.folders import replacing, write_atomically
 from harness.parity.deviations import Deviations
 from harness.strategy.job import TrainState
 from harness.strategy.whole_state import MOMENTS_UP_TO, full_moments, full_parameters
@@ -150,9 +149,8 @@ class Reference:
                 for name, kind, tensor in full_moments(state, shapes.get):
                     key = of_replica(number, f"{kind}/{name}")
                     tensors[key] = tensor.cpu().contiguous()
-        temporary = file.with_suffix(f".{platform.node()}.{os.getpid()}.tmp")
-        save_file(tensors, temporary)
-        temporary.replace(file)
+        with replacing(file) as temporary:
+            save_file(tensors, temporary)
 
     @property
     def ahead_losses(self) -> list[float]:
@@ -213,9 +211,7 @@ class Reference:
         return _noise_of(**known) if known else None
 
     def _write(self, facts: dict[str, Any]) -> None:
-        temporary = Path(self.folder) / f"reference.{platform.node()}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(facts))
-        temporary.replace(Path(self.folder) / "reference.json")
+        write_atomically(Path(self.folder, "reference.json"), json.dumps(facts))
 
 
 def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]]) -> Noise:

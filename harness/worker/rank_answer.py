@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
 from harness.parity.deviations import Deviations
 
@@ -183,10 +183,7 @@ class RankAnswer:
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
 
     def write(self, scratch: str | Path) -> None:
-        file = answer_file(scratch, self.rank)
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(file)
+        write_atomically(answer_file(scratch, self.rank), json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:

@@ -10,6 +10,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness.host.folders import write_atomically
+
 _BEAT = struct.Struct("<qdd64s")
 RENDEZVOUS = "process group"
 """Phase in which ranks wait for each other."""
@@ -94,10 +96,8 @@ def answer_questions(scratch: str | Path, rank: int) -> None:
 
     def serve() -> None:
         while listener.recv(16):
-            file = groups_file(scratch, rank)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps([asdict(state) for state in group_states()]))
-            temporary.replace(file)
+            states = json.dumps([asdict(state) for state in group_states()])
+            write_atomically(groups_file(scratch, rank), states)
 
     threading.Thread(target=serve, daemon=True, name="groups").start()
 

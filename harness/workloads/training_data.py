@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from harness.host.folders import cache_folder
+from harness.host.folders import cache_folder, replacing, write_atomically
 from harness.host.user_code import one_line
 from harness.spec.errors import UsageError
 from harness.workloads.family import HAS_DECODER
@@ -308,11 +307,9 @@ def _cached(
             "ranges": list(itertools.pairwise(edges)),
             "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest(),
         }
-        temporary = folder / f"{key}.{os.getpid()}.tmp.npy"
-        np.save(temporary, tokens)
-        temporary.replace(tokens_file)
-        temporary.write_text(json.dumps(facts))
-        temporary.replace(facts_file)
+        with replacing(tokens_file) as temporary, open(temporary, "wb") as sink:
+            np.save(sink, tokens)
+        write_atomically(facts_file, json.dumps(facts))
     facts = json.loads(facts_file.read_text())
     return tokens_file, facts["fingerprint"], tuple((a, b) for a, b in facts["ranges"])
 

@@ -1,4 +1,5 @@
-"""Scratch folders of killed processes are removed, those of living ones are not."""
+"""Scratch folders of killed processes are removed, those of living ones are not. Files are replaced
+as a whole."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.folders import PREFIX, host_marks, remove_abandoned, scratch_folder
+from harness.host.folders import (
+    PREFIX,
+    host_marks,
+    remove_abandoned,
+    scratch_folder,
+    write_atomically,
+)
 
 HOLDER = """
 import sys, time
@@ -110,3 +117,27 @@ def test_folders_of_other_hosts_are_left_alone(
     folder = abandoned()
     be("kernel-3", "node0")
     assert remove_abandoned() == [folder], "the host was rebooted"
+
+
+def test_writers_of_one_file_do_not_share_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts may share a folder, and their processes may have equal ids."""
+    file, replace = tmp_path / "counts.json", Path.replace
+
+    def after_another_host(temporary: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_atomically(file, "another host's")
+        return temporary.replace(target)
+
+    monkeypatch.setattr(Path, "replace", after_another_host)
+    assert write_atomically(file, "this host's").read_text() == "this host's"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_error_leaves_the_former_file(tmp_path: Path) -> None:
+    file = write_atomically(tmp_path / "facts.json", "former")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "a lone surrogate: \ud800")
+    assert file.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [file]
