@@ -39,6 +39,20 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of a process's children, their children, and so on; empty if it has ended.
+
+    Reads only their files (proc_pid_task(5)): psutil would read those of all processes, which takes
+    60 ms on a node with 3,000.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # this thread has ended
+                found += map(int, (task / "children").read_text().split())
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
 @contextlib.contextmanager
 def caller_not_imported() -> Iterator[None]:
     """Keeps multiprocessing from running the caller's script in each new process, despite a missing

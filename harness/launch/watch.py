@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.host.process import descendants
 from harness.host.tcp_store import RENDEZVOUS_SECONDS
 from harness.worker.rank_answer import answer_file
 from harness.worker.reporting import RENDEZVOUS, GroupState, groups_file, question_file, read_beat
@@ -118,14 +119,13 @@ class Silence:
 
     def _works(self, pid: int, passed: float) -> bool:
         seconds = size = 0.0
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            for each in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error, AttributeError):
-                    times, io = each.cpu_times(), each.io_counters()
-                    seconds += times.user + times.system
-                    # System calls, and disk reads from page faults in mapped files.
-                    size += io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
+        for each in (pid, *descendants(pid)):
+            with contextlib.suppress(psutil.Error, AttributeError):
+                process = psutil.Process(each)
+                times, io = process.cpu_times(), process.io_counters()
+                seconds += times.user + times.system
+                # System calls, and disk reads from page faults in mapped files.
+                size += io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
         before, self._work[pid] = self._work.get(pid), seconds + size / _BYTES_LIKE_A_SECOND
         return before is not None and self._work[pid] - before > _BUSY_SHARE * passed
 

@@ -13,6 +13,7 @@ import psutil
 from harness.host.amd import AmdSmi, NoAmdSmi, TorchGpu, described, rocm_version
 from harness.host.gpu_state import GpuState, GpuUse, amd_state, state_of
 from harness.host.nvml import Handle, Nvml
+from harness.host.process import descendants
 
 if TYPE_CHECKING:
     import torch
@@ -105,9 +106,9 @@ class Load:
 def _own_cpu_seconds() -> float:
     ended = os.times()
     seconds = time.process_time() + ended.children_user + ended.children_system
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants(os.getpid()):
         with contextlib.suppress(psutil.Error):  # it may just have ended
-            times = child.cpu_times()
+            times = psutil.Process(child).cpu_times()
             seconds += times.user + times.system
     return seconds
 
