@@ -24,6 +24,16 @@ CLIENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Environment that makes every rank a client, so that rank 0 opens no store."""
 
 
+def listening_on(interface: str) -> dict[str, str]:
+    """Returns variables that make gloo, NCCL and TensorPipe listen on no other interface."""
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        # Without `=`, NCCL takes all interfaces that begin with the name: eth1 and eth10.
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "TP_SOCKET_IFNAME": interface,
+    }
+
+
 def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
     """Opens a store on `address` only; raises OSError if the port is in use.
 

@@ -132,11 +132,12 @@ def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
 
     from harness.host.cores import allowed_cores
     from harness.host.process import die_with_parent
+    from harness.host.tcp_store import listening_on
 
     die_with_parent()
     cores = allowed_cores()
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= listening_on("lo")
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from harness.host.cuda import HIDE_GPUS
 from harness.host.own_pages import copy_shared_pages
 from harness.host.packages import show
 from harness.host.process import die_with_parent
-from harness.host.tcp_store import CLIENT, LOOPBACK
+from harness.host.tcp_store import CLIENT, LOOPBACK, listening_on
 from harness.host.user_code import first_line
 from harness.measure.memory_kinds import shortage
 from harness.measure.peak_memory import MemoryMeter
@@ -202,9 +202,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     if spec.cell.device == "cpu":
         os.environ |= HIDE_GPUS
     if spec.interface:
-        # Each of these libraries listens only on its interface's address.
-        for library in ("GLOO", "NCCL", "TP"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = spec.interface
+        os.environ |= listening_on(spec.interface)
     os.environ |= nccl_variables(spec.cell.links, spec.node_name)
 
     import torch

@@ -1,19 +1,25 @@
-"""NCCL cannot bypass emulated links."""
+"""NCCL cannot bypass emulated links, and listens on one interface."""
 
+import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from harness.measure.hardware_benchmark import _rank
 from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import _prepare_process
 
 
 @pytest.mark.parametrize(("links", "kept"), [("10gbit", True), ("", False)])
-def test_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_path: Path) -> None:
+def test_ranks_over_an_emulated_link_get_tcp_alone(
+    links: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Emulated links join network namespaces, which InfiniBand, shared memory and NVLink bypass."""
     axes: dict[str, Any] = {
         "strategy": "ddp",
@@ -32,8 +38,9 @@ def test_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_p
         scratch=str(tmp_path),
         cores=((0,),),
     )
-    given = _variables_of_a_rank(spec, tmp_path)
-    assert given["NCCL_SOCKET_IFNAME"] == "link0"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    given = _variables_after(lambda: _prepare_process(spec, 1), tmp_path)
+    assert given["NCCL_SOCKET_IFNAME"] == "=link0", "NCCL would also take link01"
     assert (given.get("NCCL_NET"), given.get("NCCL_IB_DISABLE")) == (
         ("Socket", "1") if kept else (None, None)
     )
@@ -44,15 +51,27 @@ def test_ranks_over_an_emulated_link_get_tcp_alone(links: str, kept: bool, tmp_p
     assert "NCCL_P2P_DISABLE" not in given, "within a node NCCL communicates as on a real one"
 
 
-def _variables_of_a_rank(spec: TrialSpec, folder: Path) -> dict[str, str]:
-    """Returns NCCL's variables in a process prepared like a rank."""
+def test_a_measurement_between_gpus_listens_on_loopback_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the variable, NCCL listens on the host's first other interface."""
+    monkeypatch.delattr(dist, "init_process_group")
+
+    def measure() -> None:
+        with contextlib.suppress(AttributeError, AssertionError, RuntimeError):  # needs a GPU
+            _rank(0, "nccl", (4096,), str(tmp_path))
+
+    assert _variables_after(measure, tmp_path) == {"NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def _variables_after(prepare: Callable[[], object], folder: Path) -> dict[str, str]:
+    """Returns NCCL's variables in a child process after `prepare`."""
     child = os.fork()
     if child == 0:
         try:
-            os.environ["LOCAL_RANK"] = "0"
             for name in [name for name in os.environ if name.startswith("NCCL_")]:
                 del os.environ[name]
-            _prepare_process(spec, 1)
+            prepare()
             found = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
             (folder / "variables.json").write_text(json.dumps(found))
         finally:
