@@ -19,8 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.host.process import machine_id
+from harness.spec.errors import UsageError
 
 PREFIX = "parallelism-bench-scratch-"
+_LONGEST_SOCKET_BYTES = 107
+"""Longest path of a socket: struct sockaddr_un of unix(7), without the final zero."""
+_LISTENER = "listener-12345678"
+"""Name like multiprocessing's, the longest of a socket in a scratch folder."""
 
 
 def host_marks() -> tuple[str, str]:
@@ -57,7 +62,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_multiprocessing_files() -> None:
-    """Puts multiprocessing's sockets into a scratch folder while this process lives.
+    """Puts multiprocessing's sockets into a scratch folder while this process lives. Raises
+    UsageError if their paths would be too long.
 
     A killed process would leave multiprocessing's own folder (`pymp-*`) behind.
     """
@@ -65,7 +71,15 @@ def keep_multiprocessing_files() -> None:
     config: dict[str, object] = process._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
         stack = contextlib.ExitStack()
-        config["tempdir"] = str(stack.enter_context(scratch_folder()))
+        folder = stack.enter_context(scratch_folder())
+        excess = len(os.fsencode(folder / _LISTENER)) - _LONGEST_SOCKET_BYTES
+        if excess > 0:
+            stack.close()
+            raise UsageError(
+                f"the path of the temporary folder {tempfile.gettempdir()!r} is {excess} bytes too"
+                " long for sockets; set TMPDIR to a shorter one, such as /tmp"
+            )
+        config["tempdir"] = str(folder)
         # multiprocessing's children skip atexit. With this priority, it runs after their other
         # files.
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)

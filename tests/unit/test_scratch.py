@@ -3,21 +3,27 @@ as a whole."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.host.folders import (
     PREFIX,
     host_marks,
+    keep_multiprocessing_files,
     remove_abandoned,
     scratch_folder,
     write_atomically,
 )
+from harness.spec.errors import UsageError
 
 HOLDER = """
 import sys, time
@@ -31,9 +37,11 @@ with scratch_folder() as folder:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yields a temporary folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
@@ -141,3 +149,17 @@ def test_an_error_leaves_the_former_file(tmp_path: Path) -> None:
         write_atomically(file, "a lone surrogate: \ud800")
     assert file.read_text() == "former"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sites give jobs such folders. Listening in it would fail without a reason."""
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    process: Any = multiprocessing.current_process()
+    monkeypatch.delitem(process._config, "tempdir", raising=False)
+    with pytest.raises(UsageError, match=r"x{60}' is \d+ bytes too long for sockets; set TMPDIR"):
+        keep_multiprocessing_files()
+    assert list(folder.iterdir()) == []
