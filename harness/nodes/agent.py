@@ -85,7 +85,11 @@ class Agent:
             if word in ("stop", "gone", "quit") and self.stop:
                 self.stop.set()
             if word == "gone":
-                print("agent: the coordinator has exited", file=sys.stderr, flush=True)
+                print(
+                    "agent: the coordinator has exited, or another agent joined with this number",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(1)  # the kernel takes the fork server and the ranks along
             if word == "run":
                 self.stop = threading.Event()

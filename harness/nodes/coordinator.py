@@ -106,11 +106,16 @@ class Nodes:
             return
         node = Node(line, facts)
         with self._change:
+            self._lost.pop(node.number, None)
             if before := self.connected.get(node.number):
                 before.line.shut_down()
                 self._replaced.append(before)
+                if before.name != node.name:
+                    self._lost[node.number] = (
+                        f"{before.name} and {node.name} both joined as node {node.number}; number"
+                        " the agents differently"
+                    )
             self.connected[node.number] = node
-            self._lost.pop(node.number, None)
             self._waited = False
             if self._packages is not None:
                 with contextlib.suppress(OSError):

@@ -214,13 +214,13 @@ def coordinator(tmp_path: Path) -> Iterator[Nodes]:
     made.close()
 
 
-def joined(coordinator: Nodes, number: int) -> NodeConnection:
+def joined(coordinator: Nodes, number: int, name: str = "") -> NodeConnection:
     """Returns the agent's end of a connection that the coordinator has accepted as this node."""
     assert coordinator.rendezvous_file
     before = coordinator.connected.get(number)
     line = reach_coordinator(coordinator.rendezvous_file, 5)
-    facts = {"number": number, "name": f"n{number}", "machine": "m", "address": "127.0.0.1"}
-    line.send("hello", facts)
+    facts = {"number": number, "name": name or f"n{number}", "machine": "m"}
+    line.send("hello", {**facts, "address": "127.0.0.1"})
     deadline = time.monotonic() + 5
     while coordinator.connected.get(number) is before:
         assert time.monotonic() < deadline
@@ -258,6 +258,18 @@ def test_a_node_that_connects_again_during_its_trial_was_lost(
         there = coordinator.ready(2, 5)
         there[1].line.send("warm", [])
         assert replacing[0].receive() == ("warm", []), "the new connection is used"
+
+
+def test_agents_with_equal_numbers_are_named(coordinator: Nodes) -> None:
+    """The number is 0 by default, so the last agent would replace all others without a reason."""
+    with contextlib.closing(joined(coordinator, 0)):
+        with contextlib.closing(joined(coordinator, 0)):
+            assert "did not connect" in coordinator.shortfall(2), "it may have reconnected"
+        with contextlib.closing(joined(coordinator, 0, "n1")):
+            assert coordinator.shortfall(2) == (
+                "needs 2 nodes, 1 of 2 is there (n0 and n1 both joined as node 0; number the agents"
+                " differently)"
+            )
 
 
 def test_a_resumed_run_repeats_trials_for_which_nodes_were_missing(tmp_path: Path) -> None:
