@@ -108,7 +108,7 @@ class EmulatedNodes:
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """Returns connected nodes, restarting all if one was lost. Raises NoLinks after
+        """Returns connected nodes, restarted if one was lost. Raises NoLinks after
         START_SECONDS."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes
@@ -134,7 +134,7 @@ class EmulatedNodes:
         return nodes
 
     def use(self, link: str) -> dict[str, object]:
-        """Sets all links' rate and delay; returns the record columns, measured on first use. Raises
+        """Sets rate and delay; returns the record columns, measured on first use. Raises
         NoLinks."""
         nodes = self.ready()
         assert self._switch
@@ -151,10 +151,6 @@ class EmulatedNodes:
                 }
             self._link = link
         return self._columns[link]
-
-    def forget(self) -> None:
-        self._columns.clear()
-        self._link = ""
 
     def close(self) -> None:
         if self._nodes:
@@ -184,7 +180,8 @@ def measured(first: Node, second: Node) -> tuple[float, float]:
 
 
 def shares(count: int) -> list[tuple[list[int], str | None]]:
-    """Returns cores, shared if too few, and CUDA_VISIBLE_DEVICES (None without GPUs) per node."""
+    """Returns each node's cores, shared if too few, and CUDA_VISIBLE_DEVICES (None without
+    GPUs)."""
     cores, cards = allowed_cores(), _cards()
     cores_each, cards_each = max(1, len(cores) // count), len(cards) // count
     parts: list[tuple[list[int], str | None]] = []

@@ -47,7 +47,7 @@ PLAIN = BatchRecipe()
 class Batches:
     """This rank's rows of each global batch, on its device.
 
-    For a GPU, a thread prepares the next batch: drawing images can take longer than a step.
+    For GPUs, a thread prepares the next batch, since drawing images can outlast a step.
     """
 
     def __init__(
@@ -79,10 +79,8 @@ class Batches:
             )
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
-        """Returns a training step's batch, whose copy to a GPU may be in progress.
-
-        `number`: the strategy's step number, if rewinds make it differ from `step`.
-        """
+        """Returns a training step's batch, whose copy to a GPU may be in progress. `number`: the
+        strategy's step number, if rewinds make it differ."""
         shown = step if number is None else number
         if self._pool is None:
             return self._batch(shown, step, self._tensors(step))
@@ -95,10 +93,6 @@ class Batches:
     def _batch(self, shown: int, step: int, tensors: Tensors) -> Batch:
         there = {name: t.to(self.device, non_blocking=True) for name, t in tensors.items()}
         return Batch(shown, label_tokens=self._label_tokens(step), **there)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def _tensors(self, step: int) -> Tensors:
         import torch

@@ -125,7 +125,6 @@ def test_batches_are_prepared_ahead_and_copied_from_pinned_memory(
         assert batch.step == step
         assert torch.equal(batch.inputs, torch.from_numpy(inputs))
         assert torch.equal(batch.labels, torch.from_numpy(labels))
-    loop.batches.close()
 
 
 def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
@@ -136,7 +135,6 @@ def test_a_step_ends_when_all_gpus_of_its_process_have_ended(
     loop = loop_on_gpus(4, Layout(data=4, devices_per_process=4))
     loop.synchronize()
     assert gpu.synchronized == [torch.device("cuda", n) for n in range(4)]
-    loop.batches.close()
 
 
 def test_collectives_of_nccl_are_counted_as_rings(monkeypatch: pytest.MonkeyPatch) -> None:
