@@ -36,7 +36,7 @@ def torch_build(runtime: str) -> str | None:
 
 @functools.cache
 def _version_facts(package: str) -> dict[str, object]:
-    """Reads torch/version.py alone, because importing torch takes seconds."""
+    """Reads torch/version.py alone; importing torch takes seconds."""
     file, facts = Path(package) / "version.py", dict[str, object]()
     if file.exists():
         exec(file.read_text(encoding="utf-8"), facts)
@@ -44,12 +44,12 @@ def _version_facts(package: str) -> dict[str, object]:
 
 
 def rocm_version() -> str | None:
-    """Returns the version of HIP that the installed torch is built for; None without one."""
+    """Returns the version of HIP that torch is built for, if any."""
     return torch_build("hip")
 
 
 def runtime_name() -> str:
-    """Returns what drives the GPUs of this torch: `CUDA` or `ROCm`."""
+    """Returns `CUDA` or `ROCm`, for which torch is built."""
     return "ROCm" if rocm_version() else "CUDA"
 
 
@@ -106,7 +106,7 @@ print(json.dumps([vars(described(gpu)) for gpu in gpus]))
 
 
 def torch_gpus() -> tuple[TorchGpu, ...]:
-    """Returns the GPUs that torch shows, in its order; empty if it finds none.
+    """Returns the GPUs that torch shows, in its order.
 
     Asks in another process, because one that has initialised HIP cannot fork ranks.
     """
@@ -133,7 +133,8 @@ class NoAmdSmi(Exception):
 
 
 class AmdSmi:
-    """A started amd-smi library. GPUs are named by PCI bus id; None means no answer."""
+    """A started amd-smi library; methods return None for what it does not answer. `bus`: PCI bus
+    id."""
 
     def __init__(self, amdsmi: ModuleType) -> None:
         self.amdsmi = amdsmi
@@ -171,26 +172,26 @@ class AmdSmi:
         return None if handle is None else self._ask(function, handle, *arguments)
 
     def number(self, bus: str, function: str, field: str, *arguments: object) -> float | None:
-        """Returns a number of an answer; the library writes `N/A` for what it does not know."""
+        """Returns a number of an answer; the library writes `N/A` for unknown ones."""
         answer = self.answer(bus, function, *arguments)
         value = answer.get(field) if isinstance(answer, Mapping) else None
         return value if isinstance(value, int | float) else None
 
     def joules(self, bus: str) -> float | None:
-        """Returns the energy since the driver was loaded: a counter in units of microjoules."""
+        """Returns the energy in joules since the driver was loaded."""
         count = self.number(bus, "amdsmi_get_energy_count", "energy_accumulator")
         unit = self.number(bus, "amdsmi_get_energy_count", "counter_resolution")
         return None if count is None or unit is None else count * unit / 1e6
 
     def watts(self, bus: str) -> float | None:
-        """Returns the power: MI300 reports the current one, MI200 the average."""
+        """Returns the current power (MI300) or the average (MI200)."""
         for field in ("current_socket_power", "average_socket_power"):
             if watts := self.number(bus, "amdsmi_get_power_info", field):
                 return float(watts)
         return None
 
     def power_limits(self, bus: str) -> tuple[float | None, float | None]:
-        """Returns the limit now and by default, in watts."""
+        """Returns the current and the default limit, in watts."""
         microwatts = [
             self.number(bus, "amdsmi_get_power_cap_info", field)
             for field in ("power_cap", "default_power_cap")
@@ -205,7 +206,7 @@ class AmdSmi:
         return None if megahertz is None else int(megahertz)
 
     def celsius(self, bus: str) -> int | None:
-        """Returns the temperature of the hottest place on the chip."""
+        """Returns the temperature at the hottest place of the chip."""
         sensor = self.amdsmi.AmdSmiTemperatureType.HOTSPOT
         now = self.amdsmi.AmdSmiTemperatureMetric.CURRENT
         degrees = self.answer(bus, "amdsmi_get_temp_metric", sensor, now)

@@ -20,8 +20,8 @@ def physical_cores(threads: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def quota_cores(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
-    """Returns the cores that this process's control groups let it use at a time, rounded up; None
-    without a limit.
+    """Returns the CPU quota of this process's control groups in cores, rounded up; None without
+    one.
 
     Files: the kernel's Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
     """
@@ -45,18 +45,16 @@ def _text(file: Path) -> str:
 
 
 def allowed_cores() -> list[int]:
-    """Returns this process's CPUs, one hardware thread per core first; no more than its control
-    groups' CPU quotas."""
+    """Returns this process's CPUs, one hardware thread per core first, as many as its quota
+    allows."""
     cores = physical_cores(os.sched_getaffinity(0))
     threads = [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
     return threads[: quota_cores()]
 
 
 def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores that each local process is pinned to; shared if too few.
-
-    `processes`: of the whole trial, servers included; `local`: on this node.
-    """
+    """Returns each local process's cores; shared if too few. `processes`: of the whole trial,
+    servers included; `local`: on this node."""
     if cell.device == "cuda":
         return _near_gpus(cell, local)
     cores = allowed_cores()
@@ -68,9 +66,8 @@ def pin(cell: Cell, processes: int, local: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of each local process of a GPU cell: several near its GPUs, because
-    autograd, NCCL and libraries have threads of their own.
-    """
+    """Returns each local process's cores near its GPUs: several, because autograd, NCCL and
+    libraries have threads of their own."""
     allowed = os.sched_getaffinity(0)
     gpus = cell.devices // cell.nodes
     workers = min(local, gpus)
@@ -94,17 +91,14 @@ def _shares(gpus: int) -> list[tuple[int, ...]]:
 
 
 def _first_cores(threads: Sequence[int], count: int) -> tuple[int, ...]:
-    """Returns the threads of the first `count` cores, or of the first one."""
     return tuple(thread for core in physical_cores(threads)[: max(1, count)] for thread in core)
 
 
 def share_cores(
     cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Returns each GPU's share of the cores, as hardware threads; shared if too few.
-
-    `cores`: threads of each core. `near`: threads near each GPU; all, if none is in `cores`.
-    """
+    """Returns each GPU's hardware threads; shared if too few. `cores`: threads of each core.
+    `near`: threads near each GPU; all cores if it has none of them."""
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
         own = tuple(core for core in cores if set(core) & set(threads)) or tuple(cores)
@@ -135,11 +129,8 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
-    """Returns whether the cell's ranks need more cores than all nodes have (`cores`; None if
-    unknown): one per thread of a CPU rank, one per GPU rank.
-
-    `processes`: ranks, if more than devices.
-    """
+    """Returns whether the ranks need more than `cores`, those of all nodes (None if unknown): one
+    per thread of a CPU rank, one per GPU rank. `processes`: ranks, if more than devices."""
     if cores is None:
         return False
     threads = cell.threads_per_device if cell.device == "cpu" else 1

@@ -27,16 +27,15 @@ import it.
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
-    """Returns the packages that the fork server may import: with GPUs, only those known to leave
-    CUDA alone."""
+    """Returns the packages that the fork server may import: with GPUs, those in
+    LEAVE_CUDA_ALONE."""
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
 def architectures() -> list[str]:
     """Returns the architectures that this torch has GPU code for, such as `sm_90`.
 
-    Before torch 2.12, torch.cuda.get_arch_list() initialises CUDA; it returns nothing without a
-    GPU.
+    torch.cuda.get_arch_list() initialises CUDA before torch 2.12, and is empty without a GPU.
     """
     import torch
 
@@ -62,9 +61,7 @@ def cuda_is_initialized() -> bool:
 
 
 def missing_compiler() -> str:
-    """Returns what torch.compile lacks to build C++ code ($CXX or g++) and how to install it; else
-    empty.
-    """
+    """Returns which C++ compiler torch.compile lacks, and how to install it; else empty."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):
         return ""

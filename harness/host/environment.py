@@ -27,11 +27,11 @@ LIBRARIES = (
     "psutil",
     "nvidia-ml-py",
 )
-"""Packages whose versions are recorded, in addition to strategies' requirements."""
+"""Recorded packages, in addition to strategies' requirements."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest Linux driver by major CUDA version (CUDA Toolkit Release Notes)."""
 _OLDER_CUDA = "PARALLELISM_BENCH_TORCH_CUDA=12 make setup"
-"""Command that installs a torch for older drivers and GPUs; see scripts/setup.sh."""
+"""Command that installs a torch for older drivers and GPUs."""
 _VOLTA = 7
 """Major compute capability of the oldest GPUs of torch 2.10 for CUDA 12."""
 SLURM = {
@@ -57,7 +57,7 @@ def version_of(package: str) -> str | None:
 
 
 def gpus() -> tuple[tuple[str, int], ...]:
-    """Returns name and memory in bytes of each visible GPU, without initialising CUDA."""
+    """Returns each visible GPU's name and bytes of memory, without initialising CUDA."""
     from harness.host.gpu_inventory import visible_gpus
 
     return tuple((device.name, device.memory_bytes) for device in visible_gpus())
@@ -69,7 +69,7 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str | None:
-    """Returns why this host's GPUs are unused, if they are, and a remedy."""
+    """Returns why this host's GPUs are unused, with a remedy; None if they are used."""
     from harness.host.amd import rocm_version
     from harness.host.gpu_inventory import driver, visible_gpus
 
@@ -107,7 +107,7 @@ def unused_gpus() -> str | None:
 
 
 def _not_found() -> str | None:
-    """Returns why GPUs that are not visible are unused, if the host has any."""
+    """Returns why the host's GPUs are not visible, if it has any."""
     from harness.host.amd import amd_gpus, rocm_version, torch_build
     from harness.host.nvml import why_nvml_fails
     from harness.spec.device import OTHER_DEVICES
@@ -134,7 +134,6 @@ def _not_found() -> str | None:
 
 
 def _without_code() -> str | None:
-    """Returns which visible AMD GPU this build of torch has no code for."""
     from harness.host.cuda import architectures
     from harness.host.gpu_inventory import rocm_gpus
 
@@ -150,11 +149,11 @@ def _without_code() -> str | None:
 
 
 def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Returns whether a build of torch runs on a GPU of this compute capability.
+    """Returns whether torch runs on a GPU of this compute capability.
 
     Machine code (sm_*) runs on equal or later minor versions of its major version, PTX (compute_*)
-    on all equal or later versions (CUDA C++ Programming Guide, compute capability). `built`:
-    harness.host.cuda.architectures(); empty (unknown) means True.
+    on all equal or later versions (CUDA C++ Programming Guide, compute capability). `built`: the
+    architectures; empty if unknown, which means True.
     """
     own = 10 * capability[0] + capability[1]
     for name in built:
@@ -178,7 +177,7 @@ def cpu_model() -> str | None:
 
 
 def git_commit() -> str | None:
-    """Returns the suite's commit, with `+` if files have changed; None outside its checkout."""
+    """Returns the suite's commit, with `+` after changes; None outside its checkout."""
     checkout = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -250,7 +249,7 @@ def cudnn_version() -> str | None:
 
 
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns a run's environment columns; `more_libraries` are included if installed."""
+    """Returns environment columns; `more_libraries`: recorded if installed."""
     from harness.host.cores import allowed_cores
     from harness.host.memory_limits import memory_bytes
 

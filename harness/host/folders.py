@@ -1,7 +1,7 @@
 """Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its folder (flock); the next one on its host removes unlocked folders. Folders are
-named after their host, because hosts may not see each other's locks on a shared file system.
+A process locks its folder (flock), and the next one on its host removes unlocked ones. Hosts may
+not see each other's locks, so a folder is named after its host.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LISTENER = "listener-12345678"
 
 
 def host_marks() -> tuple[str, str]:
-    """Returns two marks of this host for folder names: of its running kernel, which emulated nodes
-    share, and of its name, which survives a reboot. Both are short, as socket paths must be."""
+    """Returns short marks of this host's running kernel, which emulated nodes share, and of its
+    name, which survives a reboot."""
     kernel, name = (
         hashlib.sha256(text.encode()).hexdigest()[:6] for text in (machine_id(), platform.node())
     )
@@ -39,10 +39,8 @@ def host_marks() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Creates a private folder in `parent` or the temporary folder; removes it on exit.
-
-    Forked children leave it alone, even though multiprocessing drops exit handlers.
-    """
+    """Creates a private folder in `parent` or the temporary folder; this process removes it on
+    exit, its forked children do not."""
     owner = os.getpid()
     while True:
         kernel, name = host_marks()
@@ -62,11 +60,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_multiprocessing_files() -> None:
-    """Puts multiprocessing's sockets into a scratch folder while this process lives. Raises
-    UsageError if their paths would be too long.
-
-    A killed process would leave multiprocessing's own folder (`pymp-*`) behind.
-    """
+    """Puts multiprocessing's sockets into a scratch folder, since a killed process would leave
+    `pymp-*` behind. Raises UsageError if their paths would be too long."""
     process = multiprocessing.current_process()
     config: dict[str, object] = process._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
@@ -87,8 +82,8 @@ def keep_multiprocessing_files() -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path in the same folder to write to; it replaces `file` on exit, or is removed after
-    an error."""
+    """Yields a path in the same folder, which replaces `file` on exit, or is removed after an
+    error."""
     # Hosts that share the folder may have processes with equal ids.
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -99,7 +94,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_atomically(file: Path, text: str) -> Path:
-    """Replaces a text file as a whole; raises OSError, which leaves the former file unchanged."""
+    """Replaces a text file as a whole; raises OSError and leaves it unchanged."""
     with replacing(file) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
     return file

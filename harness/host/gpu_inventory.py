@@ -16,9 +16,9 @@ from harness.host.nvml import Handle, Nvml, nvml
 
 _Answer = TypeVar("_Answer")
 _CORE_WORDS = 64
-"""64-bit words in NVML's sets of cores, for up to 4096 cores."""
+"""64-bit words in NVML's sets of cores: up to 4096 cores."""
 _NODE_WORDS = 1
-"""64-bit words in NVML's sets of NUMA nodes, for up to 64."""
+"""64-bit words in NVML's sets of NUMA nodes: up to 64."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Gpu:
     """One device as CUDA counts it: a GPU, or a MIG slice of one."""
 
     index: int
-    """NVML's index of the physical GPU, in PCI bus order; torch's under ROCm; -1 if unknown."""
+    """NVML's index of the physical GPU (under ROCm, torch's); -1 if unknown."""
     uuid: str
     """`GPU-...` for a GPU, `MIG-...` for a slice."""
     name: str
@@ -57,11 +57,11 @@ def driver() -> Driver:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Returns the devices that CUDA would show this process, in its order; never raises.
+    """Returns the devices that CUDA would show this process, in its order.
 
     Asks torch under ROCm, else parses CUDA_VISIBLE_DEVICES (CUDA C++ Programming Guide, environment
     variables): indices, assumed in PCI bus order, or UUID prefixes. Other entries end the list; a
-    repeated device empties it. CUDA shows only one MIG slice, and then no other GPU.
+    repeated device empties it. CUDA shows one MIG slice and no other GPU.
     """
     if rocm_version():
         return tuple(_of_torch(index, gpu) for index, gpu in enumerate(rocm_gpus()))
@@ -78,7 +78,7 @@ def rocm_gpus() -> tuple[TorchGpu, ...]:
 
 @functools.cache
 def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[TorchGpu, ...]:
-    """Cached by the variables that torch reads, because asking torch takes seconds."""
+    """Cached, because asking torch takes seconds."""
     return torch_gpus()
 
 
@@ -126,7 +126,7 @@ def _asked(question: Callable[[AmdSmi], _Answer]) -> _Answer | None:
 
 
 def nearby_cores(position: int) -> tuple[int, ...]:
-    """Returns the cores near a visible GPU, counted from 0; empty if unknown."""
+    """Returns the cores near the visible GPU of this number; empty if unknown."""
     devices = visible_gpus()
     return devices[position].cores if 0 <= position < len(devices) else ()
 

@@ -39,8 +39,8 @@ class GpuModel:
     nvlink_bytes_per_second: float | None
     """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
     fabric_bytes_per_second: float | None
-    """Bandwidth of the Infinity Fabric link between two GPUs of a node, both directions; None if
-    absent, or if some pairs have no direct link."""
+    """Bandwidth of the Infinity Fabric link between two GPUs, both directions; None unless each
+    pair of a node has one."""
     source: str
 
     @property
@@ -60,8 +60,7 @@ class GpuModel:
         """Returns the bandwidth between one GPU and the others of `gpus` in a node, both
         directions; None without NVLink and Infinity Fabric.
 
-        Through NVLink's switch a GPU reaches any other over all its links; Infinity Fabric has one
-        link for each pair of up to MESH GPUs.
+        NVLink's switch gives each pair all links of a GPU, Infinity Fabric one link.
         """
         fabric = self.fabric_bytes_per_second
         return self.nvlink_bytes_per_second or (fabric and fabric * (min(gpus, MESH) - 1))
@@ -123,8 +122,7 @@ def _by_name() -> dict[str, GpuModel]:
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """Returns the product with exactly this name, if known; slower slices (MIG, vGPU) have other
-    names."""
+    """Returns the product with exactly this name, if known; slices (MIG, vGPU) have other names."""
     if not device_name:
         return None
     return _by_name().get(device_name)

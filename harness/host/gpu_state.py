@@ -31,7 +31,7 @@ REASONS = (
 
 
 _SLOWED = ("thermal slowdown by the driver", "thermal slowdown by hardware", "power brake")
-"""Reasons that mark a trial. A power cap does not: a busy GPU runs at its power limit."""
+"""Reasons that mark a trial; not a power cap, at which busy GPUs run."""
 
 
 _SLOWED_UNLESS_IDLE = "hardware slowdown"
@@ -44,7 +44,7 @@ _LOWERED = 0.99
 
 @dataclass(frozen=True)
 class GpuState:
-    """Current state of a GPU; consumer cards, WSL and slices do not report many values."""
+    """State of a GPU; consumer cards, WSL and slices leave many values out."""
 
     index: int
     uuid: str
@@ -65,7 +65,6 @@ class GpuState:
 
     @property
     def slowed(self) -> tuple[str, ...]:
-        """Returns those of `reasons` that mark a trial."""
         reasons = self.reasons or ()
         marked = [reason for reason in reasons if reason in _SLOWED]
         if not marked and _SLOWED_UNLESS_IDLE in reasons and "idle" not in reasons:
@@ -86,20 +85,19 @@ class GpuState:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """What NVML, or amd-smi under ROCm, says about a rank's GPUs during and after the timed
-    steps."""
+    """A rank's GPUs during and after the timed steps, by NVML or amd-smi."""
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
     throttled_seconds: dict[str, float] | None = None
-    """Timed seconds throttled by `power`, `temperature` etc.; maximum over the GPUs."""
+    """Timed seconds throttled by `power`, `temperature` etc.; most of any GPU."""
     states: tuple[GpuState, ...] = ()
     process_bytes: int | None = None
     """The rank's memory on the GPU where it uses most."""
     context_bytes: int | None = None
     """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
     unanswered: str = ""
-    """Why energy, clocks and process memory are unknown; empty if they are known."""
+    """Why energy, clocks and process memory are unknown; else empty."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:
@@ -167,7 +165,7 @@ def amd_state(library: AmdSmi, bus: str, index: int, uuid: str) -> GpuState:
 
 
 def started_library() -> Nvml | AmdSmi | None:
-    """Starts the library that answers for this host's GPUs; None if there is none."""
+    """Starts the library that answers for this host's GPUs, if any."""
     if not rocm_version():
         return Nvml.start()
     try:
@@ -189,10 +187,8 @@ def states_of(library: Nvml | AmdSmi, devices: Iterable[Gpu]) -> Iterator[GpuSta
 
 @dataclass
 class GpuLook:
-    """Reads the visible GPUs' states before and after each trial.
-
-    Keeps the library started: without persistence mode, each start wakes every GPU for seconds.
-    """
+    """Reads the visible GPUs' states around each trial. The library stays started: without
+    persistence mode, each start wakes every GPU for seconds."""
 
     _library: Nvml | AmdSmi | None = None
     _devices: tuple[Gpu, ...] = ()
@@ -241,7 +237,7 @@ class GpuRecord:
 
     @classmethod
     def read(cls, before: object, after: object, use: object) -> GpuRecord:
-        """Parses a row's three columns; empty if null or in another format."""
+        """Parses a row's columns; empty if null or in another format."""
         first, last, of_ranks = (
             text if isinstance(text, str) else "[]" for text in (before, after, use)
         )
@@ -256,7 +252,7 @@ class GpuRecord:
 
     @property
     def unanswered(self) -> list[str]:
-        """Returns a sentence about each rank whose GPUs no library answered for."""
+        """Returns a sentence for each rank whose GPUs no library answered for."""
         return [
             f"rank {rank}: {use.unanswered}; energy, clocks and process memory are unknown"
             for rank, use in enumerate(self.use)

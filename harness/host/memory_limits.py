@@ -15,20 +15,16 @@ _KEY = "oom_kill"
 
 
 def memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Returns the bytes that this process may use: the least of the host's memory, the control
-    groups' limits and the SLURM job's memory on this node.
-
-    `process`: its folder in /proc. `groups`: mount point of control groups.
-    """
+    """Returns the bytes that this process may use: the least of host memory, control groups' limits
+    and the SLURM job's memory. `process`: its folder in /proc. `groups`: mount point of control
+    groups."""
     limits = [limit for limit, _ in _group_limits(process, groups)]
     return min([psutil.virtual_memory().total, *limits, *_slurm_limit(os.environ)])
 
 
 def available_memory_bytes(process: Path = PROCESS, groups: Path = CGROUPS) -> int:
-    """Returns the bytes that this process can still allocate without swapping or being killed.
-
-    Includes reclaimable page cache. A SLURM limit covers its children too.
-    """
+    """Returns the bytes that this process can still allocate without swapping or being killed,
+    including reclaimable page cache."""
     free = [max(0, limit - used) for limit, used in _group_limits(process, groups)]
     free += [max(0, limit - _resident_bytes()) for limit in _slurm_limit(os.environ)]
     return min([psutil.virtual_memory().available, *free])
@@ -91,10 +87,8 @@ def _resident_bytes() -> int:
 def groups_of(
     process: Path = PROCESS, groups: Path = CGROUPS, controller: str = "memory"
 ) -> Iterator[Path]:
-    """Yields the folders of a process's control group and of its ancestors.
-
-    If only the end of a group's path is mounted, as in containers, the group is the mount point.
-    """
+    """Yields the folders of a process's control group and of its ancestors. In containers, which
+    mount only the end of a group's path, it is the mount point."""
     folder = group_folder(process, groups, controller)
     if folder is None:
         return
@@ -119,9 +113,10 @@ def group_folder(
 
 
 def oom_kills(process: Path = PROCESS, groups: Path = CGROUPS) -> int | None:
-    """Returns the number of processes killed so far in a process's memory control group.
+    """Returns how many processes of a memory control group, or else of the machine, were killed so
+    far; None if unknown.
 
-    Counts the machine's without a group; None if unknown. Source: `memory.oom_control` (version 1),
+    Source: `memory.oom_control` (version 1),
     `memory.events` (version 2), `oom_kill` of /proc/vmstat.
     """
     group = group_folder(process, groups)

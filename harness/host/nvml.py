@@ -18,7 +18,7 @@ Handle = NewType("Handle", object)
 
 
 _MOST_STARTS = 1000
-"""Bound on a process's open NVML starts, for libraries that never report their end."""
+"""Bound on starts, since libraries may never end NVML."""
 
 
 _NO_DRIVER = (9, 12)
@@ -32,7 +32,7 @@ class GpuProcess:
 
 
 class Nvml:
-    """A started NVML. Methods return None if GPU, driver or permissions allow no answer."""
+    """A started NVML; methods return None for what it does not answer."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -91,7 +91,7 @@ class Nvml:
         return None if answer is None else Handle(answer)
 
     def members(self, function: str, *arguments: object) -> tuple[int, ...]:
-        """Decodes a set of numbers from 64-bit words, lowest bit first; empty if unknown."""
+        """Decodes a set of numbers from 64-bit words, lowest bit first."""
         words: Sequence[int] = self._ask(function, *arguments) or ()
         return tuple(i for i in range(64 * len(words)) if int(words[i // 64]) >> i % 64 & 1)
 
@@ -154,10 +154,8 @@ def why_nvml_fails() -> str:
 
 
 def end_nvml() -> None:
-    """Shuts NVML down in this process, however often libraries have started it.
-
-    Call before a fork: a child cannot use its connection.
-    """
+    """Shuts NVML down in this process, however often libraries have started it, since a forked
+    child cannot use its connection."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:  # not loaded

@@ -10,11 +10,8 @@ _BYTES_PER_ENTRY = 8
 
 
 def copy_shared_pages() -> int:
-    """Copies each present page that this process may write; returns their bytes.
-
-    Otherwise a forked rank's first writes copy them, which slows its first steps. Returns 0 before
-    Linux 5.14.
-    """
+    """Copies each present writable page, so that a forked rank's first steps need not. Returns
+    their bytes; 0 before Linux 5.14."""
     libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
     copied = 0
     for first, end in _present_pages(page):
@@ -25,7 +22,7 @@ def copy_shared_pages() -> int:
 
 
 def _present_pages(page: int) -> Iterator[tuple[int, int]]:
-    """Yields runs of present pages in private writable mappings: first, and one past the last."""
+    """Yields runs of present pages in private writable mappings: first and past the last."""
     import numpy as np
 
     with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as entries:

@@ -2,9 +2,8 @@
 
 Imports only the standard library, because others may be missing.
 
-`python -m harness.host.packages LIBRARY` prints the path of the file that says why setup could not
-build it. With VERSION LOG FOLDER REMEDY, it saves the reason there and prints the log's first
-error.
+`python -m harness.host.packages LIBRARY` prints the path of the file that says why it was not
+built. VERSION LOG FOLDER REMEDY: writes that file and prints the log's first error.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ TRAINING = {
 
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2 and one line on stderr if required packages are missing or old."""
+    """Exits with code 2 and a sentence if packages are missing or old."""
     if sentence := missing(requirements):
         print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 
 def missing(requirements: Mapping[str, str]) -> str:
-    """Returns a sentence naming missing or outdated packages and their installation; else empty."""
+    """Returns which packages are missing or outdated, and the remedy; else empty."""
     lacking = unmet(requirements)
     if not lacking:
         return ""
@@ -153,7 +152,7 @@ class Unbuilt:
 
 
 def reason_file(library: str) -> Path:
-    """Returns the reason file's path, in the environment that lacks the library."""
+    """Returns the path of the file that says why a library was not built."""
     return Path(sys.prefix) / "share" / "parallelism-bench" / "unbuilt" / f"{library}.json"
 
 
@@ -165,7 +164,7 @@ def unbuilt(library: str) -> Unbuilt | None:
 
 
 def first_error(log: str, folder: str = "") -> str:
-    """Returns the log line that best explains a failure, with paths relative to `folder`."""
+    """Returns the line that best explains a failure, with paths relative to `folder`."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in _ERRORS:
         for index, line in enumerate(lines):

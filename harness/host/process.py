@@ -1,9 +1,8 @@
 """Lifetimes and Linux namespaces of processes.
 
-`python -m harness.host.process COMMAND...` runs a command in a namespace that has only loopback, if
-allowed, so that nobody outside reaches its ports.
+`python -m harness.host.process COMMAND...` runs a command where only loopback exists, if allowed.
 
-Imports nothing that starts a thread, because only single-threaded processes can create namespaces.
+Imports nothing that starts a thread: only single-threaded processes can create namespaces.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the ids of a process's children, their children, and so on; empty if it has ended.
+    """Returns the process ids of all descendants.
 
-    Reads only their files (proc_pid_task(5)): psutil would read those of all processes, which takes
-    60 ms on a node with 3,000.
+    psutil would read the files of all processes, which takes 60 ms on a node with 3,000.
     """
     found: list[int] = []
     with contextlib.suppress(OSError):
@@ -55,8 +53,8 @@ def descendants(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def caller_not_imported() -> Iterator[None]:
-    """Keeps multiprocessing from running the caller's script in each new process, despite a missing
-    `if __name__ == "__main__"`."""
+    """Keeps multiprocessing from running a script without `if __name__ == "__main__"` in each new
+    process."""
     caller = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -93,7 +91,7 @@ def own_hosts(file: Path) -> None:
 
 
 def own_network() -> None:
-    """Gives this process its own network namespace, if necessary as root of a user namespace;
+    """Moves this process to a new network namespace, if necessary as root of a user namespace;
     raises OSError if forbidden."""
     user, group = os.getuid(), os.getgid()
     try:
@@ -118,8 +116,8 @@ def bring_up_loopback() -> None:
 def enter_loopback_only() -> bool:
     """Moves this process to a namespace that has only loopback; returns False if forbidden.
 
-    Tries it in a child process first: AppArmor (Ubuntu 24.04) lets a user create the namespace, but
-    then denies bringing up loopback, and there is no way back.
+    A child process tries first, since there is no way back: AppArmor (Ubuntu 24.04) permits the
+    namespace, but denies bringing up loopback.
     """
     child = os.fork()
     if child == 0:

@@ -1,6 +1,4 @@
-"""A torch.distributed store that listens on a single address.
-
-torch's own stores listen on all interfaces, so anyone may change the ranks' data.
+"""A torch.distributed store that listens on a single address; torch's listens on all.
 
 `python -m harness.host.tcp_store PROGRAM ARGUMENTS...` runs a Python launcher that calls torchrun,
 such as `accelerate launch`, with this store.
@@ -35,10 +33,8 @@ def listening_on(interface: str) -> dict[str, str]:
 
 
 def open_store(address: str, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
-    """Opens a store on `address` only; raises OSError if the port is in use.
-
-    Port 0 picks a free one: the store's attribute `port`.
-    """
+    """Opens a store on `address` only, at a free port for 0 (its attribute `port`). Raises OSError
+    if the port is in use."""
     from torch._C._distributed_c10d import TCPStore
 
     with socket.create_server((address, port)) as listener:

@@ -87,8 +87,7 @@ def _file(path: str) -> ModuleType:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's message, or its type if it has none, in one line of at most MOST_SHOWN
-    characters."""
+    """Returns an error's message, or else its type, in one line of about MOST_SHOWN characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 

@@ -41,8 +41,7 @@ def _agent_class() -> type[LocalElasticAgent]:
             return result
 
         def _exit_barrier(self) -> None:
-            """Skips torch's barrier: the caller waits for all nodes, while node 0 keeps the
-            store."""
+            """Skips torch's barrier, as the caller waits for all nodes."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
             """Stops the ranks within seconds; before torch 2.12, agents take no time limit."""
@@ -54,10 +53,8 @@ def _agent_class() -> type[LocalElasticAgent]:
 
 
 def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
-    """Returns torch's static rendezvous over an open store, which cannot lose its port.
-
-    Numbered nodes avoid c10d's election and its random wait of up to 0.3 s.
-    """
+    """Returns torch's static rendezvous over an open store, which cannot lose its port. c10d's
+    would wait up to 0.3 s for an election."""
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     if store is None and spec.node == 0:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MOST_CELLS = 8
-"""Largest number of interleaved cells, which are all in memory at once."""
+"""Most interleaved cells, which are all in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Launch:
 
 
 class InterleavedLauncher:
-    """Interleaves trials, each in a process with a warm launcher, so that machine conditions are
-    equal."""
+    """Interleaves trials, each in a process with a warm launcher, under equal conditions."""
 
     def __init__(self, packages: Sequence[str], count: int) -> None:
         self.packages = list(packages)
@@ -71,11 +70,11 @@ class InterleavedLauncher:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, which another launcher of this process must not end."""
+        """Process ids that other launchers of this process must not end."""
         return [process.ready() for process in self._processes]
 
     def ignore_pid(self, pid: int) -> None:
-        """Does nothing: other processes' launchers never see this one's children."""
+        """Does nothing: launchers in other processes do not see the child."""
 
     def together(
         self,
@@ -83,12 +82,9 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
         interleave: bool = True,
     ) -> list[Outcome]:
-        """Runs all trials interleaved; a first turn includes start, setup and warm-up.
-
-        During a turn, other trials' ranks are stopped. Only a trial's turns count in its time limit
-        and wall time. KeyboardInterrupt makes all `interrupted`, since only the whole set is
-        comparable.
-        """
+        """Runs all trials interleaved; a first turn includes start, setup and warm-up. During a
+        turn, other trials' ranks are stopped. Only a trial's turns count in its times.
+        KeyboardInterrupt makes all `interrupted`, since only the whole set is comparable."""
         with scratch_folder() as folder:
             return self._together(folder, launches, on_progress, interleave)
 
@@ -134,7 +130,7 @@ class _LauncherProcess:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds spent waiting for turns, and start of the current wait (0: none)."""
+        """Seconds waited for turns, and start of the current wait (0: none)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         with caller_not_imported():
             self._pid = self.pool.submit(_warm)

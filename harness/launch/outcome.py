@@ -65,9 +65,9 @@ class RankOutputs:
     interrupted: bool = False
     not_started: str = ""
     oom_kills: int = 0
-    """Number of processes in this control group that the OOM killer ended."""
+    """Processes of this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended; only it knows which rank ended first."""
+    """How a library's launcher ended, which alone knows the first rank."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:

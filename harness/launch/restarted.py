@@ -93,10 +93,8 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 def checkpoint_facts(
     manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
 ) -> CheckpointFacts:
-    """Returns a trial's checkpoint columns; those about loading are null if it failed.
-
-    `same`: whether the same strategy on the same number of ranks saved it.
-    """
+    """Returns a trial's checkpoint columns; those about loading are null if it failed. `same`:
+    whether the same strategy and number of ranks saved it."""
     before, after = [rank.state for rank in saved], [rank.state for rank in loaded]
 
     def restores(part: Callable[[CheckpointedState], object]) -> bool | None:
@@ -137,10 +135,8 @@ def not_restored(
 
 
 def joined(saved: Sequence[SavedAnswer], answers: Sequence[RankAnswer]) -> tuple[RankAnswer, ...]:
-    """Returns the new ranks' answers, preceded by the steps before the checkpoint.
-
-    These steps have the mean loss over ranks, since the number of ranks may differ.
-    """
+    """Returns the new ranks' answers, preceded by the steps before the checkpoint, with their mean
+    loss over ranks, whose number may differ."""
     ranks = [rank.steps for rank in saved]
     losses = mean_losses([[step.loss for step in steps] for steps in ranks])
 

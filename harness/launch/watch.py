@@ -26,9 +26,8 @@ VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
 """Environment variable: seconds of silence that count as a hang; 0: never."""
 SECONDS = 15.0
 COLD_GPU_SECONDS = 60.0
-"""Seconds of silence that count as a hang before the first GPU step: GPUs and NCCL start in the
-kernel without using a core.
-"""
+"""Seconds that count as a hang before the first GPU step, since GPUs and NCCL start without using a
+core."""
 TIMES_LONGEST = 10
 """Multiple of its longest phase or step for which a rank may be silent."""
 LOOK_SECONDS = 0.5
@@ -59,7 +58,7 @@ class Hang:
 
 
 class Silence:
-    """Seconds since each rank's last heartbeat, without those in which it was suspended.
+    """Seconds since each rank's last heartbeat, without suspensions.
 
     Before the first step, use of a core or disk is a sign of life, since imports and compilation
     have no steps.
@@ -73,8 +72,8 @@ class Silence:
         other_nodes: bool = False,
         on_gpus: bool = False,
     ) -> None:
-        """`pids`: returns the ranks' process ids. `other_nodes`: whether ranks elsewhere do unseen
-        work. `on_gpus`: see COLD_GPU_SECONDS."""
+        """`pids`: returns the ranks' process ids. `other_nodes`: whether other ranks' work is
+        unseen. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {RENDEZVOUS: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
         """Least allowed silence in seconds, by phase."""
@@ -131,7 +130,7 @@ class Silence:
 
 
 def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
-    """Makes ranks dump Python stacks, entered collectives and, with py-spy, native stacks."""
+    """Makes ranks dump Python stacks, collectives and, with py-spy, native stacks."""
     for rank, pid in pids.items():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ask:
             ask.setblocking(False)
@@ -170,10 +169,8 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 
 
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
-    """Describes which ranks the others wait for; empty if unknown.
-
-    Compares entered collectives, or without answers, who is inside communication libraries.
-    """
+    """Describes which ranks the others wait for, by entered collectives, or else by who is inside a
+    communication library; empty if unknown."""
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
         for state in states:
@@ -283,10 +280,8 @@ def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterat
 
 
 class Watch:
-    """Ends the ranks at the time limit or on a hang, after asking for their stacks.
-
-    `waited`: returns the seconds that do not count. Others: see Silence.
-    """
+    """Ends the ranks at the time limit or on a hang, after asking for their stacks. `waited`:
+    returns the seconds that do not count."""
 
     def __init__(
         self,

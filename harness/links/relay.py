@@ -1,8 +1,8 @@
 """python -m harness.links.relay SECONDS PORT...: a switch that delays every frame, for kernels
 without netem.
 
-Packet sockets replace the kernel's bridge. Large frames pass unsegmented; the virtio header tells
-the kernel how to segment them. Imports only the standard library, to start quickly.
+Packet sockets replace the kernel's bridge, and pass large frames with the virtio header that says
+how to segment them. Imports little, to start quickly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """python -m harness.links.switch: a network namespace with a bridge, and the nodes' agents as
-children, each with its own namespace and host name.
+children, each with a namespace and host name.
 
-Namespaces are unnamed and processes die with their parent, so the kernel cleans up. Answers each
+The kernel cleans up, since namespaces are unnamed and processes die with their parent. Answers each
 line of JSON on standard input.
 """
 
@@ -45,11 +45,8 @@ class NodeShare(TypedDict):
 
 
 class Request(TypedDict, total=False):
-    """Request to start agents, or to set the link's rate and delay, written as in a cell.
-
-    `nodes`: agents to start, which wait for `rendezvous_file`. An empty request checks whether
-    links are permitted.
-    """
+    """Agents to start (`nodes`), which wait for `rendezvous_file`, or the link to set, written as
+    in a cell. An empty request checks whether links are permitted."""
 
     nodes: list[NodeShare]
     rendezvous_file: str
@@ -58,9 +55,7 @@ class Request(TypedDict, total=False):
 
 def run(command: Sequence[str], lines: Sequence[str] = (), inside: int | None = None) -> None:
     """Runs a command with `lines` as input; raises RuntimeError with its first error line.
-
-    `inside`: process whose network namespace to use; None: this one.
-    """
+    `inside`: process whose network namespace to use."""
     enter = ["nsenter", f"--target={inside}", "--net"] if inside else []
     done = subprocess.run(
         [*enter, *command], input="\n".join(lines), capture_output=True, text=True
@@ -75,10 +70,8 @@ def ip(*lines: str, inside: int | None = None) -> None:
 
 
 def burst_bytes(bits_per_second: float) -> int:
-    """Returns the `burst` of tc-tbf(8): 64 KiB up to 100 Mbit/s, twice as much per tenfold rate.
-
-    With less, the kernel's timer would limit the rate.
-    """
+    """Returns the `burst` of tc-tbf(8): 64 KiB up to 100 Mbit/s, twice as much per tenfold rate,
+    since less would limit the rate."""
     return int(2**16 * max(1.0, 2 ** math.log10(bits_per_second / 1e8)))
 
 
@@ -125,8 +118,8 @@ class Switch:
         return ", ".join(means + ["netem" if self.netem else "user-space relay"] * bool(delay))
 
     def _device(self, name: str, inside: int | None, rate: float | None, delay: str = "") -> None:
-        """Shapes outgoing packets to `rate` bits per second; tbf is netem's child, as in
-        tc-netem(8)."""
+        """Shapes outgoing packets to `rate` bits per second, with tbf as netem's child
+        (tc-netem(8))."""
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
@@ -170,8 +163,8 @@ def address(number: int) -> str:
 def start_node(
     number: int, cores: Sequence[int], gpus: str | None, rendezvous_file: str
 ) -> subprocess.Popen[bytes]:
-    """Starts a node's agent, which waits for `rendezvous_file` and logs next to it; returns once
-    its namespaces exist."""
+    """Starts a node's agent, which logs next to `rendezvous_file`; its namespaces exist on
+    return."""
 
     def enter_namespaces() -> None:
         die_with_parent()

@@ -15,8 +15,7 @@ def timed_step(
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[R, float, float]:
-    """Runs one step on the batch from `fetch`; returns its result, and seconds for the batch and
-    the whole step."""
+    """Runs one step; returns its result, and the seconds of fetching and of the whole step."""
     synchronize()
     begin = now()
     batch = fetch()
@@ -32,7 +31,7 @@ Method: TypeAlias = Callable[..., Any]
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
-    """Wraps `owner.name` by `wrap` within the context. `owner`: class, instance or module."""
+    """Wraps `owner.name`, of a class, instance or module, within the context."""
     own = vars(owner) if hasattr(owner, "__dict__") else {}
     inherited = name not in own
     before = getattr(owner, name)
@@ -53,10 +52,10 @@ def busy_fraction(
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the share of `repeats` steps' wall time that this rank spends in `compute`, by owner
-    and name.
+    """Returns the share of `repeats` steps' wall time that this rank spends in the methods
+    `compute`.
 
-    Synchronising around methods slows GPU steps down, so only the ratio is used.
+    Synchronising around methods slows GPU steps, so only the ratio is used.
     """
     busy = 0.0
 

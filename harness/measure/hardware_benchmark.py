@@ -52,11 +52,8 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fits latency and 1 / bandwidth, both at least 0, by least relative squares.
-
-    Method: NNLS (Lawson and Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes;
-    `seconds`: per message.
-    """
+    """Fits latency and 1 / bandwidth, both at least 0, by least relative squares: NNLS (Lawson and
+    Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes; `seconds`: per message."""
     import numpy as np
     from scipy.optimize import nnls
 
@@ -96,16 +93,13 @@ class LinkFit:
 
 
 def repeats(size: int) -> int:
-    """Returns the repetitions for a message of `size` bytes; small ones vary more."""
+    """Returns the repetitions for a message of this many bytes; small ones vary more."""
     return max(LEAST_MESSAGES, min(MOST_MESSAGES, BYTES_PER_SIZE // size))
 
 
 def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times all operations on `sizes` bytes between two ranks on this host: `gloo` between two
-    cores, `nccl` between GPUs 0 and 1.
-
-    Raises RuntimeError with the first failed rank's reason.
-    """
+    """Times all operations on `sizes` bytes between two cores (`gloo`) or GPUs 0 and 1 (`nccl`).
+    Raises RuntimeError with a failed rank's reason."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     with scratch_folder() as scratch:
@@ -218,7 +212,7 @@ def _operations(
 
 
 MEMORY_SHARE = 1 / 8
-"""Largest share of the device's free memory that the measurement may use."""
+"""Largest share of the device's free memory to use."""
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
@@ -228,7 +222,7 @@ LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
-"""Limit for a separate process, mostly spent importing from a slow disk."""
+"""Limit for a process that imports from a slow disk."""
 _APART = """
 import dataclasses, json, sys
 from harness.host.process import die_with_parent
@@ -240,10 +234,8 @@ print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1
 
 
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
-    """Measures one GPU in about 5 s, or this process's CPU threads in 2 s.
-
-    Initialises CUDA, so call it in a separate process. Raises RuntimeError for an unusable device.
-    """
+    """Measures one GPU in about 5 s, or this process's CPU threads in 2 s. Initialises CUDA. Raises
+    RuntimeError for an unusable device."""
     import torch
 
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -259,10 +251,7 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 
 
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
-    """Measures a device in a separate process, so that this one leaves CUDA alone.
-
-    Never raises: the result has any failure's reason.
-    """
+    """Measures a device in a separate process; the result has any failure's reason."""
     command = [sys.executable, "-c", _APART, device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
@@ -329,7 +318,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, most_bytes: int) -> f
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Returns a square product of random numbers; zeros would draw less power and run faster."""
+    """Returns a square product of random numbers; zeros would run faster."""
     import torch
 
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -349,8 +338,8 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Returns the median seconds of `run` on the device, after a warm-up, from the calls that fit
-    into `budget` seconds, at least LEAST_REPEATS."""
+    """Returns the median seconds of the calls that fit into `budget` seconds, at least
+    LEAST_REPEATS."""
     import torch
 
     run()
@@ -397,7 +386,7 @@ def _transfers(device: torch.device, on_device: torch.Tensor) -> dict[str, tuple
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Returns seconds per launch: the median of rounds too short to fill the launch queue."""
+    """Returns the median seconds per launch, in rounds too short to fill the queue."""
     import torch
 
     tiny = torch.zeros(1, device=device)

@@ -27,7 +27,7 @@ KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def retained(train_state: TrainState) -> Iterator[Retained]:
-    """Yields what a rank keeps between steps: states the strategy names, or those of model and
+    """Yields what a rank keeps between steps: states that the strategy names, or else of model and
     optimizers; then the library's buffers."""
     if train_state.states:
         yield from train_state.states()
@@ -106,19 +106,18 @@ class PeakBreakdown(TypedDict):
     optimizer: int
     activations: int
     library: int
-    """Buffers named by the strategy, C++ buffers that operators write to, and `unseen` ones."""
+    """Buffers that the strategy names or operators write to, and `unseen` ones."""
     other: int
     """Tensors created and freed by backward."""
     peak: int
     unseen: dict[str, int]
-    """Library buffers that the strategy reports only as a size, by name."""
+    """Library buffers without tensors, by name."""
 
 
 def peak_split(
     train_state: TrainState, device_type: str, step: Callable[[], object]
 ) -> PeakBreakdown:
-    """Splits the peak memory of `step` on devices of this type, using torch's MemTracker and STEPS
-    calls."""
+    """Splits the peak memory of `step` on devices of this type, by torch's MemTracker."""
     import torch
     from torch.distributed._tools.mem_tracker import _MemRefType
 
@@ -165,8 +164,7 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 def _tracker(written: list[Tensor]) -> MemTracker:
     """Returns torch's tracker, which also appends to `written` older tensors that operators write
-    to. It has no statistics by module: a module called twice in a step confuses them.
-    """
+    to. Statistics by module are off: modules called twice confuse them."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
     from torch.distributed.tensor import DTensor
@@ -224,8 +222,7 @@ class Shortage(TypedDict):
 
 
 def phase(error: BaseException) -> str:
-    """Returns the phase that the traceback shows: set-up, forward, backward, update or
-    verification."""
+    """Returns the traceback's phase: set-up, forward, backward, update or verification."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
     if "timed_step" not in own:
@@ -241,9 +238,8 @@ def phase(error: BaseException) -> str:
 def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
     """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
 
-    `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of threads
-    started since the imports. The rest of `in_use` is invisible to Python: saved activations, C++
-    buffers.
+    `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of later
+    threads. Saved activations and C++ buffers are only in `in_use`.
     """
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []
@@ -258,8 +254,7 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
 
 
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
-    """Returns bytes of tensors outside the states. Without states, nn.Parameters are
-    `parameters`."""
+    """Returns bytes of tensors outside the states; without states, also those of nn.Parameters."""
     import torch
 
     seen = {_storage(tensor)[0] for _, _, tensor in states if isinstance(tensor, torch.Tensor)}

@@ -27,8 +27,8 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Returns bytes mapped as thread stacks, including those glibc caches: anonymous writable
-    mappings of a new stack's size."""
+    """Returns bytes of thread stacks, also cached ones: anonymous writable mappings of a stack's
+    size."""
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
         size = 2 * 2**20
@@ -51,16 +51,16 @@ class Peak:
     """Peak held by the CUDA caching allocator, likewise."""
     method: str
     host: int | None = None
-    """A GPU rank's resident memory without file pages, above the baseline after imports. Includes
-    pinned pages that the kernel counts as resident."""
+    """A GPU rank's resident memory without file pages, above the baseline after imports; includes
+    resident pinned pages."""
 
 
 class MemoryMeter:
-    """Peak memory of this process above its baseline.
+    """Peak memory of this process above its baseline after imports.
 
-    CPU: peak resident memory (VmHWM), minus file and shared pages at the end and anonymous memory
-    after imports. File and shared pages only grow, so this is the peak anonymous memory or slightly
-    less. CUDA: the caching allocator's counters per device, and host memory.
+    CPU: peak resident memory (VmHWM) minus file and shared pages at the end. These only grow, so
+    this is the peak anonymous memory or slightly less. CUDA: the caching allocator's counters per
+    device, and host memory.
     """
 
     def __init__(
@@ -108,16 +108,14 @@ class MemoryMeter:
     def _give_pages_back() -> None:
         """Makes glibc map tensors from 128 KiB separately, so that freeing one returns its pages.
 
-        By default the threshold grows to 32 MiB and smaller freed blocks stay, so the limit would
-        measure fragmentation.
+        By default the threshold grows to 32 MiB, and the limit would measure fragmentation.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Removes a CPU memory limit, so that a rank that hit it can report; `reserve` frees enough
-        memory to get here."""
+        """Removes a CPU memory limit, so that a rank that hit it can report."""
         self.reserve = None
         if self.before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
@@ -155,14 +153,14 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Returns the bytes of `in_use` in stacks of later threads: mapped, mostly not resident."""
+        """Returns the bytes of `in_use` in stacks of later threads, mostly not resident."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
-        """Returns freed heap memory to the kernel, or setup's would count in the steps."""
+        """Returns freed memory to the kernel, or setup's would count in the steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Bytes that a rank moves in a step: by its collectives in theory, and over network and disk."""
+"""Bytes that a rank moves in a step: in theory, and over network and disk."""
 
 from __future__ import annotations
 
@@ -47,14 +47,12 @@ THEORY: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
-"""Bytes a rank must send, averaged over ranks, per byte of the tensor, by group size.
-
-An all-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004; ZeRO, arXiv 1910.02054,
-section 7.1, without the factor (n-1)/n).
-"""
+"""Bytes a rank must send, averaged over ranks, per byte of the tensor, by group size. The
+all-reduce follows Rabenseifner (2004), and ZeRO (arXiv 1910.02054, section 7.1) without the factor
+(n-1)/n."""
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-"""Factors of torch's gloo, which scatters after a full all-reduce, and reduces by a reduce-scatter
-and a gather to the root."""
+"""Factors of torch's gloo: it scatters after an all-reduce, and reduces by a reduce-scatter and a
+gather."""
 RING = THEORY
 """Factors of a ring, as in NCCL, MPI (large messages) and Horovod's Gloo."""
 
@@ -110,7 +108,7 @@ _OPERATORS = {
 
 
 def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
-    """Returns a dispatch mode that counts collectives in `calls`, even from C++, and operators in
+    """Returns a dispatch mode that counts collectives in `calls` and operators in
     `operators[0]`."""
     import torch
 
@@ -171,8 +169,8 @@ def tensor_bytes(tensors: object) -> int:
 
 
 _NOT_SENT, _BYTES_SENT = 144, 200
-"""Byte offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and newer): 32-bit tcpi_notsent_bytes,
-and 64-bit tcpi_bytes_sent, followed by tcpi_bytes_retrans."""
+"""Byte offsets in struct tcp_info of linux/tcp.h, since Linux 4.19: 32-bit tcpi_notsent_bytes, and
+64-bit tcpi_bytes_sent, followed by tcpi_bytes_retrans."""
 
 STILL_SECONDS = 0.002
 """Time within which a library's thread sends the data of its step."""
@@ -181,12 +179,9 @@ MOST_LOOKS = 5
 
 
 def tcp_bytes_sent() -> int | None:
-    """Returns the payload bytes given to this process's open TCP connections; None on older
-    kernels.
-
-    Includes bytes that the kernel still holds, or the next step would count them. Excludes
-    retransmissions, which depend on load.
-    """
+    """Returns the payload bytes given to this process's open TCP connections, without
+    retransmissions; None on older kernels. Bytes that the kernel still holds count, or the next
+    step would count them."""
     total = 0
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -208,7 +203,7 @@ def tcp_bytes_sent() -> int | None:
 
 
 def wait_until_sent() -> None:
-    """Waits until libraries' threads stop sending, which may be after the step's end."""
+    """Waits until libraries' threads stop sending."""
     before = tcp_bytes_sent()
     for _ in range(MOST_LOOKS):
         time.sleep(STILL_SECONDS)
@@ -219,7 +214,7 @@ def wait_until_sent() -> None:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Returns the bytes this process read from and wrote to block devices, not the page cache."""
+    """Returns the bytes this process read from and wrote to block devices."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -249,8 +244,8 @@ class RankTraffic:
         self._start = self._read()
 
     def stop(self, steps: int) -> None:
-        """Stops counting after this many steps. If a closed connection lowers a counter, the total
-        becomes unknown."""
+        """Stops after this many steps. If a closed connection lowers a counter, the total is
+        unknown."""
         if self._start is None:
             return
         if self.over_tcp:

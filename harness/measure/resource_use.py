@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 WINDOW_SECONDS = 0.03
-"""Three ticks of the kernel's clock per core: enough to see a busy core."""
+"""Three ticks of the kernel's clock, enough to see a busy core."""
 
 
 FRESH_SECONDS = 0.2
-"""Seconds for which an idle share is reused; longer than writing a record."""
+"""Seconds for which an idle share is reused, longer than writing a record."""
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
@@ -55,7 +55,7 @@ def idle_share(
 
 @dataclass
 class Idle:
-    """Idle shares around each trial; a trial that begins at once reuses the last."""
+    """Idle shares around each trial; the next trial reuses a recent one."""
 
     look: Callable[[], float | None] = idle_share
     now: Callable[[], float] = time.monotonic
@@ -114,8 +114,8 @@ def _own_cpu_seconds() -> float:
 
 
 def foreign_load(ranks: Sequence[Load]) -> float | None:
-    """Returns the mean number of cores other processes keep busy in timed steps. `ranks`: all of
-    one machine."""
+    """Returns the mean number of cores that other processes keep busy. `ranks`: all of one
+    machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
     return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)
@@ -135,7 +135,7 @@ NVML's newer counters are unsafe: their numbers changed between releases of its 
 
 
 class RankGpus:
-    """The GPUs that a rank drives, read through NVML, which is never shut down."""
+    """A rank's GPUs, read through NVML, which is never shut down."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(device for device in devices if device.type == "cuda")
@@ -170,9 +170,8 @@ class RankGpus:
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Returns each GPU's joules since driver load, by UUID, with the value at which the counter
-        wraps around (0: never); None if any is unknown, as for MIG slices.
-        """
+        """Returns each GPU's joules since driver load and wrap-around value (0: never), by UUID;
+        None if any is unknown, as for MIG slices."""
         if self.library is None or not self.complete:
             return None
         counters = {}
@@ -232,8 +231,8 @@ class RankGpus:
         )
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:
-        """Returns this process's bytes on each GPU by NVML, and torch's reserved bytes; None if
-        NVML does not list this process, as in some containers."""
+        """Returns this process's bytes and torch's reserved bytes on each GPU; None if NVML does
+        not list this process, as in some containers."""
         import torch
 
         if self.library is None or not self.complete:
@@ -249,7 +248,7 @@ class RankGpus:
 
 
 class RankAmdGpus(RankGpus):
-    """The GPUs that a rank drives under ROCm, read through amd-smi, or torch without it."""
+    """A rank's GPUs under ROCm, read through amd-smi, or torch without it."""
 
     def _start(self) -> None:
         import torch
@@ -333,7 +332,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | None:
-    """Returns the RAPL counter in joules and its wrap-around value, by CPU package."""
+    """Returns the RAPL counter in joules and its wrap-around value, by package."""
     counters = {}
     try:
         for package in sorted(folder.glob("intel-rapl:?")):
@@ -352,8 +351,7 @@ def package_joules(folder: Path = POWERCAP) -> dict[str, tuple[float, float]] | 
 
 @dataclass
 class Energy:
-    """Joules in counted steps, of a rank's GPUs or, on each node's first rank, of its CPU
-    packages."""
+    """Joules in counted steps of a rank's GPUs or, for a node's first rank, its CPU packages."""
 
     read: Callable[[], dict[str, tuple[float, float]] | None]
     joules: float | None = 0.0

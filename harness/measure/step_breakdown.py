@@ -1,9 +1,7 @@
 """Breakdown of a step's time by component, and of a GPU's time by kind of kernel.
 
-The training thread's step is cut at event boundaries into pieces with one component each, which sum
-to the step. Overlapped communication is reported separately.
-
-Kernels are classified by their names in NVIDIA's and torch's libraries.
+The training thread's step is cut at event boundaries into pieces with one component each.
+Overlapped communication is reported separately. Kernels are classified by name.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Literal
 from harness.record.profile_record import COMPONENTS, GPU_PARTS
 
 STRAGGLES = 0.15
-"""Least excess of a straggler's own time over the other ranks' median."""
+"""Least excess of a straggler's time over the other ranks' median."""
 
 
 Kind = Literal[
@@ -138,12 +136,12 @@ class Busy:
 def breakdown(
     events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool
 ) -> dict[str, float]:
-    """Returns the seconds of each component of the step [begin, end] on `thread`.
+    """Returns the seconds of each component of the step [begin, end] on `thread`, plus `overlapped`
+    and `operators` (with an operator running).
 
-    Also returns `overlapped`, and `operators`: seconds with an operator running. Device kernels
-    take precedence over host events, inner host events over outer ones. Time without an operator
-    goes to what the thread waits for, or to communication if a collective is in flight or gradient
-    hooks run. The rest is interpreter and dispatcher: `optimizer` inside the optimizer's step, else
+    Device kernels take precedence over host events, inner host events over outer ones. Time without
+    an operator goes to what the thread waits for, or to communication if a collective is in flight
+    or gradient hooks run. The rest goes to `optimizer` inside the optimizer's step, else to
     `compute`. `pipeline`: point-to-point waits are the bubble. `alone`: there is no other rank.
     """
     near = [e for e in events if e.end > begin and e.begin < end]
@@ -207,11 +205,8 @@ def own_seconds(step: dict[str, float]) -> float:
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """Returns the rank that is slowest in every step, and its median excess over the other ranks'
-    median, as a share.
-
-    None below STRAGGLES. `steps`: each rank's own seconds, by step.
-    """
+    """Returns the rank that is slowest in every step, and its median excess over the others' median
+    as a share; None below STRAGGLES. `steps`: each rank's own seconds, by step."""
     slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
     if len(slowest) != 1:
         return None
@@ -269,8 +264,7 @@ def gpu_parts(
     device events.
 
     If kernels overlap, the first of GPU_PARTS counts. Compute kernels in the optimizer's step count
-    as `optimizer`, time without events as `idle`. `step_seconds`: the measured step time, to which
-    the parts sum.
+    as `optimizer`. The parts sum to `step_seconds`, the measured step time.
     """
     near = [e for e in events if e.kind.startswith("device") and e.end > begin and e.begin < end]
     if not near:

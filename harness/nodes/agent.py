@@ -36,8 +36,7 @@ NODE_VARIABLES = (
 
 
 class Agent:
-    """Keeps a warm fork server and runs the node's ranks; exits with them when the coordinator
-    does."""
+    """Keeps a warm fork server, runs the node's ranks, and exits with the coordinator."""
 
     def __init__(self, line: NodeConnection, address: str, interface: str | None) -> None:
         self.line, self.address, self.interface = line, address, interface
@@ -76,7 +75,7 @@ class Agent:
                 self._run(what)
 
     def _listen(self) -> None:
-        """Receives messages even while ranks run; exits without a coordinator."""
+        """Receives messages while ranks run; exits without a coordinator."""
         while True:
             try:
                 word, what = self.line.receive()

@@ -41,17 +41,15 @@ class Nodes:
         socket_file: Path | None = None,
     ) -> None:
         """Listens on one address, and writes it and a new key to the file `where` if it is a path.
-
-        `interface`: reaches all nodes; None: the host name's, or the default route's.
-        `socket_file`: Unix socket instead, which bypasses emulated links.
-        """
+        `interface`: reaches all nodes; default: the host name's or default route's. `socket_file`:
+        Unix socket that bypasses emulated links."""
         self.count = count
         self.rendezvous_file = where if isinstance(where, Path) else None
         self.connected: dict[int, Node] = {}
         self._packages: list[str] | None = None
         self._lost: dict[int, str] = {}
         self._replaced: list[Node] = []
-        """Nodes superseded by a reconnect, closed once no trial can be waiting for them."""
+        """Superseded nodes, closed once no trial can be waiting for them."""
         self._waited = False
         self._change = threading.Condition()
         self._unauthenticated = threading.BoundedSemaphore(self.max_unauthenticated)
@@ -132,8 +130,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """Waits for the first `count` nodes; returns fewer if some do not come. After a failed
-        wait, waits only 1 s."""
+        """Waits for `count` nodes; returns fewer if some do not come. After a failed wait, waits
+        1 s."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -169,7 +167,7 @@ class Nodes:
         )
 
     def check(self) -> None:
-        """Raises UsageError if nodes cannot reach each other by their interfaces."""
+        """Raises UsageError if nodes cannot reach each other."""
         nodes = [self.connected[number] for number in sorted(self.connected)]
         loopback = [node.name for node in nodes if node.facts["address"].startswith("127.")]
         machines = {node.facts["machine"] for node in nodes}
@@ -207,7 +205,7 @@ class NodesLauncher:
     """Runs single-node cells as usual, others over the agents."""
 
     wait_seconds = 30.0
-    """Seconds a trial waits for missing nodes, which may be restarting."""
+    """Seconds a trial waits for nodes, which may be restarting."""
 
     def __init__(
         self,

@@ -13,15 +13,15 @@ from harness.nodes.node import Node
 from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0
-"""Seconds other nodes have to report a failure's effect before their ranks are killed."""
+"""Seconds that other nodes have to report a failure before their ranks are killed."""
 END_SECONDS = 2.0
-"""Seconds to wait after losing a node, for an interrupt in case the whole job is ending."""
+"""Seconds to wait after losing a node, for an interrupt if the job is ending."""
 ANSWER_SECONDS = 15.0
-"""Seconds for a node to answer after a kill or the time limit; then it is lost."""
+"""Seconds for a node to answer after a kill or the time limit."""
 
 
 class Trial:
-    """Runs each node's part, ends the others if one fails, and shifts times to the coordinator's
+    """Runs all nodes' parts, which end if one fails, and shifts times to the coordinator's
     clock."""
 
     def __init__(
@@ -143,7 +143,6 @@ class Trial:
                     )
 
     def _receive(self, node: Node) -> bool:
-        """Returns False for a lost node or failed ranks."""
         try:
             word, what = node.line.receive()
         except (EOFError, OSError):

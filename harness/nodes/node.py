@@ -50,15 +50,13 @@ def node_facts(number: int, name: str) -> dict[str, object]:
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""Start and end of a stream's measured part. Before, a shaped link passes a burst and TCP finds its
-rate."""
+"""Start and end of a stream's measured part, after a shaped link's burst and TCP's start."""
 _TIMEOUT_SECONDS = 20.0
 _CHUNK = 2**18
 
 
 def listen_for_measurement(address: str, done: Callable[[float], object]) -> int:
-    """Serves one measurement in a thread; returns the port. `done` gets the payload's bits per
-    second."""
+    """Serves one measurement in a thread; returns the port. `done` gets bits per second."""
     listener = socket.create_server((address, 0))
     port: int = listener.getsockname()[1]
 
@@ -96,7 +94,7 @@ def _received(connection: socket.socket, now: Callable[[], float] = time.perf_co
 
 
 def measure_latency(address: str, port: int, now: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the one-way latency in seconds, then sends until the listener stops."""
+    """Returns the one-way latency in seconds; then sends until the listener stops."""
     with socket.create_connection((address, port), timeout=_TIMEOUT_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -133,8 +131,8 @@ EMPTY_MESSAGES, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
 def measured_link(line: NodeConnection) -> dict[str, float]:
-    """Measures the median round trip of empty messages, and the best of three large messages'
-    rates without it."""
+    """Measures the median round trip of empty messages, and the best rate of large ones without
+    it."""
 
     def took(payload: int) -> float:
         begin = time.perf_counter()

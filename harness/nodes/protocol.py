@@ -4,10 +4,8 @@ A message is a word and a value of the word's type, as JSON. Nothing received is
 unpickled; a wrong type ends the connection.
 
 Each side sends a nonce; its first tag proves that it knows the key. Both nonces enter each
-direction's key, so recorded connections are useless. Numbered tags prevent repeated, dropped or
-reordered messages (HMAC-SHA256, RFC 2104). Nothing is encrypted.
-
-`multiprocessing.connection` authenticates only the connection, so messages could be forged.
+direction's key, so recorded connections are useless. Numbered tags (HMAC-SHA256, RFC 2104) prevent
+forged, repeated, dropped or reordered messages. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -112,8 +110,7 @@ def _tag(key: bytes, *parts: bytes) -> bytes:
 
 
 class NodeConnection:
-    """An authenticated connection for (word, value) messages; many threads may send, one
-    receives."""
+    """An authenticated connection; many threads may send messages, one receives."""
 
     def __init__(self, connection: socket.socket, address: str, sends: bytes, hears: bytes) -> None:
         """`sends`, `hears`: keys of the two directions."""

@@ -38,8 +38,7 @@ class Rendezvous:
         return bytes.fromhex(self.key)
 
     def write(self, file: Path) -> None:
-        """Writes atomically and readable only by the owner; replaces a link instead of following
-        it."""
+        """Replaces the file, or a link, by one that only its owner can read."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with replacing(file) as temporary, open(os.open(temporary, flags, 0o600), "w") as sink:
             json.dump(asdict(self), sink)
@@ -70,11 +69,8 @@ class Rendezvous:
 
 
 def parse_rendezvous(text: str) -> Path | Rendezvous:
-    """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT (default: the
-    coordinator's interface) with the environment's key.
-
-    Raises UsageError without a usable key.
-    """
+    """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT with the
+    environment's key. Raises UsageError without a usable key."""
     if not (match := _ADDRESS.fullmatch(text)):
         return Path(text)
     host, port = match[1], int(match[2])

@@ -25,7 +25,7 @@ RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight
 FILLED_IN = ("defaults", "strategy_digest", "workload_digest")
 """Fields that the suite fills in."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
-"""Fields excluded from the cell id; they do not change what is measured."""
+"""Fields excluded from the cell id, as they do not change what is measured."""
 
 
 def without_folder(name: str) -> str:
@@ -63,7 +63,7 @@ class Cell(BaseModel):
     workload_digest: str = ""
     """Digest of the user's file that defines the workload. Filled in by the suite."""
     device: DeviceType = "cpu"
-    """Type of the devices: CPU cores or GPUs."""
+    """CPU cores or GPUs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision, or the precision that the strategy itself sets up (AMP)."""
     regime: Literal["strong", "weak"] = "strong"
@@ -81,10 +81,10 @@ class Cell(BaseModel):
     as CUDA graphs (mode `reduce-overhead`)."""
     checkpoint: Literal["none", "full", "sharded", "async"] = "none"
     """How the state is saved before all ranks are killed and new ones resume: in one file, sharded
-    by rank, or sharded while training continues."""
+    by rank, or sharded during training."""
     checkpoint_from: str = ""
-    """Strategy and number of devices that save the checkpoint, such as `fsdp2 x2`; empty: the
-    cell's own."""
+    """Strategy and number of devices that save the checkpoint, such as `fsdp2 x2`; empty: this
+    cell's."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
@@ -93,11 +93,8 @@ class Cell(BaseModel):
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     epsilon: float = Field(default=1e-5, gt=0)
-    """AdamW's eps.
-
-    The default follows Llama's recipe: at 1e-8 AdamW hides a wrong gradient scale and amplifies
-    rounding noise.
-    """
+    """AdamW's eps; the default follows Llama's recipe. At 1e-8 AdamW hides a wrong gradient scale
+    and amplifies rounding noise."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global 2-norm that gradients are clipped to; None: no clipping."""
     schedule: Literal["constant", "warmup_cosine"] = "constant"
@@ -158,7 +155,7 @@ class Cell(BaseModel):
 
     @property
     def workload_name(self) -> str:
-        """The workload without the folder of a user's file, as in reports."""
+        """The workload without the folder of a user's file."""
         return without_folder(self.workload)
 
     @property
@@ -177,7 +174,7 @@ class Cell(BaseModel):
 
     @property
     def name(self) -> str:
-        """Label with further fields: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
+        """Label and further fields: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:

@@ -13,7 +13,7 @@ OTHER_DEVICES = {
     "xpu": "Intel's GPUs are not supported, because the suite cannot measure their memory or"
     " compare their random numbers; use cpu",
 }
-"""Reason for each device type of torch that cells do not run on."""
+"""Why cells do not run on torch's other device types."""
 
 
 def _refuse(value: object) -> object:

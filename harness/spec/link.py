@@ -68,8 +68,7 @@ def _in_units(value: float, units: Mapping[str, float]) -> str:
 def link_text(value: object) -> str:
     """Returns a link's canonical text; empty for the real network.
 
-    `value`: text, a mapping with `rate`, `delay` or both, or nothing. Raises ValueError for
-    anything else.
+    `value`: text, or a mapping with `rate`, `delay` or both. Raises ValueError if invalid.
     """
     if value is None or value == "":
         return ""

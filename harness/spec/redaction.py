@@ -1,6 +1,5 @@
-"""Redacts secrets in recorded or displayed text: values of environment variables with telltale
-names, tokens of well-known services, passwords in URLs or after words such as `password=`, and
-private keys."""
+"""Redacts secrets in text: environment variables with telltale names, tokens of well-known
+services, private keys, and passwords in URLs or after words such as `password=`."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ _AFTER_WORD = re.compile(
 
 
 def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Returns secret environment variables' values, also as escaped for JSON and URLs, longest
-    first."""
+    """Returns secret variables' values, also escaped for JSON and URLs, longest first."""
     values = {
         written
         for name, value in environment.items()
@@ -65,8 +63,8 @@ def secrets_of(environment: dict[str, str]) -> tuple[str, ...]:
 
 
 def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
-    """Replaces secrets (default: the environment's), and escapes lone surrogates, which files and
-    terminals reject."""
+    """Replaces secrets (default: the environment's), and escapes lone surrogates, which files
+    reject."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:
         return text  # a fast path for short columns, the majority

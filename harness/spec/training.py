@@ -21,7 +21,7 @@ class Layout:
     devices_per_process: int = 1
     """More than 1 for DataParallel."""
     servers: int = 0
-    """Number of parameter servers: extra, highest ranks that hold the model but get no samples."""
+    """Parameter servers: further, highest ranks that hold the model but get no samples."""
 
     @property
     def devices(self) -> int:
@@ -35,7 +35,7 @@ class Layout:
         return rank >= self.processes - self.servers
 
     def driven(self, device: torch.device) -> list[torch.device]:
-        """Returns the devices that the device's process uses: itself, or all for DataParallel."""
+        """Returns the devices of the device's process: all for DataParallel."""
         import torch
 
         count = self.devices_per_process
@@ -52,11 +52,11 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """Number of parts of the global batch, one per data-parallel process."""
+        """Parts of the global batch, one per data-parallel process."""
         return self.data // self.devices_per_process
 
     def share(self, rank: int) -> int:
-        """Returns the index of a rank's part of the global batch; a server's is unused."""
+        """Returns the number of a rank's part of the global batch; a server's is unused."""
         together = self.pipeline * self.sequence * self.tensor
         return min(rank // together, self.shares - 1)
 

@@ -15,8 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """Parses YAML; raises UsageError if it is invalid. `where`: source of the text, for the
-    message."""
+    """Parses YAML; raises UsageError if it is invalid. `where`: the text's source."""
     try:
         return yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.005
 
 @dataclass
 class Saver:
-    """Saves a rank's state once, reports, and kills the rank along with all others."""
+    """Saves a rank's state once, answers, and kills the rank."""
 
     loop: Loop
     folder: Path
@@ -45,7 +45,6 @@ class Saver:
     _began: float = 0.0
 
     def after_step(self) -> None:
-        """Saves once `step` steps are done; then kills the rank."""
         done = len(self.loop.steps)
         if done == self.step:
             self._save()
@@ -68,7 +67,7 @@ class Saver:
         self._saved = SavedAnswer(tuple(self.loop.steps), blocked, blocked, before)
 
     def _end(self) -> None:
-        """Kills this rank once all have answered and rank 0 has written the manifest."""
+        """Kills this rank once all have answered and the manifest is written."""
         assert self._saved is not None
         if self._finish:
             began = time.perf_counter()
@@ -96,7 +95,7 @@ class Saver:
 
 
 def resume(loop: Loop, folder: Path, step: int) -> None:
-    """Loads a checkpoint and continues from its step. Raises RuntimeError if that is not `step`."""
+    """Loads a checkpoint and continues from it. Raises RuntimeError if its step is not `step`."""
     job, train_state = loop.job, loop.job.train_state
     assert train_state is not None
     began = time.perf_counter()

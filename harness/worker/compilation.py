@@ -7,10 +7,8 @@ from harness.spec.cell import Cell
 
 
 def prepare_to_compile(cell: Cell) -> None:
-    """Imports what torch.compile needs before memory is measured, and sets its cache folder.
-
-    Exceeding torch's recompilation limit, which leaves blocks uncompiled, becomes an error.
-    """
+    """Imports what torch.compile needs before memory is measured, sets its cache folder, and makes
+    exceeding the recompilation limit an error."""
     if cell.compile == "none":
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "compiled")
@@ -34,7 +32,7 @@ def skipped_graphs() -> int:
 
 
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
-    """Returns `compile_seconds`; None if the cell compiles nothing.
+    """Returns `compile_seconds`; None if the cell asks for none.
 
     Raises RuntimeError if nothing was compiled, a timed step compiled, or CUDA graphs are missing.
     """

@@ -1,11 +1,11 @@
-"""Control of a rank: a process on the rank's cores that repeats a small computation between steps.
+"""Control of a rank: a process on its cores that repeats a small computation between steps.
 
 Its time shows how fast the machine is at that moment. It must not depend on the strategy, or it
-would bias that strategy's result. So the fork server starts it for every launcher, and all threads
-of the rank are stopped while it runs. A child of the rank would be faster under some launchers.
+would bias the strategy's result. So the fork server starts it under every launcher, and the rank's
+threads are stopped while it runs.
 
-A step may leave work to the rank's threads, which counts in the next step. If it runs just before
-or after the control, its CPU time is added to the step that left it.
+If work that a step left to the rank's threads runs next to the control, its CPU time is added to
+that step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 START_SECONDS = 60.0
 OWN_SECONDS = 0.0005
-"""CPU seconds in a pause up to which a rank only waited, leaving no work."""
+"""CPU seconds in a pause up to which a rank left no work."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (glibc's maximum), in bytes."""
 
@@ -45,8 +45,8 @@ class Pause:
     control_seconds: float | None
     """Time of one sample's forward and backward pass; None for a rank without a control."""
     left_over_seconds: float
-    """CPU time of the rank's threads after all ranks' steps have ended. Before that, libraries may
-    poll while they wait for slower ranks."""
+    """CPU time of the rank's threads after all ranks' steps; before, libraries may poll for slower
+    ranks."""
     control_cpu_seconds: float
     largest: float
 
@@ -55,8 +55,8 @@ class Control:
     """Control process of one rank.
 
     All ranks pause together, from the end of the slowest rank's step until every control has
-    finished. A control computes once per pause: a second run would find warm caches. A server has
-    no cores, so its control computes nothing.
+    finished. A control computes once per pause, because a second run would find warm caches. A
+    server's control computes nothing.
     """
 
     def __init__(self, spec: TrialSpec, rank: int, cores: tuple[int, ...]) -> None:
@@ -78,10 +78,8 @@ class Control:
         self.line.close()
 
     def pause(self, number: float = 0.0) -> Pause:
-        """Waits while the control computes; returns its times and the largest `number` of any rank.
-
-        Raises ConnectionError if the control process has died.
-        """
+        """Waits while the control computes; returns its times and the ranks' largest `number`.
+        Raises ConnectionError if the control process has died."""
         self.line.send(_REQUEST.pack(number))
         answer = self.line.recv(_ANSWER.size)
         if len(answer) != _ANSWER.size:
@@ -97,7 +95,7 @@ class Control:
 def run_control(spec: TrialSpec, rank: int) -> None:
     """Runs a rank's control process until the rank and its restarts have ended.
 
-    In a session of its own, it does not affect how Linux schedules the rank (autogroup, sched(7)).
+    Its session is separate, because Linux schedules by session (autogroup, sched(7)).
     """
     die_with_parent()
     os.setsid()
@@ -157,11 +155,8 @@ def _stopped(process: int) -> Iterator[None]:
 
 
 def _keep_memory() -> None:
-    """Makes the allocator keep freed memory.
-
-    glibc's thresholds depend on earlier frees (mallopt(3)), so page faults would differ by a factor
-    of two.
-    """
+    """Makes the allocator keep freed memory: glibc's thresholds depend on earlier frees
+    (mallopt(3)), so page faults would differ by a factor of two."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         for parameter, threshold in _MALLOPT.items():
@@ -203,10 +198,8 @@ class _Others:
         self.sender.setblocking(False)
 
     def wait(self, number: float) -> float:
-        """Waits for all ranks' controls; returns their largest number.
-
-        Raises EOFError if this rank has ended.
-        """
+        """Waits for all ranks' controls; returns their largest number. Raises EOFError if this rank
+        has ended."""
         turn = self.came[self.rank] = self.came[self.rank] + 1
         self.numbers[turn, self.rank] = number
         for rank, address in enumerate(self.addresses):
@@ -217,11 +210,8 @@ class _Others:
         return max(self.numbers.pop((turn, rank)) for rank in range(len(self.came)))
 
     def _send(self, message: bytes, address: str) -> None:
-        """Sends to another rank's control, and receives while that control's queue is full.
-
-        A queue holds 11 messages by default (net.unix.max_dgram_qlen), so two controls that only
-        send could block each other.
-        """
+        """Sends to another rank's control, and receives while its queue is full. A queue holds 11
+        messages (net.unix.max_dgram_qlen), so controls could block each other."""
         while True:
             try:
                 # Only a connected socket becomes writable when the other's queue has room.
@@ -236,7 +226,7 @@ class _Others:
     def _receive(
         self, or_writable: Sequence[socket.socket] = (), seconds: float | None = None
     ) -> None:
-        """Waits for a message, a writable socket or the time to pass; takes the message, if any."""
+        """Waits for a message, which it takes, a writable socket or the time to pass."""
         ready, _, _ = select.select([self.socket, self.line], or_writable, [], seconds)
         if self.line in ready:  # it asks for nothing while it waits
             raise EOFError("the rank has ended")

@@ -92,16 +92,16 @@ class Loop:
         self.first_step = 0
         self.loaded: LoadedAnswer | None = None
         self.training_step = 0
-        """Index of the next training step, which selects the batch."""
+        """Index of the next training step and its batch."""
         self.paused_seconds = 0.0
-        """Time spent in controls while traffic, energy and load were counted."""
+        """Seconds of controls within counted steps."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
         self.peak_reserved: int | None = None
         self.peak_host: int | None = None
         self.peaks_noted = False
-        """Whether the peaks are final, because memory of rewinds must not count."""
+        """Whether the peaks are final; rewinds must not count."""
         self.deviations: list[Deviations] = []
         cell = job.cell
         self.statistics: RunningStatistics | None = None
@@ -109,7 +109,7 @@ class Loop:
             parts = cell.micro_batches // (1 + len(job.train_state.replicas))
             self.statistics = RunningStatistics(job.train_state.model, parts)
         self.before_ahead: list[MemoryCheckpoint] = []
-        """Each replica's state before the last steps of a reference run's segment."""
+        """Each replica's state before a reference's last steps."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
         self.settling = False
@@ -162,7 +162,7 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """Returns disk traffic per step and bytes in the offload folder, if any."""
+        """Returns traffic and size of the offload folder, if any."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -183,13 +183,11 @@ class Loop:
         return self.first_step + len(self.steps)
 
     def continue_at(self, step: int, loaded: LoadedAnswer) -> None:
-        """Continues from this step of a checkpoint."""
         self.first_step = self.training_step = step
         self.loaded, self.settling = loaded, True
 
     def over(self) -> bool:
-        """Returns whether all steps are done, including at least one rewind and replay if
-        enabled."""
+        """Returns whether all steps are done, and rewinds if enabled."""
         if self.rewinds and (
             not self.rewinds.enough or self.training_step < self.job.cell.parity_steps
         ):
@@ -199,7 +197,6 @@ class Loop:
         )
 
     def save_or_rewind(self, rewinds: Rewinds) -> None:
-        """Saves or rewinds the state if due."""
         train_state, number = self.job.train_state, len(self.steps)
         assert train_state is not None
         if rewinds.keeps(self.training_step):
@@ -227,8 +224,7 @@ class Loop:
         self.settling = True
 
     def counting_tokens(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Counts each expert's tokens in the last warm-up step, on one rank per tensor-parallel
-        group."""
+        """Counts each expert's tokens in the last warm-up step, once per tensor-parallel group."""
         job = self.job
         counts = index == job.cell.warmup_steps - 1 and job.rank % job.layout.tensor == 0
         if self.expert_tokens is None or job.train_state is None or not counts:
@@ -294,7 +290,7 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Runs a control if due. After the cell's timed steps, ranks agree on how many to add."""
+        """Runs a control if due. After the cell's timed steps, ranks agree how many to add."""
         agree = timed and self.timed == self.job.cell.timed_steps
         if not (agree or self._first_pause() or len(self.steps) % control.every == 0):
             return
@@ -315,8 +311,8 @@ class Loop:
             self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))
 
     def _first_pause(self) -> bool:
-        """Returns whether warm-up has ended without a pause. Controls build their model in the
-        first one, which must not count as other processes' load."""
+        """Returns whether warm-up has ended without a pause. In the first one, controls build their
+        model, which must not count as other processes' load."""
         return self.next_step == self.job.cell.warmup_steps and all(
             step.left_over_seconds is None for step in self.steps
         )
@@ -380,8 +376,8 @@ class Loop:
         self.settling = True
 
     def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
-        """Replays the end of a reference's segment with optimizers AHEAD, saves the result, and
-        restores the state."""
+        """Replays the end of a reference's segment AHEAD, saves the result, and restores the
+        state."""
         if not self.before_ahead:
             return
         after, states = _copies(train_state), (train_state, *train_state.replicas)
@@ -395,8 +391,8 @@ class Loop:
         self.before_ahead = []
 
     def _replicas(self) -> int | None:
-        """Returns how many replicas have separate running statistics; None unless this rank belongs
-        to the first."""
+        """Returns the number of replicas with separate running statistics; None outside the
+        first."""
         cell, layout = self.job.cell, self.job.layout
         if layout.share(self.job.rank):
             return None
@@ -406,8 +402,8 @@ class Loop:
 
 
 def _replays_ahead(train_state: TrainState, cell: Cell) -> bool:
-    """Returns whether a reference also replays its segment's end AHEAD: only if optimizer states
-    are compared and have step numbers."""
+    """Returns whether a reference also replays AHEAD: if optimizer states are compared and have
+    step numbers."""
     parameters = train_state.model.parameters()
     trained_bytes = sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
     return trained_bytes <= MOMENTS_UP_TO and numbers_steps(train_state, cell)

@@ -18,8 +18,8 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def import_packages(names: Iterable[str]) -> None:
-    """Imports packages; setup reports failures. Hides MLflow, because DeepSpeed's autotuner would
-    spend two seconds importing it."""
+    """Imports packages; setup reports failures. Hides MLflow, which DeepSpeed's autotuner would
+    import for two seconds."""
     hide("mlflow")
     try:
         with no_collections():

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class RankStep:
     data_seconds: float
     step_seconds: float
-    """Step time including data, measured between two device synchronisations."""
+    """Step time with fetching, between two device synchronisations."""
     step: int
     phase: str
     """`warmup`, `settling` or `timed`."""
     loss: float | None
     control_seconds: float | None = None
     left_over_seconds: float | None = None
-    """CPU seconds of the step's leftover work, included in `step_seconds`."""
+    """CPU seconds of leftover work, included in `step_seconds`."""
     training_step: int | None = None
-    """Index of the training step from 0; less than `step` after a rewind."""
+    """Index of the training step; less than `step` after a rewind."""
     gradient_norm: float | None = None
     """Global gradient norm before clipping; None if unclipped or unknown."""
 
@@ -53,7 +53,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class CheckpointedState:
-    """State that must be equal before saving and after loading."""
+    """State that saving and loading must not change."""
 
     random: str
     tensors: str
@@ -97,7 +97,7 @@ class TrainedAnswer:
     deviations: Deviations | None
     replayed_deviations: tuple[Deviations, ...]
     replays_ahead: tuple[bool, ...]
-    """Whether each replay's optimizers were ahead (harness/worker/rewind.py)."""
+    """Whether each replay was AHEAD (harness/worker/rewind.py)."""
     busy_fraction: float | None
     """Fraction of time in which the pipeline stage computes."""
     offload: Offload | None
@@ -106,11 +106,11 @@ class TrainedAnswer:
     joules_per_step: float | None
     states: RankStates
     sketches: dict[str, float] | None = None
-    """Each parameter's sum with random signs after the last step; None if not compared."""
+    """Each final parameter's sum with random signs; None if not compared."""
     compile_seconds: float | None = None
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None
-    """Tokens per expert in the last warm-up step, by block; empty if another rank counts them."""
+    """Tokens per expert in a warm-up step, by block; empty if another rank counts them."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,17 @@ class SavedAnswer:
 class ProfiledAnswer:
     plain_seconds: tuple[float, ...]
     profiled: tuple[dict[str, float | None], ...]
-    """Seconds of each component of each profiled step, plus `overlapped`, `operators` and
-    `step`."""
+    """Seconds of each profiled step by component, plus `overlapped`, `operators` and `step`."""
     calls: tuple[tuple[str, int, int, int], ...] | None
-    """Collectives of a step as (operation, bytes, group size, count); None if not visible."""
+    """Collectives as (operation, bytes, group size, count); None if not visible."""
     sent_bytes_per_step: float | None
     wire: str
-    """How the backend moves a collective's bytes (see harness/measure/rank_traffic.py)."""
+    """How the backend moves bytes (harness/measure/rank_traffic.py)."""
     memory: dict[str, int] | None
     unseen_buffers: dict[str, int] | None
     memory_reason: str
     private_bytes: int | None
-    """Peak bytes of the memory tracker's step, measured as in trials."""
+    """Peak bytes of the tracked step, measured as in trials."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,12 @@ class FailureAnswer:
     """Whether another rank failed first."""
     failed_in: str | None = None
     holding: Mapping[str, object] | None = None
-    """Bytes held when memory ran out (see harness/measure/memory_kinds.py)."""
+    """Bytes held when memory ran out (harness/measure/memory_kinds.py)."""
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank: `trained`, `profiled`, `saved`, `failure`, or none if it ended silently."""
+    """Result of a rank; none of the parts if it ended silently."""
 
     rank: int
     pid: int | None = None

@@ -60,7 +60,7 @@ class RawEvent(Protocol):
 
 
 def profiled_cell(cell: Cell) -> Cell:
-    """Returns the cell with the steps to take after warm-up: plain, profiled, counted, tracked."""
+    """Returns the cell with plain, profiled, counted and tracked steps."""
     return cell.model_copy(
         update={"timed_steps": PLAIN_STEPS + PROFILED_STEPS + 1 + TRACKED_STEPS, "parity_steps": 1}
     )
@@ -198,7 +198,7 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[RawEvent]) -> None:
-    """Raises RuntimeError without GPU events: host events alone would show an idle GPU."""
+    """Raises RuntimeError without GPU events, or the GPU would seem idle."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -237,7 +237,6 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
 
 
 def _batch_copies(raw: Sequence[RawEvent]) -> set[int]:
-    """Returns correlation ids of the operators that copy a batch."""
     spans = [e for e in raw if e.name() == f"{_MARK}data" and _on_host(e)]
     return {
         e.correlation_id()
@@ -252,9 +251,8 @@ def _batch_copies(raw: Sequence[RawEvent]) -> set[int]:
 
 
 def training_thread(events: list[Event], calling: int) -> int:
-    """Returns the thread that trains: the caller of the step, or a library's thread that computes
-    more, with a copy of the caller's data events.
-    """
+    """Returns the thread that trains: the caller of the step, or a library's that computes more, to
+    which it copies the caller's data events."""
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:
         if event.kind == "operator":
@@ -345,7 +343,7 @@ def _waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts collectives outside torch.distributed by wrapping functions the strategy names."""
+    """Counts collectives outside torch.distributed, which the strategy names."""
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

@@ -28,7 +28,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes heartbeats to a memory-mapped file, without system calls."""
+    """Writes heartbeats to mapped memory, without system calls."""
 
     def __init__(self, scratch: str | Path, rank: int) -> None:
         with open(beat_file(scratch, rank), "w+b") as file:
@@ -38,8 +38,7 @@ class Heartbeat:
         self.beat("imports")
 
     def beat(self, doing: str, steps: int | None = None) -> None:
-        """Records the end of a phase or step, and the beginning of `doing`. `steps`: finished
-        steps."""
+        """Records the beginning of phase or step `doing`. `steps`: finished ones."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
         self._steps = self._steps if steps is None else steps
@@ -84,7 +83,7 @@ def groups_file(scratch: str | Path, rank: int) -> Path:
 
 
 def answer_questions(scratch: str | Path, rank: int) -> None:
-    """Starts a thread that answers each datagram with a file of GroupStates. Works even while a
+    """Starts a thread that answers each datagram with a file of GroupStates, even while a
     collective hangs: torch waits without the GIL."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     question_file(scratch, rank).unlink(missing_ok=True)  # left over from before a restart
@@ -126,7 +125,7 @@ def group_states() -> list[GroupState]:
 
 
 class Progress:
-    """Reports steps to the parent process at most twice a second, without blocking."""
+    """Reports at most two steps per second to the parent process, without blocking."""
 
     def __init__(self, address: str | None) -> None:
         self.address = address

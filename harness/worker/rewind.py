@@ -1,4 +1,4 @@
-"""Rewinds a rank's state to an earlier step, at steps that only the harness knows."""
+"""Rewinds a rank's state, at steps that only the harness knows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 
 AHEAD = 1000
-"""Steps by which optimizers and schedules are moved ahead in some replays.
-
-Otherwise an error that begins at some step would vanish in a rewind.
-"""
+"""Steps by which some replays move optimizers and schedules ahead, or an error that begins at some
+step would vanish in a rewind."""
 STEP = "step"
 """Name of the step number in torch's optimizer states."""
 PIECE_BYTES = 2**24
@@ -36,8 +34,8 @@ class MemoryCheckpoint:
     """Copy of a rank's parameters, buffers, optimizer states and schedules, in an anonymous memory
     file.
 
-    The strategy's step counters are not copied, or an error at some step would vanish when that
-    step is repeated. Rewinds span whole cycles, so that counters keep their phase.
+    The strategy's step counters continue, or an error at some step would vanish in its replay.
+    Rewinds span whole cycles, so that counters keep their phase.
     """
 
     def __init__(self, train_state: TrainState) -> None:
@@ -64,11 +62,8 @@ class MemoryCheckpoint:
         self._scheduled = counters_of(_schedules(train_state))
 
     def restore(self, train_state: TrainState, ahead: int = 0) -> None:
-        """Restores the state in place, and drops newer optimizer states.
-
-        `ahead`: added to step numbers. Raises RuntimeError if a tensor is missing or has another
-        size.
-        """
+        """Restores the state in place, and drops newer optimizer states. `ahead`: added to step
+        numbers. Raises RuntimeError if a tensor is missing or has another size."""
         self._forget_later_states(train_state)
         restored = set()
         for key, tensor in _tensors(train_state):
@@ -141,8 +136,8 @@ def _schedules(train_state: TrainState) -> list[StepCounter]:
 
 
 def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
-    """Returns whether the optimizer is AdamW and all its states have the step number that bias
-    correction uses."""
+    """Returns whether the optimizer is AdamW, and its states have the step number for bias
+    correction."""
     return cell.optimizer.startswith("adamw") and all(
         STEP in state or any(STEP in group for group in optimizer.param_groups)
         for optimizer in train_state.optimizers
@@ -152,7 +147,7 @@ def numbers_steps(train_state: TrainState, cell: Cell) -> bool:
 
 
 def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields integers such as step counts; restoring floats would hide wrong learning rates."""
+    """Yields integers such as step counts; restored floats would hide wrong learning rates."""
     return ((key, value) for key, value in record.items() if type(value) is int)
 
 
@@ -184,7 +179,7 @@ def _read(file: int, numbers: memoryview, place: int) -> int:
 FIRST_WITHIN = 8
 """Most steps from the end of the parity segment to the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
-"""Steps from a replay to the next rewind, too few for rounding to drive correct trainings apart
+"""Steps from a replay to the next rewind, too few for rounding to matter
 (docs/explanation/parity.md)."""
 
 
@@ -219,12 +214,11 @@ class Rewinds:
 
     @property
     def is_ahead(self) -> bool:
-        """Returns whether the last rewind moved the optimizers AHEAD."""
         return bool(self.replays_ahead) and self.replays_ahead[-1]
 
     @property
     def enough(self) -> bool:
-        """Returns whether the state was rewound, both AHEAD (if enabled) and plainly."""
+        """Returns whether a plain rewind, which follows one AHEAD, is done."""
         return False in self.replays_ahead
 
     def keeps(self, training_step: int) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CYCLES_IN_A_TURN = 2
-"""Short turns are close in time to those of other trials (docs/studies/statistical-power.md)."""
+"""Short turns are close in time to other trials' (docs/studies/statistical-power.md)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,8 @@ class TurnClient:
 
     def wait(self, step: int, seconds: float) -> float:
         """Ends this turn and waits for the next; returns its start in seconds after the epoch.
-
-        `step`, `seconds`: the last step's, for the progress display. Raises ConnectionError if the
-        granting process is gone.
-        """
+        Raises ConnectionError if the granting process is gone. `step`, `seconds`: for the progress
+        display."""
         self.line.send(f"{os.getpid()} {step} {seconds}".encode())
         if not self.line.recv(8):
             raise ConnectionError("the run that interleaves the trials has exited")
@@ -65,7 +63,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """Picklable specification for every rank. Each node fills in the fields from `interface` on."""
+    """Specification for every rank. Each node fills in the fields from `interface` on."""
 
     cell: Cell
     data: DataSource
@@ -79,9 +77,9 @@ class TrialSpec:
     samples_per_control: int = 0
     """Samples of a rank per control (harness/worker/control_process.py); 0: no control."""
     timed_seconds: float = 0.0
+    """Minimum total seconds of timed steps, with a control."""
     timed_steps: int | None = None
     """Timed steps of an interleaved trial; None: the cell's."""
-    """Minimum total seconds of timed steps, with a control."""
     rewind_seed: int | None = None
     """Seed of the rewind schedule (harness/worker/rewind.py); None: no rewinds."""
     checkpoint: Checkpointing | None = None
@@ -100,7 +98,7 @@ class TrialSpec:
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks: equally many per node, plus any servers on the last node."""
+        """Returns this node's ranks: equally many per node; servers are on the last."""
         each = self.processes // self.cell.nodes
         return range(
             self.node * each,

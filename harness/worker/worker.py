@@ -53,11 +53,8 @@ if TYPE_CHECKING:
 
 
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
-    """Returns variables to set before NCCL is loaded; empty without emulated links.
-
-    Only TCP remains between nodes. Within a node (NCCL_HOSTID), peer-to-peer copies, shared memory
-    and NVLink multicasts stay on.
-    """
+    """Returns NCCL's variables for emulated links, else none: only TCP between nodes; any means
+    within a node (NCCL_HOSTID)."""
     if not links:
         return {}
     return {
@@ -157,7 +154,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 
 def failure(error: BaseException) -> FailureAnswer:
-    """Returns an exception's status and reason, and whether another rank caused it."""
+    """Returns an error's status and reason, and whether another rank caused it."""
     text = " ".join(str(error).strip().splitlines()).lower()
     memory = (
         isinstance(error, MemoryError)
@@ -173,7 +170,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """Returns the first log line that reports a lack of memory, if any."""
+    """Returns the first log line about a lack of memory, if any."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",
@@ -317,7 +314,7 @@ def _prepare_device(
 
 
 def _rank_cell(spec: TrialSpec) -> Cell:
-    """Returns the cell to build from; its seed differs if a checkpoint must restore everything."""
+    """Returns the cell with another seed if a checkpoint must restore everything."""
     seed = spec.cell.seed + (spec.checkpoint is not None and spec.checkpoint.loads)
     return spec.cell.model_copy(update={"seed": seed})
 
