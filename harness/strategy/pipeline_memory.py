@@ -34,12 +34,11 @@ class Engine:
     tensor_ranks: int = 1
     """Ranks that split each layer of a stage."""
     shards: int = 0
-    """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
-
-    FSDP2 gathers a block for forward, frees it, and gathers it again for backward (with several
-    ranks, one block ahead). It stays until the next forward. Gradients are whole until the last
-    micro-batch ends.
-    """
+    """Ranks over which FSDP2 shards the stage's parameters; 0 for none. Gradients are whole until
+    the last micro-batch ends."""
+    reshards: bool = True
+    """Whether FSDP2 frees a gathered block after forward and gathers it again for backward (with
+    several ranks, one block ahead), where it stays until the next forward."""
     copies_inputs: bool = False
     """Whether stages work like DeepSpeed's: copy inputs twice, free sent tensors at once, and keep
     the last results until replaced."""
@@ -145,7 +144,7 @@ def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
         for stage in stages:
             held.watch(stage)
             if engine.shards:
-                _gather_when_needed(stage, ahead=engine.shards > 1)
+                _gather_when_needed(stage, engine.reshards, ahead=engine.shards > 1)
         run = _Run(workload, part, stages, held)
         with held:
             run.begin()
@@ -221,8 +220,8 @@ class _Run:
             received.grad = None
 
 
-def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Imitates FSDP2's gathers (see `Engine.shards`), prefetching in backward if `ahead`."""
+def _gather_when_needed(stage: Stage, reshards: bool, ahead: bool) -> None:
+    """Imitates FSDP2's gathers (see `Engine.reshards`), prefetching in backward if `ahead`."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -243,8 +242,9 @@ def _gather_when_needed(stage: Stage, ahead: bool) -> None:
     stage.register_forward_pre_hook(gather)
     for block in blocks:
         block.register_forward_pre_hook(gather)
-        block.register_forward_hook(free)
-        block.register_full_backward_pre_hook(gather_for_backward)
+        if reshards:
+            block.register_forward_hook(free)
+            block.register_full_backward_pre_hook(gather_for_backward)
 
 
 def _stage(workload: Workload, index: int, part: PipelineRank, recompute: str) -> Stage:
