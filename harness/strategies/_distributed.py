@@ -58,7 +58,7 @@ class Plans:
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
     freed: tuple[str, ...]
-    """Paths of modules that transformers' FSDP2 frees after forward and gathers again."""
+    """Paths of modules that FSDP2 frees after forward and gathers again."""
 
     def style(self, name: str) -> str | None:
         """Returns a parameter's tensor-parallel style; None if it is whole on every rank."""
@@ -176,7 +176,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
     """Yields this rank's retained tensors, with only its parts of parameters.
 
-    On CPUs a part is a view of a memory-mapped file, of which only written pages take memory.
+    On CPUs a part is a view of a memory-mapped file.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):
@@ -233,8 +233,8 @@ def exchange(
 ) -> float:
     """Returns bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    `rows`: bytes of a rank's hidden states, sent to each expert of a token; with uniform routing,
-    `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for counts.
+    `rows`: bytes of a rank's hidden states. With uniform routing, `1 / expert` stay. `numbers` adds
+    8 bytes per expert and micro-batch for counts.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -318,9 +318,9 @@ def tensor_traffic(
     Hidden states are all-reduced in forward after the embedding and each row-wise layer, in
     backward for each column-wise layer, including the head. Its logits are gathered.
 
-    Experts split over ranks reduce outputs and gradients of inputs and token weights. Whole experts
-    exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its
-    forward collectives except the last.
+    Split experts reduce outputs and gradients of inputs and token weights; whole ones exchange
+    tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
+    collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:

@@ -24,7 +24,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
     """
 
     expert: int = Field(default=1, ge=1)
-    """Ranks that share each layer's experts and exchange their tokens; a multiple of `tensor`."""
+    """Ranks that share each layer's experts; a multiple of `tensor`."""
 
     def sizes(self, devices: int) -> mesh.MeshSizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)

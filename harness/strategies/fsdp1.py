@@ -129,7 +129,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
     """Wraps by block or, without names, modules with at least an eighth of the parameters.
 
-    Modules that share a parameter must be one unit, so without blocks such a model is one.
+    Without blocks, a model that shares parameters is one unit.
     """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 

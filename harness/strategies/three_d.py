@@ -147,8 +147,8 @@ class ThreeDCosts(CostModel[ThreeD]):
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
     """Returns states of a rank that shares this part of the model with `ranks` data ranks.
 
-    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer
-    moments by whole parameters; DDP adds buckets.
+    FSDP2 shards all states (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer moments;
+    DDP adds buckets.
     """
     if axis == "fsdp2":
         return model_states(cell, part, shards=ranks)
@@ -162,7 +162,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
     ZeroRedundancyOptimizer reject them.
 
-    The first forward only infers shapes and has no backward, so DDP needs find_unused_parameters.
+    The first forward has no backward, so DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -179,8 +179,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward runs without gradients, and DTensors that torch builds in it
-    would never pass any on.
+    Before torch 2.12 the first forward, in which torch builds them, has none.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

@@ -56,11 +56,11 @@ def fsdp_transient(
     reduction. `gradients`: bytes kept until the update; `whole`: bytes of all gradients, if not
     only of trained parameters.
 
-    Backward gathers all parameters outside blocks and two blocks, one of them prefetched. Gradients
-    outside blocks and of one block are whole, next to another block's copy for the reduce-scatter
-    (torch 2.13: `foreach_reduce` of FSDP2; FSDP1 copies them into a flat gradient). Unless FSDP
-    `reshards`, forward ends with the whole model gathered. `half`: gathers half precision. Frozen
-    parameters are assumed to be spread like trained ones.
+    Backward gathers two blocks, one of them prefetched, and all parameters outside blocks.
+    Gradients of the latter and of one block are whole, next to another block's copy (torch 2.13:
+    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Unless FSDP `reshards`, forward ends with the
+    whole model gathered. `half`: gathers half precision. Assumes that frozen parameters are spread
+    like trained ones.
     """
     from harness.workloads import make_workload
 
@@ -209,7 +209,7 @@ def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns the fullest rank's elements if each tensor in turn goes to the emptiest rank."""
+    """Returns the fullest rank's elements if each tensor goes to the emptiest rank."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

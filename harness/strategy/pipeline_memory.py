@@ -47,8 +47,8 @@ class Engine:
         """Returns whether a sent tensor stays in memory until torch frees messages, at the step's
         end.
 
-        1F1B frees each before it sends the next, but fails to free the last of the `ahead` forwards
-        (PyTorch 2.13, pipelining/schedules.py).
+        1F1B frees each before it sends the next, except the last of the `ahead` forwards (PyTorch
+        2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -74,8 +74,7 @@ class PipelineRank:
 def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, one
-    stage after another.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -135,8 +134,7 @@ def held_with_gradients(
 def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
     """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
-    Counts activations, gradients, gathered parameters and engine buffers on fake tensors. The last
-    stage computes losses at the end of forward.
+    Counts activations, gradients, gathered parameters and engine buffers on fake tensors.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():
