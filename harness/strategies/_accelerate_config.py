@@ -26,7 +26,7 @@ def fsdp2_settings(
 ) -> dict[str, object]:
     """Returns Accelerate's FSDP2 settings, one unit per block.
 
-    Without block names, Accelerate also wraps other modules, and fails on BERT's word embedding.
+    Without block names, Accelerate wraps other modules too, and fails on BERT.
     """
     classes = block_classes(workload)
     return {
@@ -59,8 +59,7 @@ def launch_config(
 ) -> dict[str, object]:
     """Returns the config file for DDP, FSDP, or DeepSpeed with its config file.
 
-    CPUs too use type MULTI_GPU, with `Accelerator(cpu=True)` in the script: MULTI_CPU starts one
-    process without an MPI host file.
+    CPUs use MULTI_GPU too: without an MPI host file, MULTI_CPU starts one process.
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",

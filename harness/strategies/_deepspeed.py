@@ -59,8 +59,7 @@ def is_in_memory(folder: str) -> bool:
 
 
 def require_disk(folder: str) -> None:
-    """Raises Refused outside the temporary folder, the suite's cache and $PARALLELISM_BENCH_DISKS:
-    somebody else's matrix must not choose where to write."""
+    """Raises Refused outside the temporary folder, the cache and $PARALLELISM_BENCH_DISKS."""
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
     if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
@@ -108,8 +107,8 @@ def compiled_parts() -> set[str]:
 def settle(device: str, local_processes: int) -> None:
     """Sets up DeepSpeed in a rank, whichever device the fork server imported it for.
 
-    Declares compiled ops compatible, because probing starts compilers. Omits the CPU accelerator's
-    shared-memory collectives, which leave 66 MiB per rank in /dev/shm.
+    Declares compiled ops compatible, because probing starts compilers. Omits shared-memory
+    collectives, which leave 66 MiB per rank in /dev/shm.
     """
     os.environ |= {"DS_ACCELERATOR": device, "LOCAL_SIZE": str(local_processes)}
     import deepspeed
@@ -132,7 +131,7 @@ def settle(device: str, local_processes: int) -> None:
 
 
 def _switch_to(accelerator: Any) -> None:
-    """Sets the accelerator, also where version 0.19.8 cached it at import."""
+    """Sets the accelerator, also where version 0.19.8 cached it."""
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(accelerator)
@@ -147,8 +146,8 @@ def keep_dtype(device: str) -> None:
     """Keeps fp32 parameters in fp32 when offloaded to disk.
 
     Python parses DeepSpeed's `dtype or fp16 if fp16 is supported else bf16` as `(dtype or fp16) if
-    ... else bf16`. Without fp16, parameters below 2 MiB would stay in memory and others return in
-    bf16, which layers reject. So the CPU claims fp16 support.
+    ... else bf16`. Without fp16, large parameters would return in bf16, which layers reject, so the
+    CPU claims fp16 support.
     """
     if device == "cpu":
         from deepspeed.accelerator import get_accelerator

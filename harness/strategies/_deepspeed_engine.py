@@ -48,7 +48,7 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
     """Undoes the initial step with zero gradients that DeepSpeed takes without ZeRO in half
-    precision. It decays weights and counts in bias corrections: the second loss is off by 8e-3."""
+    precision. It decays weights and counts in bias corrections."""
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
@@ -255,8 +255,8 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
 def full_moments(engine: DeepSpeedEngine) -> Iterator[Moment]:
     """Yields whole optimizer states by name; call on all ranks.
 
-    DeepSpeed 0.19.8 links parameters with their states after the first parameter group's first
-    step, when other groups have none (stages 1 and 2); they are linked again here.
+    DeepSpeed 0.19.8 links parameters with states before all groups have some (stages 1 and 2); they
+    are linked again here.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 

@@ -35,10 +35,9 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """DeepSpeed's `MoE` layer with the interface of transformers' mixture-of-experts layer.
+    """DeepSpeed's `MoE` layer with the interface of transformers' layer.
 
-    Neither drops tokens beyond an expert's capacity nor samples the second expert: both would
-    change training.
+    Drops no tokens and does not sample the second expert, which would change training.
     """
 
     def __init__(self, mixture: nn.Module, ranks: int, first: int, experts_per_token: int) -> None:
@@ -85,10 +84,7 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Replaces mixtures of experts by DeepSpeed's layer, in place; returns the layers by path.
-
-    Neighbouring ranks share experts, as `check_groups` verifies.
-    """
+    """Replaces mixtures of experts by DeepSpeed's layer, in place; returns the layers by path."""
     first = rank % ranks * (workload.experts // ranks)
     made = {}
     for path in workload.mixtures_of(model):

@@ -29,9 +29,9 @@ SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
 SUB_GROUPS, MOST_UPDATED = 8, 10**9
 """Number of sub-groups in which stage 3 updates a large model, and DeepSpeed's default of their
-elements. Each has its own temporaries and its own reduction of norms."""
+elements."""
 MOST_LIVE, MOST_PREFETCHED = 10**9, 5 * 10**7
-"""DeepSpeed's default limits, in elements, of what stage 3 holds gathered and prefetches."""
+"""DeepSpeed's default limits, in elements, of what stage 3 gathers and prefetches."""
 SWAP_BUFFERS = 5
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
@@ -249,7 +249,7 @@ class ZeroOptions(Strategy):
     def live(self, sizes: Sequence[int]) -> int:
         """Returns the most elements that stage 3 keeps gathered.
 
-        Nothing is prefetched while a layer exceeds it. Parameters on a disk have few swap buffers.
+        Nothing is prefetched while a layer exceeds it.
         """
         if self.bucket_elements or self.offload_parameters == "nvme":
             return self.bucket(sizes)
@@ -308,8 +308,8 @@ class ZeroOptions(Strategy):
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
     """Returns DeepSpeed's JSON config without ZeRO.
 
-    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0. So is the batch size, which
-    libraries would derive from a wrong process count.
+    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0. The batch size is too, as libraries
+    may derive it from a wrong process count.
     """
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
@@ -332,7 +332,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
 def require_locked(swapping: Swapping) -> None:
     """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
 
-    DeepSpeed ignores failed locking, and writes to an invalid address.
+    DeepSpeed would write to an invalid address.
     """
     size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
     allowed = lockable_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -28,6 +29,7 @@ from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -56,7 +58,7 @@ class Plans:
     tensor: Mapping[str, str]
     expert: Mapping[str, str]
     freed: tuple[str, ...]
-    """Paths of modules that transformers' FSDP2 frees after forward and gathers again."""
+    """Paths of modules that FSDP2 frees after forward and gathers again."""
 
     def style(self, name: str) -> str | None:
         """Returns a parameter's tensor-parallel style; None if it is whole on every rank."""
@@ -174,7 +176,7 @@ def load(job: Job, sizes: MeshSizes) -> nn.Module:
 def retained_parts(model: nn.Module, optimizer: Optimizer) -> Iterator[Retained]:
     """Yields this rank's retained tensors, with only its parts of parameters.
 
-    On CPUs a part is a view of a memory-mapped file, of which only written pages take memory.
+    On CPUs a part is a view of a memory-mapped file.
     """
     for kind, name, tensor in retained_by(model, [optimizer]):
         if kind == "parameters" and not isinstance(tensor, int):
@@ -196,22 +198,29 @@ def distributed_config(sizes: MeshSizes) -> DistributedConfig:
     )
 
 
-def mesh_states(cell: Cell, workload: Workload, sizes: MeshSizes, facts: ModelFacts) -> States:
+def mesh_states(
+    cell: Cell, workload: Workload, sizes: MeshSizes, facts: ModelFacts, whole_gradients: bool
+) -> States:
+    """Returns a rank's states. `whole_gradients`: gradients are not sharded by FSDP2."""
     plans = plans_of(workload)
 
-    def parts(name: str) -> int:
-        if sizes.expert > 1 and plans.is_expert(name):
-            return sizes.shards * sizes.tensor
-        split = sizes.tensor > 1 and plans.style(name) not in (None, ADDED_UP, "replicate")
-        return sizes.shards * (sizes.tensor if split else 1)
+    def share(sharded: bool) -> float:
+        held = 0.0
+        for name, size in _named(facts):
+            if sizes.expert > 1 and plans.is_expert(name):
+                parts, shards = sizes.expert, sizes.copies
+            else:
+                split = sizes.tensor > 1 and plans.style(name) not in (None, ADDED_UP, "replicate")
+                parts, shards = sizes.tensor if split else 1, sizes.shards
+            held += size / parts / (shards if sharded else 1)
+        return held / sum(facts.sizes)
 
-    held = sum(size / parts(name) for name, size in _named(facts))
-    states, share = model_states(cell, facts), held / sum(facts.sizes)
+    states, shard = model_states(cell, facts), share(sharded=True)
     return dataclasses.replace(
         states,
-        parameters=share * states.parameters,
-        optimizer=share * states.optimizer,
-        transient=share * states.transient,
+        parameters=shard * states.parameters,
+        optimizer=shard * states.optimizer,
+        transient=share(sharded=not whole_gradients) * states.transient,
     )
 
 
@@ -224,8 +233,8 @@ def exchange(
 ) -> float:
     """Returns bytes a rank sends per step to bring a layer's tokens to their experts, or back.
 
-    `rows`: bytes of a rank's hidden states, sent to each expert of a token; with uniform routing,
-    `1 / expert` stay. `numbers` adds 8 bytes per expert and micro-batch for counts.
+    `rows`: bytes of a rank's hidden states. With uniform routing, `1 / expert` stay. `numbers` adds
+    8 bytes per expert and micro-batch for counts.
     """
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
@@ -239,38 +248,58 @@ def sharded_traffic(
     sizes: MeshSizes,
     facts: ModelFacts,
     freed: Iterable[str],
-    reductions: int | None = None,
+    scatters: int = 1,
 ) -> float | None:
     """Returns bytes of FSDP's gathers and scatters and of token exchanges.
 
-    FSDP2 gathers in every micro-batch and reduces gradients `reductions` times (default: as often).
-    Modules `freed` after forward are gathered again for backward. Experts are sharded among their
-    ranks.
+    FSDP2 gathers in every micro-batch, scatters gradients `scatters` times and all-reduces them
+    once. Modules `freed` after forward are gathered again for backward. Experts are sharded among
+    their ranks.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
         return None
     plans, parts = plans_of(workload), cell.micro_batches
     twice = tuple(f"{path}." for path in freed)
-    reduced = reductions or parts
     total = 0.0
     for name, size in _named(facts):
         apart = sizes.expert > 1 and plans.is_expert(name)
         ranks = sizes.copies if apart else sizes.shards
         gathers = 2 if apart or name.startswith(twice) else 1
         own = 4.0 * size / (sizes.expert if apart else 1)
-        total += passed_once(ranks, (gathers * parts + reduced) * own)
-        total += reduced * all_reduced(sizes.replicas, own / ranks)
+        total += passed_once(ranks, (gathers * parts + scatters) * own)
+        total += all_reduced(sizes.replicas, own / ranks)
     if sizes.expert > 1:
         total += workload.blocks * _exchanges(cell, workload, sizes, hidden)
     return total
 
 
-def fsdp_collectives(shards: int, replicas: int, resharded: int, unsharded: int = 0) -> int:
-    """Counts FSDP2's collectives in a micro-batch: gathers, repeated for units `resharded` after
-    forward but not for those left `unsharded`, scatters, and all-reduces between replicas."""
+def fsdp_collectives(
+    micro_batches: int, shards: int, replicas: int, resharded: int, unsharded: int = 0
+) -> int:
+    """Counts FSDP2's collectives in a step: gathers, repeated for units `resharded` after forward
+    but not for those left `unsharded`, scatters, and all-reduces between replicas."""
     units = resharded + unsharded
-    return (2 * units + resharded if shards > 1 else 0) + (units if replicas > 1 else 0)
+    gathers = micro_batches * (units + resharded)
+    scatters = scatters_of(micro_batches, replicas) * units
+    return (gathers + scatters if shards > 1 else 0) + (units if replicas > 1 else 0)
+
+
+def scatters_of(micro_batches: int, replicas: int) -> int:
+    """Returns how often a step scatters gradients; see `without_reduction`."""
+    return micro_batches if replicas > 1 else 1
+
+
+@contextlib.contextmanager
+def without_reduction(model: FSDPModule, replicas: int) -> Iterator[None]:
+    """Defers the reduction of gradients as transformers' Trainer does (transformers 5.23,
+    `_defer_fsdp_gradient_reduction`): with several replicas, only the all-reduce between them."""
+    if replicas > 1:
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def _exchanges(cell: Cell, workload: Workload, sizes: MeshSizes, hidden: float) -> float:
@@ -289,9 +318,9 @@ def tensor_traffic(
     Hidden states are all-reduced in forward after the embedding and each row-wise layer, in
     backward for each column-wise layer, including the head. Its logits are gathered.
 
-    Experts split over ranks reduce outputs and gradients of inputs and token weights. Whole experts
-    exchange tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its
-    forward collectives except the last.
+    Split experts reduce outputs and gradients of inputs and token weights; whole ones exchange
+    tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
+    collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)
     if hidden is None:
@@ -356,7 +385,8 @@ class MeshStrategyCosts(CostModel[MeshStrategy]):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         sizes = self.strategy.sizes(cell.devices)
-        states = mesh_states(cell, make_workload(cell.workload), sizes, facts)
+        whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
+        states = mesh_states(cell, make_workload(cell.workload), sizes, facts, whole)
         if sizes.tensor > 1 or sizes.expert > 1:
             # Does not count gathered parts of divided layers.
             return states

@@ -54,7 +54,7 @@ def compiled() -> dict[str, str]:
 def missing(controller: str, device: str) -> str:
     """Returns what Horovod lacks for a controller and device type, and how to install it.
 
-    A CPU-only build shuts down on CUDA tensors (horovod/common/ops/cuda_util.cc).
+    A CPU-only build shuts down on CUDA tensors.
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -84,8 +84,8 @@ def _open_mpi_version() -> int:
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
     """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
 
-    A rank's two threads share its cores, so one that waits must yield. By default Open MPI uses
-    every node of a SLURM allocation.
+    A waiting thread yields its core to the rank's other thread. By default Open MPI uses every node
+    of a SLURM allocation.
     """
     settings = {
         "hwloc_base_binding_policy": "none",
@@ -180,7 +180,7 @@ def rendezvous(job: Job) -> Iterator[None]:
 
 
 def rendezvous_server(address: str, slots: Sequence[SlotInfo]) -> RendezvousHTTPServer:
-    """Starts the server in a thread, on this address only; Horovod's own listens on all."""
+    """Starts the server in a thread, on this address only."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, verbose=0)
@@ -206,8 +206,8 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
     """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
 
-    Horovod's `broadcast_optimizer_state` takes a real step with zero gradients in a new optimizer,
-    and misses plain SGD's learning rate. Call after wrapping, which discards the state.
+    Horovod's `broadcast_optimizer_state` would take a step, and misses plain SGD's learning rate.
+    Call after wrapping, which discards the state.
     """
     import horovod.torch as hvd
 
@@ -241,8 +241,8 @@ class RootFile:
 
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
-    """Averages gradients before GradScaler inspects them, instead of in step(). Adasum has already
-    updated during backward."""
+    """Averages gradients before GradScaler inspects them. Adasum has already updated during
+    backward."""
     if adasum:
         yield
         return
@@ -254,7 +254,7 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers sends and waits of Horovod's threads, which profilers cannot see."""
+    """Registers sends and waits of Horovod's threads."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RANK, FIRST_COMPRESSED = 4, 2
-"""Rank of the approximation, and the first step that uses it. DDP rearranges its buckets in the
-second backward."""
+"""Rank of the approximation, and the first step that uses it."""
 LEAST_SAVING = 2
 """Factor by which compression must shrink a matrix, as in torch."""
 SEED, SEEDS = 0, 1_000_000_000
@@ -26,8 +25,8 @@ SEED, SEEDS = 0, 1_000_000_000
 class PowerSgd(Emulation):
     """PowerSGD (arXiv 1905.13727) between ranks that one process trains one after the other.
 
-    Like torch's hook, uses error feedback, keeps factors between steps and draws random numbers in
-    the order in which gradients are complete.
+    Like torch's hook, keeps errors and factors, and draws random numbers in the order in which
+    gradients are complete.
     """
 
     capabilities = Capabilities(process_group=False)
@@ -73,8 +72,8 @@ class PowerSgd(Emulation):
 
 
 def completion_order(model: nn.Module) -> Collection[Tensor]:
-    """Returns a collection that the first backward fills with the parameters, in the order in
-    which their gradients are complete."""
+    """Returns a collection that the first backward fills with parameters, in the order in which
+    their gradients are complete."""
     completed: dict[Tensor, None] = {}
 
     def note(parameter: Tensor) -> None:

@@ -53,7 +53,7 @@ def check_heads(workload: Workload, ranks: int, repeats_keys: bool = False) -> N
 def check_config(workload: Workload) -> None:
     """Raises Refused if DeepSpeed's UlyssesSPAttentionHF does not support the model.
 
-    It needs the number of key-value heads in the config, and Llama-style joining of heads.
+    It needs the number of key-value heads in the config.
     """
     if workload.family and "num_key_value_heads" not in workload.config:
         raise Refused(
@@ -96,7 +96,7 @@ def at_positions(
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions.
 
-    Ranks have equally many tokens, so averaged gradients are those of the mean loss.
+    Ranks have equally many tokens.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -121,7 +121,7 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
-    transformers passes it no mask, which would take this rank's tokens for a whole sample.
+    transformers passes it no mask.
     """
     from transformers import AttentionInterface
 

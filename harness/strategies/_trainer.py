@@ -41,8 +41,8 @@ KEYS = "dropout_keys"
 class Stepped:
     """A script with its own training loop, in a thread that pauses before each step.
 
-    A step lasts from one request for a batch (`next_batch`) to the next, so it includes all of the
-    loop's work. The thread also builds the model, as glibc keeps freed memory per thread.
+    A step lasts from one request for a batch (`next_batch`) to the next. The thread also builds the
+    model, as glibc keeps freed memory per thread.
     """
 
     trainer: SteppedTrainer
@@ -53,14 +53,13 @@ class Stepped:
         self._answers: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
 
     def begin(self) -> SteppedTrainer:
-        """Starts the script; returns its Trainer at its first request for a batch. Re-raises
-        exceptions, as does `step`."""
+        """Starts the script; returns its Trainer at its first request for a batch."""
         threading.Thread(target=self._run, name="training loop", daemon=True).start()
         self._answer()
         return self.trainer
 
     def save(self, folder: Path, step: int) -> None:
-        """Saves as the loop would; it is paused before its next step."""
+        """Saves as the loop would."""
         self.trainer.args.output_dir = str(folder)
         assert self.trainer.model is not None
         self.trainer._save_checkpoint(self.trainer.model, trial=None)
@@ -75,7 +74,7 @@ class Stepped:
         return self._answer()
 
     def next_batch(self, loss: Tensor | None) -> Batch:
-        """Passes on the finished step's loss and waits for a batch; called by the script."""
+        """Passes on the finished step's loss and waits for a batch."""
         self._answers.put(loss)
         return self._batches.get()
 
@@ -103,7 +102,7 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers, which reveal the loader's order; `_exchange` replaces them.
+    Its data set is sample numbers, which `_exchange` replaces.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
@@ -127,7 +126,7 @@ class SteppedTrainer(Trainer):
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
         """Replaces the loader's sample numbers by the harness's micro-batch; returns model inputs.
 
-        Raises RuntimeError unless they are this rank's next; ranks take micro-batches in turn.
+        Raises RuntimeError unless they are this rank's next.
         """
         size = len(part.inputs)
         first = (
@@ -264,8 +263,7 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    If it ignores the count, Trainer must be told, or it would multiply the mean by the ranks and
-    not divide by micro-batches.
+    Otherwise Trainer must be told, or it would scale the mean wrongly.
     """
     return workload.kind == "causal"
 
@@ -273,8 +271,7 @@ def counts_labels(workload: Workload) -> bool:
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
     """Returns inputs of the model's forward by name.
 
-    Causal models get the shifted labels as `shift_labels` too. Otherwise Trainer counts unshifted
-    ones if transformers does not recognise the loss by class name (as for GPT-2).
+    Causal models get the shifted labels as `shift_labels` too, which Trainer counts.
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     if part.positions is not None:

@@ -17,8 +17,8 @@ class Accelerate(AccelerateEngine):
 
     Accelerate infers its set-up from the environment, so it is verified before the first step.
     Without torchrun's variables, or `cpu=True` without a GPU, ranks train alone. On CPUs it
-    silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin sees one process unless the
-    backend is named, and clips gradients at 1.0 unless configured.
+    silently runs FSDP as DDP and fp16 as fp32. Its DeepSpeed plugin clips gradients at 1.0 unless
+    configured.
     """
 
     config_file: bool = False

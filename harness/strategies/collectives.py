@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
-    Averaging parameters after every step is equivalent only if the update is linear in the gradient
-    (SGD with momentum), unlike AdamW's or a clipped one.
+    Averaging parameters after every step is equivalent only if the update is linear in the
+    gradient.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs each device is a CPU thread. Replicas enter autocast themselves: threads do not
-    inherit its dtype, so bf16 cells on GPUs would use fp16.
+    Without GPUs each device is a CPU thread. Replicas enter autocast themselves, as threads do not
+    inherit its dtype.
     """
 
     capabilities = Capabilities(process_group=False)

@@ -176,7 +176,7 @@ def wrap_in_ddp(
 def ddp_buckets(model: nn.Module) -> Iterator[Retained]:
     """Yields DDP's gradient buckets, which expose only their sizes.
 
-    Yields nothing for an unwrapped model, as Accelerate and Trainer leave it on one GPU.
+    Yields nothing for an unwrapped model.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -211,9 +211,8 @@ def check_power_sgd(cell: Cell, workload: Workload) -> None:
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """Returns the minimum bucket size in MiB under this hook; 0 for any size.
 
-    PowerSGD reduces each bucket several times, from another thread's callbacks, whose order differs
-    between ranks. With several buckets gloo pairs the wrong ones and aborts, so on CPUs one must
-    hold all gradients.
+    PowerSGD reduces buckets in an order that differs between ranks. With several, gloo pairs the
+    wrong ones and aborts, so on CPUs one must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -117,7 +117,7 @@ class Snapshots:
     def load(self) -> None:
         """Restores all parts, if a snapshot exists.
 
-        Raises RuntimeError if it is from a timed step, since replayed steps cannot be timed.
+        Raises RuntimeError if it is from a timed step.
         """
         import torch
 

@@ -144,7 +144,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 
         Stages 1 to 3 keep an fp32 master partition even for fp32 parameters (stage 3 fails to share
         it: it compares a device with its name). Stage 3 also keeps the partition's gradients and
-        reduction buckets. States offloaded from a GPU do not count.
+        reduction buckets.
         """
         chosen = self.strategy
         width, moments = 4 if cell.precision == "fp32" else 2, cell.moments
@@ -268,7 +268,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
 def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
     """Returns elements that stage 3 keeps for backward, within the reuse distance.
 
-    Persistent parameters (at most `threshold` elements) stay whole, and so do not count.
+    Persistent parameters (at most `threshold` elements) do not count.
     """
     between, kept = 0, 0
     for size in reversed(sizes):

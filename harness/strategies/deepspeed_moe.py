@@ -19,7 +19,7 @@ class DeepspeedMoe(Strategy):
 
     DeepSpeed 0.19.8 clips to the mean of the ranks' norms, although their experts differ, so cells
     with `clip_norm` are `diverged`. Its gate balances layers separately, so `balance_weight` is
-    refused. Rows are padded to the busiest expert's number, so traffic has no formula.
+    refused. Padding leaves traffic without a formula.
     """
 
     requires = ("deepspeed",)

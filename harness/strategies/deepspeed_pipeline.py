@@ -136,7 +136,7 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns bytes of 1F1B's micro-batches in flight and the engine's input copies.
 
-        Agrees with torch's allocator, unlike its memory tracker (docs/studies/recompute-memory.md).
+        Agrees with torch's allocator, unlike its memory tracker.
         """
         from harness.strategy.formulas import a_stage_each
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
@@ -148,7 +148,7 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
-    Makes the engine call the instance's methods, which the harness wraps, instead of its class's.
+    Makes the engine call the instance's methods.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}
@@ -173,9 +173,9 @@ def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
 def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: Workload) -> float:
     """Returns bytes of the engine's buffers in stage `stage` of `count` between steps.
 
-    Each boundary adds one micro-batch's hidden states or gradients. The first stage keeps its
-    latest token ids, the last its latest results and labels (DeepSpeed 0.19,
-    runtime/pipe/engine.py). `hidden`: bytes of hidden states of a rank's samples.
+    Each boundary adds one micro-batch's hidden states or gradients, the ends token ids, results and
+    labels (DeepSpeed 0.19, runtime/pipe/engine.py). `hidden`: bytes of hidden states of a rank's
+    samples.
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length

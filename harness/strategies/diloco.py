@@ -32,8 +32,7 @@ class DiLoCo(Strategy):
 
     The outer gradient is a rank's starting point minus its current parameters; the outer optimizer
     is SGD with Nesterov momentum (arXiv 2311.08105). outer_learning_rate=1 and outer_momentum=0
-    average the parameters. Each rank is a replica with a manager and a store; a lighthouse in rank
-    0 connects them.
+    average the parameters.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("torchft",)
@@ -109,7 +108,7 @@ class DiLoCoCosts(CostModel[DiLoCo]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns inner states, the period's starting point (in host memory) and outer momentum.
 
-        The outer step temporarily adds outer gradients and a copy of the parameters.
+        The outer step adds outer gradients and a copy of the parameters.
         """
         inner = model_states(cell, facts)
         momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0
@@ -125,11 +124,9 @@ class DiLoCoCosts(CostModel[DiLoCo]):
 def manager_of(job: Job) -> Manager:
     """Returns this rank's manager, which requires one replica per device.
 
-    Losing a replica changes the training, so an uncommitted period is an error. DiLoCo's
-    constructor raises ValueError unless `use_async_quorum=False`.
+    An uncommitted period is an error.
 
-    Servers listen only on the job's interface; torchft's manager would listen on all. So would its
-    checkpoint server, unused here because no replica joins later.
+    Servers listen only on the job's interface; torchft's would listen on all.
     """
     import torchft.manager
     from torchft.coordination import ManagerServer

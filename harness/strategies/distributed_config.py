@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
@@ -11,6 +13,9 @@ from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 
 class DistributedConfigParallel(mesh.MeshStrategy):
     """transformers' native FSDP2, tensor and expert parallelism (`DistributedConfig`).
@@ -19,7 +24,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
     """
 
     expert: int = Field(default=1, ge=1)
-    """Ranks that share each layer's experts and exchange their tokens; a multiple of `tensor`."""
+    """Ranks that share each layer's experts; a multiple of `tensor`."""
 
     def sizes(self, devices: int) -> mesh.MeshSizes:
         return dataclasses.replace(super().sizes(devices), expert=self.expert)
@@ -46,18 +51,29 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         return DistributedConfigParallelCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
-        model = mesh.load(job, self.sizes(job.cell.devices))
+        sizes = self.sizes(job.cell.devices)
+        model = mesh.load(job, sizes)
         optimizer = job.optimizer(model.parameters())
         job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
-        return standard_step(job, model, optimizer)
+        no_sync = None
+        if sizes.shards * sizes.replicas > 1:
+            no_sync = functools.partial(
+                mesh.without_reduction, cast("FSDPModule", model), sizes.replicas
+            )
+        return standard_step(job, model, optimizer, no_sync=no_sync)
 
 
 class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.replicas == 1
+
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             freed = mesh.plans_of(workload).freed
-            return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed)
+            scatters = mesh.scatters_of(cell.micro_batches, sizes.replicas)
+            return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed, scatters)
         if layout.data > 1:
             return None
         return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
@@ -67,11 +83,11 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         if sizes.tensor > 1:
             return None
         # Final norm and head are one more unit, as is all of a model without a plan.
-        resharded = len(mesh.plans_of(workload).freed)
-        count = mesh.fsdp_collectives(sizes.shards, sizes.replicas, resharded, unsharded=1)
+        resharded, parts = len(mesh.plans_of(workload).freed), cell.micro_batches
+        count = mesh.fsdp_collectives(parts, sizes.shards, sizes.replicas, resharded, unsharded=1)
         if sizes.expert > 1:
             # Three in forward, repeated by recomputation, and two in backward.
             exchanges = 5 if cell.recompute == "none" else 8
-            of_experts = mesh.fsdp_collectives(sizes.copies, sizes.replicas, resharded=1)
-            count += workload.blocks * (exchanges + of_experts)
-        return float(cell.micro_batches * count)
+            of_experts = mesh.fsdp_collectives(parts, sizes.copies, sizes.replicas, resharded=1)
+            count += workload.blocks * (parts * exchanges + of_experts)
+        return float(count)

@@ -130,8 +130,8 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
 def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
     """Zeroes gradients in buckets and frees the others.
 
-    OSS's `zero_grad` sets all to None (torch's default since 2.0), which detaches them from
-    ShardedDataParallel's buckets: later steps use local gradients.
+    OSS's `zero_grad` would detach them from ShardedDataParallel's buckets, and later steps would
+    use local gradients.
     """
     model.zero_grad(set_to_none=True)
 

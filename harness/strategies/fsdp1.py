@@ -103,12 +103,13 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
         chosen, whole = self.strategy, cell.micro_batches > 1
         states = model_states(cell, facts, shards)
-        gradients = facts.parameter_bytes / (1 if whole else shards)
+        of_model = float(facts.parameter_bytes)
+        gradients = of_model / (1 if whole else shards)
         if chosen.cpu_offload and cell.device == "cuda":
             states = dataclasses.replace(states, parameters=0.0, optimizer=0.0)
             gradients = gradients if whole else 0.0
         reshards = chosen.auto_wrap and chosen.sharding != "shard_grad_op"
-        transient = fsdp_transient(cell, facts, gradients, reshards)
+        transient = fsdp_transient(cell, facts, gradients, reshards, whole=of_model)
         return dataclasses.replace(states, transient=transient)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
@@ -128,7 +129,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
     """Wraps by block or, without names, modules with at least an eighth of the parameters.
 
-    Modules that share a parameter must be one unit, so without blocks such a model is one.
+    Without blocks, a model that shares parameters is one unit.
     """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 

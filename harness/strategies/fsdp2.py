@@ -192,7 +192,7 @@ def sharded_messages(
     """Counts collectives per step.
 
     Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered (hybrid:
-    and all-reduced) once per step or, without `no_sync`, per micro-batch.
+    and all-reduced) once or, without `no_sync`, per micro-batch.
     """
     units, parts = blocks + 1, cell.micro_batches
     gathers = parts * (units + (blocks if gathered_again else 0))

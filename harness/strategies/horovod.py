@@ -120,8 +120,7 @@ class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns a full copy, the fusion buffer and, with Adasum, each update's starting point.
 
-        Counts the buffer's whole threshold size, although on CPUs only the part that gradients fill
-        takes memory.
+        On CPUs, only the part of the buffer that gradients fill takes memory.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
         kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0

@@ -93,7 +93,7 @@ class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
         if sizes.tensor > 1:
             return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
         freed = freed_modules(workload)
-        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed, reductions=1)
+        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed)
 
 
 @functools.cache

@@ -40,11 +40,10 @@ _HEARD: SimpleQueue[int] = SimpleQueue()
 class ParameterServer(Strategy):
     """A parameter server over torch.distributed.rpc, with its optimizer in host memory.
 
-    Each device has a worker. The server computes in its training step; its RPC threads only wait.
-    In asynchronous mode it updates once per worker and step (`server_optimizer`), and no worker
-    gets more than a step ahead of another. Losses lag: a worker's parameters lack up to (N-1)/N
-    of a step's gradients. Parameters with one worker's gradients only, such as a rare token's
-    embedding, move by 1/N of an AdamW step.
+    Each device has a worker. In asynchronous mode the server updates once per worker and step
+    (`server_optimizer`), and no worker gets more than a step ahead of another. Losses lag: a
+    worker's parameters lack up to (N-1)/N of a step's gradients. Parameters with one worker's
+    gradients only move by 1/N of an AdamW step.
     """
 
     capabilities = Capabilities(

@@ -21,7 +21,7 @@ class Pipeline(Strategy):
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards. Zero-bubble schedules and dualpipev defer weight gradients
-    to idle slots; looped_bfs runs all micro-batches of a stage at once."""
+    to idle slots."""
     stages_per_rank: int = Field(default=2, ge=1)
     """Virtual stages per rank for interleaved schedules and looped_bfs. Always 2 (a V's arms) for
     zbv and dualpipev, 1 for gpipe and 1f1b."""
@@ -57,10 +57,7 @@ class Pipeline(Strategy):
         return tuple(range(rank, count, ranks))
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns a script whose stages are transformers' model without the other stages' layers.
-
-        Tied parameters have a copy per rank, whose gradients are summed.
-        """
+        """Returns a script whose stages are transformers' model without other layers."""
         split = make_workload(cell.workload).split
         if to not in ("torchrun", "slurm") or split is None:
             return None
@@ -100,7 +97,7 @@ class PipelineCosts(CostModel[Pipeline]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts hidden states, their gradients and tied gradients.
 
-        End ranks have one neighbour. A V-shaped schedule has one boundary within a rank.
+        A V-shaped schedule has one boundary within a rank.
         """
         hidden = hidden_bytes(cell, layout)
         if hidden is None:

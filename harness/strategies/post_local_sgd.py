@@ -17,8 +17,7 @@ from harness.workloads import Workload
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    AdamW's moments are never averaged. torch's gradient averaging within a node is off; on one node
-    it would leave no local steps.
+    AdamW's moments are never averaged. torch's gradient averaging within a node is off.
     """
 
     capabilities = Capabilities(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SyncBatchNorm(Strategy):
     """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, as in a single process.
 
-    torch's SyncBatchNorm is for GPUs. On CPUs a differentiable all-reduce exchanges the same
+    On CPUs, which torch's SyncBatchNorm lacks, a differentiable all-reduce exchanges the
     statistics.
     """
 
@@ -59,7 +59,7 @@ class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts DDP's messages and two per BatchNorm (on CPUs four: means and variances).
 
-        A convolution and its BatchNorm have three parameters, the last layer two.
+        A convolution and its BatchNorm have three parameters.
         """
         of_norm = 4 if cell.device == "cpu" else 2
         return 1.0 + of_norm * (len(facts.sizes) - 2) // 3

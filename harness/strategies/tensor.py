@@ -103,9 +103,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         """Returns bytes of hidden-state all-reduces.
 
         Layers split by row have one in forward, by column one in backward. Megatron-LM (arXiv
-        1909.08053, section 3) needs four per block, as it first sums gradients of layers with the
-        same input; torch needs seven for Llama. A recomputed block repeats all forward ones except
-        the last, whose result no gradient needs.
+        1909.08053, section 3) needs four per block; torch, which reduces the gradients of each
+        layer's input, seven for Llama. A recomputed block repeats all forward ones except the last.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.strategy.sequence_parallel:
@@ -120,8 +119,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts an all-reduce per split layer and block, and repeated ones (see `traffic`).
 
-        Sequence parallelism has four gathers and four scatters per block, and norm gradients. Its
-        embedding scatters and, in backward, gathers; its head gathers twice and scatters.
+        Sequence parallelism has four gathers and four scatters per block, and norm gradients.
         """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:

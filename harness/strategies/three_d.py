@@ -75,11 +75,18 @@ class ThreeD(Strategy):
             "axis": self.data_axis,
             "shape": (layout.data, layout.pipeline, layout.tensor),
             "sharded": self.data_axis == "fsdp2",
+            "reshards": self.reshards,
             "between_ends": (layout.pipeline - 1) * layout.tensor,
             "loss_said": "The loss is the mean over the ranks that have the last stage.",
             "loss_of_all": f"total.item() / {layout.data * layout.tensor}",
         }
         return Export("three_d.py.j2", values)
+
+    @property
+    def reshards(self) -> bool | None:
+        """FSDP2's `reshard_after_forward`: its default, but False with several stages, as in
+        torchtitan. Otherwise each micro-batch would gather all blocks again."""
+        return None if self.pipeline == 1 else False
 
     @property
     def costs(self) -> ThreeDCosts:
@@ -99,7 +106,7 @@ class ThreeD(Strategy):
         stage = Stage(job, mesh.get_local_rank("pipeline"), self.pipeline)
         restore = split_tensors(stage, mesh["tensor"]) if self.tensor > 1 else {}
         for module in (*stage.blocks, stage) if self.data_axis == "fsdp2" else ():
-            fully_shard(module, mesh=mesh["data"])
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=self.reshards)
         wrap = functools.partial(wrap_stage, axis=self.data_axis, group=data)
         pipe = Pipe(job, self.schedule, [stage], mesh.get_group("pipeline"), wrap)
         optimizer = stage_optimizer(
@@ -116,8 +123,13 @@ class ThreeD(Strategy):
 
 class ThreeDCosts(CostModel[ThreeD]):
     @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.strategy.data_axis == "fsdp2"  # see torch's PipelineStage
+
+    @property
     def zero_stage(self) -> int:
-        return {"fsdp2": 3, "zero1": 1}.get(self.strategy.data_axis, 0)
+        sharded = 2 if self.strategy.reshards is False else 3
+        return {"fsdp2": sharded, "zero1": 1}.get(self.strategy.data_axis, 0)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
@@ -127,15 +139,16 @@ class ThreeDCosts(CostModel[ThreeD]):
         from harness.strategy.pipeline_memory import Engine, held_with_gradients
 
         shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
-        engine = Engine(self.strategy.schedule, layout.tensor, shards)
+        reshards = self.strategy.reshards is not False
+        engine = Engine(self.strategy.schedule, layout.tensor, shards, reshards)
         return held_with_gradients(cell, layout, workload, a_stage_each(layout), engine)
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
     """Returns states of a rank that shares this part of the model with `ranks` data ranks.
 
-    FSDP2 shards all states equally (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer
-    moments by whole parameters; DDP adds buckets.
+    FSDP2 shards all states (ZeRO-3, arXiv 1910.02054, section 5), ZeroRedundancyOptimizer moments;
+    DDP adds buckets.
     """
     if axis == "fsdp2":
         return model_states(cell, part, shards=ranks)
@@ -149,7 +162,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
     """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
     ZeroRedundancyOptimizer reject them.
 
-    The first forward only infers shapes and has no backward, so DDP needs find_unused_parameters.
+    The first forward has no backward, so DDP needs find_unused_parameters.
     """
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -166,8 +179,7 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward runs without gradients, and DTensors that torch builds in it
-    would never pass any on.
+    Before torch 2.12 the first forward, in which torch builds them, has none.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

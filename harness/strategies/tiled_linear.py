@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone needs memory for a whole layer, its gradient and their buffers.
+    ZeRO-3 alone gathers whole layers.
     """
 
     stage: Literal[3] = 3
@@ -132,7 +132,7 @@ def join_tiles(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole parameters by name, with tiles joined under their layer's name.
 
-    `named` must yield a layer's tiles consecutively; a gathered tensor is valid until the next.
+    `named` must yield a layer's tiles consecutively.
     """
     from deepspeed.runtime.zero import TiledLinear
 

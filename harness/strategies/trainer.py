@@ -14,9 +14,8 @@ from harness.workloads.family import HAS_DECODER
 class TransformersTrainer(AccelerateEngine):
     """transformers' Trainer, with its own loop, around DDP, DeepSpeed ZeRO-2 or ZeRO-3, or FSDP2.
 
-    Disables Trainer's defaults: shuffling, clipping at 1.0, learning-rate decay, exempting norms
-    and biases from weight decay, DDP's search for unused parameters. Its gradient norm and check
-    for NaN losses remain on, and are timed.
+    Disables its shuffling, clipping at 1.0, learning-rate decay, exemptions from weight decay, and
+    DDP's search for unused parameters. Its gradient norm and NaN check remain on, and are timed.
     """
 
     # Accelerate imports deepspeed wherever it is installed.

@@ -83,8 +83,8 @@ class UlyssesZero(Deepspeed):
     def gradient_factor(self, layout: Layout) -> int:
         """Returns the factor by which DeepSpeed's averaged gradients are too large.
 
-        Stages 0 to 2 divide the sum over all ranks by the data-parallel ranks, as if each loss
-        covered the whole sequence; stage 3 by all ranks.
+        Stages 0 to 2 divide the sum over all ranks by the data-parallel ranks, stage 3 by all
+        ranks.
         """
         return layout.sequence if self.stage < 3 else 1
 

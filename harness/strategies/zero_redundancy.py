@@ -17,7 +17,7 @@ from harness.strategy.job import standard_step
 class ZeroRedundancy(Strategy):
     """DDP with ZeroRedundancyOptimizer (ZeRO-1): optimizer state is sharded by whole parameters.
 
-    `overlap_with_ddp` is not offered: it skips the first updates while DDP's buckets settle.
+    `overlap_with_ddp` is not offered, as it skips the first updates.
     """
 
     capabilities = Capabilities(reshards=False)

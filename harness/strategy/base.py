@@ -52,12 +52,12 @@ class Capabilities:
     reshards: bool = True
     """Whether other strategies and numbers of ranks can load its checkpoints (torch's format)."""
     stages: bool = False
-    """Whether blocks run as pipeline stages, even if there is only one stage."""
+    """Whether blocks run as pipeline stages."""
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""
     extra_optimizers: tuple[str, ...] = ()
-    """Supported optimizers beyond AdamW and SGD (harness/strategy/optimizers.py)."""
+    """Supported optimizers beyond AdamW and SGD."""
     fixed_steps: bool = False
     """Whether trials must take exactly the cell's steps."""
     max_devices: int | None = None

@@ -159,7 +159,7 @@ class StateFiles:
     parts: Mapping[str, Stateful]
     counters: Sequence[Counter] = ()
     gather: Callable[[], object] = list
-    """Gathers sharded states to rank 0 before a full checkpoint; called on all ranks."""
+    """Gathers sharded states to rank 0; called on all ranks."""
 
     def save(self, folder: Path, step: int) -> None:
         import torch
@@ -216,9 +216,8 @@ def _states(job: Job, train_state: TrainState) -> StateDict:
 def _options(job: Job) -> StateDictOptions:
     """Returns options with flat optimizer names, except for full checkpoints.
 
-    Flat names let ranks with different parameters share a checkpoint, but torch 2.13 raises
-    KeyError when loading them from a full one. On a CPU, `cpu_offload` gives views of memory that
-    FSDP1 frees.
+    Ranks with different parameters need flat names, which torch 2.13 cannot load from a full
+    checkpoint. On a CPU, `cpu_offload` gives views of memory that FSDP1 frees.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -233,7 +232,7 @@ def _options(job: Job) -> StateDictOptions:
 def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
     """Starts an asynchronous save; returns a function that waits for it.
 
-    Its process group keeps its collectives apart from the training's.
+    It has a process group of its own.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save

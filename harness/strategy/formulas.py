@@ -45,24 +45,38 @@ def unit_sizes(workload: Workload, facts: ModelFacts) -> Counter[str]:
 
 
 def fsdp_transient(
-    cell: Cell, facts: ModelFacts, gradients: float, reshards: bool = True, half: bool = False
+    cell: Cell,
+    facts: ModelFacts,
+    gradients: float,
+    reshards: bool = True,
+    half: bool = False,
+    whole: float | None = None,
 ) -> float:
-    """Returns FSDP's transient bytes: `gradients`, kept until the update, and gathered parameters.
+    """Returns FSDP's transient bytes: gathered parameters, and gradients before and after their
+    reduction. `gradients`: bytes kept until the update; `whole`: bytes of all gradients, if not
+    only of trained parameters.
 
-    Backward gathers two blocks, one of them prefetched, and all parameters outside blocks. Unless
-    FSDP `reshards`, forward ends with the whole model gathered. `half`: gathers half precision.
-    Frozen parameters are assumed to be spread like trained ones.
+    Backward gathers two blocks, one of them prefetched, and all parameters outside blocks.
+    Gradients of the latter and of one block are whole, next to another block's copy (torch 2.13:
+    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Unless FSDP `reshards`, forward ends with the
+    whole model gathered. `half`: gathers half precision. Assumes that frozen parameters are spread
+    like trained ones.
     """
     from harness.workloads import make_workload
 
-    model_bytes = facts.parameter_bytes
+    model_bytes, whole = facts.parameter_bytes, whole or facts.trained_bytes
     if half:
         model_bytes = min(model_bytes, 2 * facts.parameters)
-    blocks = unit_sizes(make_workload(cell.workload), facts)
-    gathered = blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
-    in_backward = gradients + model_bytes * gathered / sum(facts.sizes)
-    after_forward = model_bytes + (gradients if cell.micro_batches > 1 else 0.0)
-    return in_backward if reshards else max(in_backward, after_forward)
+    blocks, total = unit_sizes(make_workload(cell.workload), facts), sum(facts.sizes)
+    outside = blocks.pop("", 0)
+    first, second = [*(size for _, size in blocks.most_common(2)), 0, 0][:2]
+    share = (outside + first) / total
+    unreduced = share * (whole * model_bytes / facts.parameter_bytes if half else whole)
+    reduced = (1 - share) * gradients
+    gathered = model_bytes * (outside + first + second) / total
+    in_backward = gathered + unreduced + reduced + whole * second / total
+    before_backward = model_bytes + unreduced + (reduced if cell.micro_batches > 1 else 0.0)
+    return in_backward if reshards else max(in_backward, before_backward)
 
 
 def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFacts | None:
@@ -195,7 +209,7 @@ def dealt_out_states(states: States, facts: ModelFacts, ranks: int) -> States:
 
 
 def fullest_share(sizes: Iterable[int], ranks: int) -> int:
-    """Returns the fullest rank's elements if each tensor in turn goes to the emptiest rank."""
+    """Returns the fullest rank's elements if each tensor goes to the emptiest rank."""
     shares = [0] * ranks
     for size in sizes:
         shares[shares.index(min(shares))] += size

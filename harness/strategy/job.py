@@ -46,8 +46,8 @@ Wait = tuple[object, str, Literal["communication", "bubble", "offload", "optimiz
 Sender = tuple[object, str, str]
 """Object or module, function name, and its collective operation."""
 Save = Callable[[Path, int], "Callable[[], object] | None"]
-"""Saves the state after this many steps, and their number, to a folder; returns a function that
-waits for an asynchronous save."""
+"""Saves the state after this many steps to a folder; returns a function that waits for an
+asynchronous save."""
 Load = Callable[[Path], int]
 """Loads the state from a folder; returns its number of steps."""
 Moment = tuple[str, str, "Tensor"]
@@ -71,7 +71,7 @@ class TrainState:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     restore: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """Functions by parameter name, from the strategy's whole tensor to the workload's layout."""
+    """Functions by parameter name, from a whole tensor to the workload's layout."""
     compute: Sequence[tuple[object, str]] = ()
     """Compute functions as (object, method name), timed separately for the pipeline bubble."""
     gather: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
@@ -79,7 +79,7 @@ class TrainState:
     moments: Callable[[], Iterable[Moment]] | None = None
     """Yields whole optimizer states, if walking the optimizers does not; called on all ranks."""
     states: Callable[[], Iterable[Retained]] | None = None
-    """What this rank keeps between steps, if walking model and optimizers misses or misnames it."""
+    """What this rank keeps between steps, if walking model and optimizers misses it."""
     library: Callable[[], Iterable[Retained]] | None = None
     """Library buffers besides model and optimizers."""
     offload_folder: Path | None = None
@@ -139,7 +139,7 @@ class Job:
     device: torch.device
     rank: int
     scratch: Path
-    """Trial folder, shared by a node's ranks and kept across an elastic restart."""
+    """Trial folder, shared by a node's ranks."""
     restart_count: int = 0
     interface: str | None = None
     """Network interface that reaches all ranks; None lets libraries choose."""
@@ -150,8 +150,8 @@ class Job:
     threads: int = 1
     """Intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights, if not `device`: a GPU for a GPU cell's parameter server,
-    because a CPU draws other numbers."""
+    """Device that draws initial weights, if not `device`: a GPU for a GPU cell's parameter server.
+    """
     resume_from: Path | None = None
     """Checkpoint that `TrainState.load` will get, if any."""
     train_state: TrainState | None = None
@@ -226,7 +226,7 @@ class Job:
         return parameter_groups(self.cell, parameters)
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
-        """Returns the cell's scheduler, to be stepped after each update; None if constant."""
+        """Returns the cell's scheduler; None if constant."""
         if self.cell.schedule == "constant":
             return None
         scheduler = make_scheduler(self.cell, optimizer)
@@ -293,8 +293,8 @@ def standard_step(
 
     Divides losses by the number of micro-batches; scales fp16 ones dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
-    after the last backward; `around_update` wraps the update. `scaler` replaces the default,
-    `clear` the optimizer's `zero_grad`, `job.recipe.clip` torch's clipping.
+    after the last backward; `around_update` wraps the update. `clear` replaces the optimizer's
+    `zero_grad`, `job.recipe.clip` torch's clipping.
     """
     halves = step_halves(
         job,
@@ -375,8 +375,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling for fp16 cells, disabled for others. Starts at 4096: torch's
-    65536 may overflow and skip steps."""
+    """Returns dynamic loss scaling for fp16 cells, disabled for others. torch's initial scale may
+    overflow and skip steps."""
     from torch.amp.grad_scaler import GradScaler
 
     return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")

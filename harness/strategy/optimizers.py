@@ -25,8 +25,8 @@ EIGHT_BITS = Tolerance(
     "a moment halfway between two 8-bit values may be rounded to either",
 )
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
-"""Tolerances of optimizers that amplify gradient rounding. After 20 steps, 8-bit AdamW is off by
-up to 2.9e-3 of an update."""
+"""Tolerances of optimizers that amplify gradient rounding: 8-bit AdamW by up to 2.9e-3 of an
+update."""
 QUANTISED_ELEMENTS = 4096
 """Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256
@@ -87,8 +87,7 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
     """Puts DTensors and plain tensors into separate parameter groups.
 
-    Tensor parallelism leaves norms plain, and torch's foreach and fused updates refuse a mixed
-    list.
+    torch's foreach and fused updates refuse a mixed list.
     """
     from torch.distributed.tensor import DTensor
 
@@ -153,7 +152,7 @@ def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
 def hidden_matrices(facts: ModelFacts, workload: Workload) -> list[int]:
     """Counts each matrix's elements in the blocks, which Muon updates.
 
-    Tells matrices by size: vectors have at most 4 x hidden elements. Muon skips 3D expert weights.
+    Vectors have at most 4 x hidden elements. Muon skips 3D expert weights.
     """
     least = 4 * workload.hidden_size
     return [

@@ -34,12 +34,11 @@ class Engine:
     tensor_ranks: int = 1
     """Ranks that split each layer of a stage."""
     shards: int = 0
-    """Ranks over which FSDP2 shards the stage's parameters; 0 for none.
-
-    FSDP2 gathers a block for forward, frees it, and gathers it again for backward (with several
-    ranks, one block ahead). It stays until the next forward. Gradients are whole until the last
-    micro-batch ends.
-    """
+    """Ranks over which FSDP2 shards the stage's parameters; 0 for none. Gradients are whole until
+    the last micro-batch ends."""
+    reshards: bool = True
+    """Whether FSDP2 frees a gathered block after forward and gathers it again for backward (with
+    several ranks, one block ahead), where it stays until the next forward."""
     copies_inputs: bool = False
     """Whether stages work like DeepSpeed's: copy inputs twice, free sent tensors at once, and keep
     the last results until replaced."""
@@ -48,8 +47,8 @@ class Engine:
         """Returns whether a sent tensor stays in memory until torch frees messages, at the step's
         end.
 
-        1F1B frees each before it sends the next, but fails to free the last of the `ahead` forwards
-        (PyTorch 2.13, pipelining/schedules.py).
+        1F1B frees each before it sends the next, except the last of the `ahead` forwards (PyTorch
+        2.13, pipelining/schedules.py).
         """
         if self.copies_inputs:
             return False
@@ -75,8 +74,7 @@ class PipelineRank:
 def actions(part: PipelineRank) -> Iterator[Action]:
     """Yields the rank's forwards and backwards in torch's order.
 
-    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank, one
-    stage after another.
+    Interleaved 1F1B (arXiv 2104.04473, section 2.2) runs rounds of one micro-batch per rank.
     """
     stages, size = len(part.own), _micro_batches_of_round(part)
     rounds = [range(first, first + size) for first in range(0, part.micro_batches, size)]
@@ -136,8 +134,7 @@ def held_with_gradients(
 def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
     """Returns a rank's peak fp32 bytes in a step, without what it keeps between steps.
 
-    Counts activations, gradients, gathered parameters and engine buffers on fake tensors. The last
-    stage computes losses at the end of forward.
+    Counts activations, gradients, gathered parameters and engine buffers on fake tensors.
     """
     held, engine = Held(with_gradients=True), part.engine
     with without_memory():
@@ -145,7 +142,7 @@ def step_bytes(workload: Workload, part: PipelineRank, recompute: str) -> int:
         for stage in stages:
             held.watch(stage)
             if engine.shards:
-                _gather_when_needed(stage, ahead=engine.shards > 1)
+                _gather_when_needed(stage, engine.reshards, ahead=engine.shards > 1)
         run = _Run(workload, part, stages, held)
         with held:
             run.begin()
@@ -221,8 +218,8 @@ class _Run:
             received.grad = None
 
 
-def _gather_when_needed(stage: Stage, ahead: bool) -> None:
-    """Imitates FSDP2's gathers (see `Engine.shards`), prefetching in backward if `ahead`."""
+def _gather_when_needed(stage: Stage, reshards: bool, ahead: bool) -> None:
+    """Imitates FSDP2's gathers (see `Engine.reshards`), prefetching in backward if `ahead`."""
     gathered: dict[nn.Module, Tensor] = {}
     blocks = stage.blocks
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -243,8 +240,9 @@ def _gather_when_needed(stage: Stage, ahead: bool) -> None:
     stage.register_forward_pre_hook(gather)
     for block in blocks:
         block.register_forward_pre_hook(gather)
-        block.register_forward_hook(free)
-        block.register_full_backward_pre_hook(gather_for_backward)
+        if reshards:
+            block.register_forward_hook(free)
+            block.register_full_backward_pre_hook(gather_for_backward)
 
 
 def _stage(workload: Workload, index: int, part: PipelineRank, recompute: str) -> Stage:

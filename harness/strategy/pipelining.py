@@ -50,8 +50,7 @@ SCHEDULES: dict[str, Any] = {
 class Stage(nn.Module):
     """Stage `index` of `count`: its blocks, plus the embedding if first and the head if last.
 
-    Placeholders preserve parameter names. Tied parameters have separate storage on each stage (see
-    `Pipe.sum_tied`).
+    Placeholders preserve parameter names. For tied parameters, see `Pipe.sum_tied`.
     """
 
     def __init__(self, job: Job, index: int = 0, count: int = 1) -> None:
@@ -123,7 +122,7 @@ def split_tensors(
 
 
 class Pipe:
-    """A rank's stages under a torch schedule; losses are divided by the number of micro-batches.
+    """A rank's stages under a torch schedule.
 
     `wrap` adds a data-parallel wrapper, which may hide names.
     """
@@ -200,8 +199,7 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Sums the gradients of parameters tied across two ranks. Copies stay equal, because a + b
-        and b + a are bitwise equal."""
+        """Sums the gradients of parameters tied across two ranks."""
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
         for stage in self.stages:

@@ -113,9 +113,8 @@ def clip_gradients(
 ) -> Tensor:
     """Clips gradients to a global 2-norm; returns the norm before clipping.
 
-    torch's `clip_grad_norm_` fails on DTensors of several meshes, or mixed with plain tensors
-    (2.13). `group`: ranks with other parameters, such as pipeline stages; `copies`: parameters that
-    another of its ranks counts.
+    torch's `clip_grad_norm_` fails on DTensors of several meshes (2.13). `group`: ranks with other
+    parameters, such as pipeline stages; `copies`: parameters that another of its ranks counts.
     """
     import torch
     import torch.distributed as dist

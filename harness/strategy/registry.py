@@ -143,11 +143,11 @@ def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | 
 
 
 def _no_command(scratch: Path) -> None:
-    """Returns None; not a lambda, because trials are pickled."""
+    """Returns None; unlike a lambda, can be pickled."""
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
-    """Returns how many parts of the global batch BatchNorm normalises separately."""
+    """Returns how many parts of the batch BatchNorm normalises separately."""
     ranks = 1 if strategy.capabilities.synchronizes_batch_norm else layout.data
     return ranks * cell.micro_batches
 

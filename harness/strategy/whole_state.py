@@ -26,7 +26,7 @@ def plain_name(name: str) -> str:
 def full_parameters(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yields this rank's parameters by plain name, unsharded and in the workload's layout.
 
-    Gathering shards (DTensor) is collective: all ranks must iterate together.
+    All ranks must iterate together.
     """
     gather = train_state.gather or train_state.model.named_parameters
     for name, parameter in gather():

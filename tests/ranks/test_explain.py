@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,17 @@ def test_ddp_reduces_in_the_buckets_that_a_user_gets(launcher: Launcher) -> None
     default."""
     row = explained(launcher, "ddp", options={"bucket_cap_mb": 25}, workload="llama-micro")
     assert all_reduces(row) == [1, 1]
+
+
+def test_a_pipeline_gathers_and_scatters_each_unit_once(launcher: Launcher) -> None:
+    """A stage's units are its block and the rest. Its two micro-batches share one gather."""
+    axes: dict[str, Any] = {"options": {"tensor": 1}, "micro_batches": 2}
+    row = explained(launcher, "three_d", devices=4, **axes)
+    for rank in json.loads(str(row.collectives)):
+        counts = Counter[str]()
+        for operation, _, _, count in rank:
+            counts[operation] += count
+        assert (counts["all_gather"], counts["reduce_scatter"]) == (2, 2)
 
 
 def test_what_the_memory_tracker_cannot_do_costs_nothing_else(launcher: Launcher) -> None:

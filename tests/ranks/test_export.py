@@ -245,6 +245,7 @@ SETS: Sets = [
         {
             "workload": "mixtral-nano",
             "options": {"expert": 2},
+            "micro_batches": 2,
             "recompute": "full",
             "optimizer": "adamw_foreach",  # torch's default on GPUs
         },

@@ -24,6 +24,14 @@ CELLS: dict[str, dict[str, Any]] = {
         "workload": "qwen3-moe-nano",
         "options": {"tensor": 2},
     },
+    # Gradients are scattered after each micro-batch, and all-reduced after the last.
+    "replicas": {
+        "strategy": "distributed_config",
+        "workload": "mixtral-nano",
+        "devices": 4,
+        "micro_batches": 2,
+        "options": {"replicas": 2, "expert": 2},
+    },
 }
 
 

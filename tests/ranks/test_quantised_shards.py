@@ -41,8 +41,10 @@ def test_a_cast_of_packed_weights_is_to_the_type_that_they_are_stored_as(
     assert trial["status"] == "ok", trial["reason"]
 
 
-@pytest.mark.parametrize(("micro_batches", "shards"), [(1, 2), (2, 1)])
-def test_fsdp1_has_gradients_of_frozen_parameters(micro_batches: int, shards: int) -> None:
+@pytest.mark.parametrize(("micro_batches", "gradients"), [(1, 1.25), (2, 1.5)])
+def test_fsdp1_has_gradients_of_frozen_parameters(micro_batches: int, gradients: float) -> None:
+    """Adapters are in two blocks, which are gathered together. One block's gradients are whole; the
+    other's are copied, and sharded after the only micro-batch."""
     lora = Cell(
         strategy="fsdp1", devices=2, workload="llama-nano+lora", micro_batches=micro_batches
     )
@@ -51,6 +53,4 @@ def test_fsdp1_has_gradients_of_frozen_parameters(micro_batches: int, shards: in
     facts = model_facts(workload, 32)
     states = strategy.costs.states(lora, layout, facts)
     assert states is not None
-    # Adapters are in two blocks, which are gathered together.
-    gradients = states.transient - facts.parameter_bytes
-    assert gradients == facts.parameter_bytes / shards > facts.trained_bytes
+    assert states.transient == (1 + gradients) * facts.parameter_bytes

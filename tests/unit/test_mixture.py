@@ -21,6 +21,7 @@ from harness.run import metrics
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable
 from harness.strategies import _distributed as mesh
+from harness.strategy.formulas import unit_sizes
 from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts
@@ -227,7 +228,7 @@ def test_deepspeed_has_a_rank_where_its_experts_are(monkeypatch: pytest.MonkeyPa
 def test_traffic_by_hand() -> None:
     """Each of two ranks has 4 samples of 32 tokens. Each of 2 blocks exchanges 256 rows of 32
     numbers, and token counts, 4 times; half of them stay. Experts are not gathered; the rest is,
-    blocks and embedding twice."""
+    blocks and embedding twice. Two micro-batches gather twice but scatter once."""
     one = cell("distributed_config", options={"expert": 2}, global_batch=8)
     strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
     layout = strategy.layout(2)
@@ -237,6 +238,9 @@ def test_traffic_by_hand() -> None:
     kept = named["lm_head.weight"] + named["model.norm.weight"]
     gathered = 4 * (3 * sum(dense.values()) - kept) / 2
     assert strategy.costs.traffic(one, layout, facts) == rows + gathered
+    two = one.model_copy(update={"micro_batches": 2})
+    counts, scattered = 2 * 8 * 4 / 2, 4 * sum(dense.values()) / 2
+    assert strategy.costs.traffic(two, layout, facts) == rows + counts + 2 * gathered - scattered
     states = strategy.costs.states(one, layout, facts)
     assert states is not None
     assert states.parameters == facts.parameter_bytes / 2
@@ -246,9 +250,11 @@ def test_traffic_by_hand() -> None:
 @pytest.mark.parametrize(
     ("workload", "devices", "axes", "count"),
     [
-        # Blocks and embedding are gathered twice, norm and head once; all four units are scattered.
-        ("llama-nano", 2, {"micro_batches": 2}, 2 * (7 + 4)),
+        # Each micro-batch gathers blocks and embedding twice, norm and head once. The last scatters
+        # all four units; with replicas, all micro-batches do, and the last also all-reduces.
+        ("llama-nano", 2, {"micro_batches": 2}, 2 * 7 + 4),
         ("llama-nano", 4, {"options": {"replicas": 2}}, 7 + 4 + 4),
+        ("llama-nano", 4, {"options": {"replicas": 2}, "micro_batches": 2}, 2 * (7 + 4) + 4),
         ("llama-nano", 2, {"options": {"replicas": 2}}, 4),
         # transformers' plan names no module of GPT-2, whose root is then the only unit.
         ("gpt2-nano", 2, {}, 1 + 1),
@@ -300,16 +306,41 @@ def test_bytes_of_accelerates_shards_by_hand(
 
 
 @needs_meshes
-def test_accelerate_keeps_whole_gradients_until_the_last_micro_batch() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options", "more"),
+    [
+        ("parallelism_config", {}, 3 / 4),
+        ("parallelism_config", {"replicas": 2}, 1 / 2),
+        ("distributed_config", {}, 3 / 4),
+        ("distributed_config", {"replicas": 2}, 0),
+    ],
+)
+def test_whole_gradients_stay_until_the_last_micro_batch(
+    strategy: str, options: dict[str, int], more: float
+) -> None:
+    """Only the second block's ever were shards. With replicas, transformers scatters the gradients
+    of every micro-batch."""
     found = []
     facts = model_facts(make_workload("llama-nano"), 32)
+    block = unit_sizes(make_workload("llama-nano"), facts)["model.layers.1"]
     for parts in (1, 2):
-        one = cell("parallelism_config", "llama-nano", micro_batches=parts)
-        strategy = make_strategy(one)
-        states = strategy.costs.states(one, strategy.layout(2), facts)
+        one = cell(strategy, "llama-nano", 4, options=options, micro_batches=parts)
+        states = make_strategy(one).costs.states(one, make_strategy(one).layout(4), facts)
         assert states is not None
         found.append(states.transient)
-    assert found[1] - found[0] == pytest.approx(facts.trained_bytes / 2)
+    assert found[1] - found[0] == pytest.approx(more * 4 * block)
+
+
+@needs_meshes
+def test_experts_share_whole_gradients_too() -> None:
+    """Of two ranks, each keeps the gradients of half the experts and of all else."""
+    one = cell("distributed_config", options={"expert": 2}, micro_batches=2)
+    strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
+    named = dict(zip(facts.trainable, facts.sizes, strict=True))
+    experts = sum(size for name, size in named.items() if ".experts." in name)
+    states = strategy.costs.states(one, strategy.layout(2), facts)
+    assert states is not None
+    assert states.transient == pytest.approx(4 * (sum(facts.sizes) - experts / 2))
 
 
 @pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])

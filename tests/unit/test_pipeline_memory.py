@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.spec.cell import Cell
-from harness.strategy.formulas import facts_of_stages
-from harness.strategy.pipeline_memory import Engine, PipelineRank, actions
+from harness.strategy.formulas import facts_of_stages, unit_sizes
+from harness.strategy.pipeline_memory import Engine, PipelineRank, actions, step_bytes
 from harness.strategy.pipelining import SCHEDULES
 from harness.strategy.registry import make_strategy
 from harness.strategy.schedules import Schedule
@@ -95,6 +95,17 @@ def test_more_micro_batches_in_flight_hold_more() -> None:
     assert held["gpipe"] is not None
     assert held["1f1b"] is not None
     assert 1.5 < held["gpipe"] / held["1f1b"] < 2.2
+
+
+def test_gathered_blocks_of_a_pipeline_stay_until_its_last_micro_batch() -> None:
+    """The peak is in the loss, when all four blocks of the last stage would be freed otherwise."""
+    workload = make_workload("llama-64x8")
+    stays, freed = (
+        step_bytes(workload, PipelineRank(engine, 1, 2, (1,), 1, 4, 64), "none")
+        for engine in (Engine("gpipe", 1, 2, reshards) for reshards in (False, True))
+    )
+    block = unit_sizes(workload, model_facts(workload, 64))["model.layers.7"]
+    assert stays - freed == pytest.approx(4 * 4 * block, rel=0.05)
 
 
 def test_gradients_apart_have_no_formula() -> None:

@@ -148,10 +148,10 @@ def test_half_weights_are_gathered_in_half_the_bytes() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gathered_parameters_take_their_own_width(mixed: bool) -> None:
-    """At the end of backward, with a rank's half of 40 bytes of gradients."""
+    """Backward of a model without blocks has all parameters and all gradients."""
     options = {"reshard_after_forward": False, "mixed_precision": mixed}
     kept = states(cell("fsdp2", precision="bf16", options=options))
-    assert kept.transient == 20 + (20 if mixed else 40)
+    assert kept.transient == 2 * (20 if mixed else 40)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -168,23 +168,24 @@ def test_a_starting_point_in_host_memory_is_not_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "one_part", "two_parts"),
     [
-        ("fsdp1", {"sharding": "full_shard"}, 56, 104),
-        ("fsdp1", {"sharding": "shard_grad_op"}, 64, 128),
-        ("fsdp1", {"auto_wrap": False}, 64, 128),
-        ("fsdp2", {}, 56, 104),
-        ("fsdp2", {"reshard_after_forward": False, "no_sync": False}, 64, 80),
-        ("fairscale_fsdp", {}, 56, 104),
-        ("fairscale_fsdp", {"no_sync": False}, 56, 56),
-        ("fairscale_fsdp", {"reshard_after_forward": False}, 64, 128),
-        ("accelerate", {"engine": "fsdp2"}, 56, 104),
-        ("trainer", {"engine": "fsdp2"}, 56, 104),
+        ("fsdp1", {"sharding": "full_shard"}, 90, 120),
+        ("fsdp1", {"sharding": "shard_grad_op"}, 90, 128),
+        ("fsdp1", {"auto_wrap": False}, 90, 128),
+        ("fsdp2", {}, 90, 120),
+        ("fsdp2", {"reshard_after_forward": False, "no_sync": False}, 90, 98),
+        ("fairscale_fsdp", {}, 90, 120),
+        ("fairscale_fsdp", {"no_sync": False}, 90, 90),
+        ("fairscale_fsdp", {"reshard_after_forward": False}, 90, 128),
+        ("accelerate", {"engine": "fsdp2"}, 90, 120),
+        ("trainer", {"engine": "fsdp2"}, 90, 120),
     ],
     ids=str,
 )
 def test_gathered_parameters_and_whole_gradients_within_a_step(
     strategy: str, options: dict[str, object], one_part: float, two_parts: float
 ) -> None:
-    """Four ranks have 16 of 64 bytes of gradients each. Backward gathers 2 + 4 + 4 parameters."""
+    """Four ranks have 16 of 64 bytes of gradients each. Backward gathers 2 + 4 + 4 parameters, has
+    2 + 4 whole gradients, and copies 4 more."""
     cells = [cell(strategy, devices=4, options=options, micro_batches=n) for n in (1, 2)]
     assert [states(one, BLOCKS).transient for one in cells] == [one_part, two_parts]
 
