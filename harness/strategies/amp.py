@@ -30,8 +30,8 @@ LOST = Tolerance(
 class Amp(Strategy):
     """Apex-style AMP under DDP: autocast (O1), half with fp32 master weights (O2), pure half (O3).
 
-    Half is the cell's precision; O1 and O2 scale the fp16 loss dynamically. Unlike apex, master
-    weights start unrounded and rotary frequencies stay fp32.
+    Half is the cell's precision; O1 and O2 scale the fp16 loss dynamically. As in apex, O2 keeps
+    BatchNorm in fp32. Unlike apex, master weights start unrounded and rotary frequencies stay fp32.
 
     Each level is compared with itself in one process. O3 loses updates: in bf16, a step of 1e-3
     never moves a norm weight of 1.0. Pure fp16 with AdamW diverges: a squared gradient below 6e-8

@@ -124,7 +124,7 @@ class DiLoCoCosts(CostModel[DiLoCo]):
 def manager_of(job: Job) -> Manager:
     """Returns this rank's manager, which requires one replica per device.
 
-    An uncommitted period is an error.
+    An uncommitted period is an error, as losing a replica changes the training.
 
     Servers listen only on the job's interface; torchft's would listen on all.
     """

@@ -119,7 +119,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts an all-reduce per split layer and block, and repeated ones (see `traffic`).
 
-        Sequence parallelism has four gathers and four scatters per block, and norm gradients.
+        Sequence parallelism has four gathers and four scatters per block, and norm gradients. Its
+        embedding scatters and, in backward, gathers; its head gathers twice and scatters.
         """
         workload = make_workload(cell.workload)
         if layout.tensor == 1 or workload.split is None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Ulysses(Strategy):
     """DeepSpeed-Ulysses by hand (DistributedAttention): attention exchanges tokens for heads.
 
-    Other layers see only a rank's tokens (arXiv 2309.14509). Every rank keeps the whole model and
-    averages gradients.
+    Outside attention, a rank computes its part of the tokens (arXiv 2309.14509). Every rank keeps
+    the whole model and averages gradients.
     """
 
     requires = ("deepspeed",)
