@@ -158,9 +158,7 @@ def run(
 
     where = parse_rendezvous(rendezvous) if rendezvous else None
     agents = AgentOptions(nodes or 1, where, interface, timeout)
-    options = RunOptions(
-        results, resume, parse_share(share), dry_run, baseline_cell, profile, with_parent, agents
-    )
+    options = RunOptions(results, resume, parse_share(share), dry_run, profile, with_parent, agents)
     plan_options = PlanOptions(
         matrix=matrix,
         only=tuple(only or ()),
@@ -172,6 +170,7 @@ def run(
         time_budget_seconds=parse_time(time_budget) if time_budget else None,
         interleave=interleave,
         timed_seconds=timed_seconds,
+        baseline_cell=baseline_cell,
         run_id=run_id,
         host=host,
         nodes=agents.nodes,

@@ -10,7 +10,7 @@ from harness.analysis.setting import SCALED, batch, by_setting, grouped, series,
 from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE, TECHNIQUES, Cell
 
-Choice: TypeAlias = Callable[[CellResult], bool]
+Choice: TypeAlias = Callable[[Cell], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
@@ -18,15 +18,15 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     default torchrun's DDP without options, else the single process. Prefers more trials."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
-        accepted = filter(chosen, ranked)
-        return min(accepted, key=lambda r: (_additions(r.cell), -r.trials), default=None)
+        accepted = [result for result in ranked if chosen(result.cell)]
+        return min(accepted, key=lambda r: (additions(r.cell), -r.trials), default=None)
     plain = [result for result in ranked if result.cell.plain]
     ddp = [result for result in plain if result.placement.wraps_ddp == "torchrun"]
     single = [r for r in plain if r.cell.strategy == BASELINE and not r.cell.options]
     return max(ddp or single, key=lambda result: result.trials, default=None)
 
 
-def _additions(cell: Cell) -> int:
+def additions(cell: Cell) -> int:
     """Returns the number of options and techniques in the cell's label."""
     named = ("launcher", "checkpoint_from", *TECHNIQUES)
     return len(cell.options) + sum(map(cell.is_set, named))

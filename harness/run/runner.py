@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Protocol
 
+from harness.analysis.baseline import Choice
 from harness.analysis.race import MOST_IN_HEAT
 from harness.host.gpu_state import GpuLook
 from harness.host.memory_limits import available_memory_bytes
@@ -95,6 +96,8 @@ class Runner:
     share: tuple[int, int] = (0, 1)
     """This runner's share of the plan's cells: (number, number of shares)."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
+    baseline: Choice | None = None
+    """Accepts cells that others are compared with; None: DDP, else the single process."""
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
     """This run's trials; None until the first further round reads them."""
@@ -228,7 +231,7 @@ class Runner:
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
-        further = worth_launching(self.plan, self._recorded)
+        further = worth_launching(self.plan, self._recorded, self.baseline)
         own = {cell.id: cell for cell in self.cells}
         heats = [[own[name] for name in heat if name in own] for heat in further.heats]
         wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
