@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.analysis.ranking import against_best
-from harness.analysis.stats import EQUAL, LogEstimate
+from harness.analysis.stats import EQUAL, LogEstimate, added_level_error, difference_error
 
 FAR_BEHIND = 4.5
 """Standard errors behind the fastest at which a cell drops out."""
@@ -65,7 +65,8 @@ def _is_open(setting: Entrants) -> bool:
         return False
     best = max(setting.speeds.values(), key=lambda speed: speed.mean)
     usual = setting.speeds.get(setting.baseline, best)
-    wide = usual is not best and math.hypot(best.error, usual.error) > GAIN_ERROR
+    levels = added_level_error([(best, usual)])
+    wide = usual is not best and math.hypot(best.error, usual.error, levels) > GAIN_ERROR
     return wide or _more_would_decide([*setting.speeds.values()])
 
 
@@ -73,7 +74,7 @@ def _more_would_decide(speeds: Sequence[LogEstimate]) -> bool:
     """Whether unlimited further trials with these means would decide more; allowances remain."""
     if is_decided(speeds):
         return False
-    certain = [replace(speed, error=0.0) for speed in speeds]
+    certain = [replace(speed, error=0.0, level_error=0.0) for speed in speeds]
     return is_decided(certain) or _number_of_ties(certain) < _number_of_ties(speeds)
 
 
@@ -86,7 +87,7 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
     if len(speeds) < 2 or any(speed.degrees <= 0 for speed in speeds):
         return True
     first, second = sorted(speeds, key=lambda speed: -speed.mean)[:2]
-    least = LEAST_FACTOR * math.hypot(first.whole_error, second.whole_error)
+    least = LEAST_FACTOR * difference_error(first, second)
     if least > max(first.mean - second.mean, -math.log(1 - EQUAL)):
         return False  # Skips Hsu's bounds, which are much slower.
     bounded = zip(speeds, against_best(speeds), strict=True)
@@ -144,7 +145,7 @@ def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
         name
         for (name, speed), bound in zip(cells.items(), bounds, strict=True)
         if bound.may_be_best
-        or first.mean - speed.mean <= FAR_BEHIND * math.hypot(first.whole_error, speed.whole_error)
+        or first.mean - speed.mean <= FAR_BEHIND * difference_error(first, speed)
     }
 
 

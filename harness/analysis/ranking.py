@@ -27,6 +27,7 @@ from harness.analysis.stats import (
     PAIR_CONFIDENCE,
     Comparison,
     LogEstimate,
+    added_level_error,
     between_runs,
     compare_rounds,
     compare_runs,
@@ -108,14 +109,17 @@ _FURTHEST = 8.0
 class _Joint:
     """Joint distribution of several cells' differences from one cell.
 
-    A score is a difference in standard errors, mapped from its t to the normal distribution.
+    A score is a difference in standard errors, mapped from its t to the normal distribution. Level
+    errors count as independent, although cells of one part share them, which widens intervals.
     """
 
     def __init__(self, cell: LogEstimate, others: Sequence[LogEstimate], two_sided: bool) -> None:
         import numpy as np
         from scipy.special import ndtri
 
-        errors = np.array([max(other.whole_error, 1e-12) for other in others])
+        errors = np.array(
+            [math.hypot(o.whole_error, added_level_error([(cell, o)]), 1e-12) for o in others]
+        )
         degrees = np.array([other.whole_degrees for other in others])
         self.errors = np.hypot(errors, cell.whole_error)
         self.degrees = np.minimum(degrees, max(cell.whole_degrees, 1e-12))

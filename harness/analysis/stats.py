@@ -128,9 +128,14 @@ def ratio(
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
-    error = math.hypot(first.whole_error, second.whole_error, added_level_error([(first, second)]))
-    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees)) * error
+    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees))
+    half *= difference_error(first, second)
     return comparison(mean, half, count)
+
+
+def difference_error(first: LogEstimate, second: LogEstimate) -> float:
+    """Returns the standard error of the difference of two cells' logarithms."""
+    return math.hypot(first.whole_error, second.whole_error, added_level_error([(first, second)]))
 
 
 def added_level_error(
