@@ -44,11 +44,11 @@ TimeBudget: TypeAlias = Annotated[
     typer.Option(
         "--time-budget",
         help=(
-            "Time budget, such as 45min. Once it is spent, no round is added. Without"
-            " --precision, planned rounds from the third on are skipped too. By default 1h with"
-            " --precision, none with --trials, else the matrix's, else a quarter more than the"
-            " planned rounds take. Rounds are added for cells that may be the best, unless"
-            " --trials fixes their number."
+            "Time budget, such as 45min; --resume starts it anew. Once it is spent, no round is"
+            " added. Without --precision, planned rounds from the third on are skipped too. By"
+            " default 1h with --precision, none with --trials, else the matrix's, else a quarter"
+            " more than the planned rounds take. Rounds are added for cells that may be the best,"
+            " unless --trials fixes their number."
         ),
     ),
 ]
