@@ -15,7 +15,7 @@ Choice: TypeAlias = Callable[[Cell], bool]
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
     """Returns a setting's baseline, if any: the plainest ranked cell that `chosen` accepts; by
-    default torchrun's DDP without options, else the single process. Prefers more trials."""
+    default DDP under torchrun without options, else the single process. Prefers more trials."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         accepted = [result for result in ranked if chosen(result.cell)]
@@ -64,8 +64,8 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device.
 
-    `efficiency_own` uses the one-device cell with as many micro-batches, else one whose
-    micro-batches are as large; `efficiency_single` the plain single process, else the same.
+    `efficiency_own` uses the one-device cell with as many micro-batches, else one with equally
+    large ones; `efficiency_single` the plain single process, else the same.
     """
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
@@ -100,7 +100,7 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _alike(result: CellResult) -> tuple[tuple[object, ...], ...]:
-    """Returns keys of cells to scale from: as many micro-batches, else as large ones."""
+    """Returns keys of cells to scale from, the preferred first."""
     cell = result.cell
     return series(cell), (*series(_one_micro_batch(cell)), _micro_batch(result))
 

@@ -23,11 +23,11 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst", "all"]
 """How trials become one value: any trial's, the median or largest of finished ones, that of the
-trial with the worst parity, or whether it is true in every trial that has one."""
+worst parity, or whether it is true in all that have one."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
-    """Returns a field filled from a column of `trials`, by default the one with its name."""
+    """Returns a field filled from a column of `trials`, by default of its name."""
     metadata = {"summary": summary} | ({"column": column} if column else {})
     return field(default=default, metadata=metadata)
 
@@ -174,7 +174,6 @@ class KeptStates:
     optimizer_bytes: float | None = None
     library_bytes: float | None = None
     state_bytes: float | None = None
-    """Sum of the four above."""
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
@@ -211,7 +210,7 @@ class Parity:
     same_training: bool = False
     """Whether parity is exact, or half precision explains the deviation."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, perhaps smaller; may be empty."""
+    """Parity verdict of a half-precision cell's fp32 twin, if any."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ class CellResult:
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
-        """Returns the estimate of samples_per_second or tokens_per_second; None if unknown."""
+        """Returns the estimate of samples_per_second or tokens_per_second, if known."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
 

@@ -1,8 +1,6 @@
-"""Adjusts step times by the control.
-
-The control is a small fixed computation between steps that shows the machine's speed
-(harness/worker/control_process.py). Nothing is fitted, so adjusted times carry over to other runs.
-"""
+"""Adjusts step times by the control, a small fixed computation between steps that shows the
+machine's speed (harness/worker/control_process.py). Nothing is fitted, so adjusted times carry over
+to other runs."""
 
 from __future__ import annotations
 

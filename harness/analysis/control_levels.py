@@ -31,7 +31,7 @@ class ControlLevel:
     """Control time over neighbouring trials' median."""
     low: float
     high: float
-    """95 % interval of the ratio."""
+    """95 % interval."""
     trials: int
 
 
@@ -41,9 +41,8 @@ class ControlLevels:
     labels: int
     """Combinations of strategy and launcher."""
     probability: float
-    """Probability of at least this difference by chance (randomisation test: labels are shuffled
-    within blocks of consecutive trials).
-    """
+    """Probability of at least this difference by chance, by shuffling labels within blocks of
+    consecutive trials."""
 
     @property
     def by_chance(self) -> bool:
@@ -119,10 +118,8 @@ def _probability(
 def _differences(
     labels: NDArray[np.int64], values: NDArray[np.float64], names: int
 ) -> NDArray[np.float64]:
-    """Returns sums of squares between labels (shape [shuffles]).
-
-    `labels`: shape [shuffles, trials]; `values`: shape [trials].
-    """
+    """Returns sums of squares between labels. `labels`: shape [shuffles, trials]; `values`: shape
+    [trials]."""
     import numpy as np
 
     total = np.zeros(len(labels))

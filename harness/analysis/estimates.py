@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
-"""Fewest cells with a variance for a prior; fewer are pooled."""
+"""Fewest variances for a prior; fewer are pooled."""
 USUAL_POWER = -1.0
-"""Exponent of steps per trial in the variance, if few cells show it; -1: independent steps."""
+"""Exponent of steps per trial in the variance if few cells show it, as for independent steps."""
 FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
@@ -64,10 +64,7 @@ class VariancePrior:
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one; cells with a single trial get that one.
-
-    Variances of fewer than three cells are pooled.
-    """
+    """Returns variances shrunk towards the common one, which cells with a single trial get."""
     common = prior(spreads)
     if common is None:
         return list(spreads)
@@ -147,7 +144,7 @@ class RunEstimates:
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Adjusted samples per second by cell id and trial number."""
     adjustment: Adjustment = NONE
-    """Adjustment for cells without disk offload and with a core per rank."""
+    """For cells without disk offload and with a core per rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:

@@ -55,7 +55,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Returns the split that minimises absolute deviations from both medians, capped against
+    """Returns the split with the least absolute deviations from both medians, capped against
     outliers."""
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 

@@ -103,8 +103,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Names and bytes of memory beyond ZeRO's model states, largest first, if at least 1 % of
-        the budget."""
+        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
+        budget."""
         if self.holding is None:
             return []
         fill = self.fill
@@ -194,7 +194,7 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Predictions by cell id: step, size, and activations of the first and each further step."""
+    """By cell id: predicted step, size, and activations of the first and each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     unlimited: Sequence[TrialRecord]
     """Trials repeated without a memory limit, after failures not due to memory."""

@@ -6,7 +6,7 @@ challengers drawn by their chance of being the fastest (top-two sampling: Russo,
 68, 2020).
 
 The largest setting, and then one that is drawn, race in heats: a few cells with the baseline, which
-ties the heats to each other. Trials of a heat are interleaved if the machine allows.
+ties the heats to each other, interleaved if the machine allows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Trials of each contender before leaders and challengers are drawn."""
 GAIN_ERROR = 0.005
-"""Standard error of the fastest cell's gain over the baseline at which its race may end (see
+"""Standard error of the fastest cell's gain at which its race may end (see
 docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
 """Lower bound on the critical values of one-sided bounds with 95 % confidence."""
 MOST_IN_HEAT = 4
-"""Largest number of cells in a heat, which are in memory together."""
+"""Most cells in a heat, which are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns ids of cells not far behind the fastest, or not known to be slower; without a spread,
-    all."""
+    """Returns ids of cells not far behind the fastest, or not known to be slower; all without a
+    spread."""
     if not cells or any(speed.degrees <= 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)

@@ -87,8 +87,7 @@ def half_widths(
     others: Sequence[LogEstimate],
     two_sided: bool = False,
 ) -> list[float]:
-    """Returns log ratios from which each other cell's difference from this one is jointly
-    significant."""
+    """Returns log ratios from which each difference from this cell is jointly significant."""
     from scipy.optimize import brentq
 
     joint = _Joint(cell, others, two_sided)
@@ -194,8 +193,8 @@ def compare(
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns cells that may be a setting's fastest.
 
-    Interleaved cells, which have no common spread, are compared with the first. Within rounds, one
-    may be faster than the first, which has the highest throughput over all trials.
+    Interleaved cells have no common spread, so they are compared with the first, which has the
+    highest throughput over all trials. Within rounds, another may be faster.
     """
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _SAME_MEMORY = 0.02
-"""Relative tolerance for memory, because operating systems reserve different amounts."""
+"""Relative tolerance for memory, as operating systems reserve different amounts."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def gpu_time(
 ) -> GpuTime | None:
     """Breaks down a profiled step, if a GPU was profiled.
 
-    `flops_per_device`: model FLOPs per step, attention included. `matmul_rate`: measured FLOP/s.
-    Idle time excludes the profiler's overhead.
+    `flops_per_device`: model FLOPs per step, with attention. `matmul_rate`: measured FLOP/s. Idle
+    time excludes the profiler's overhead.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):

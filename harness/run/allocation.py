@@ -27,7 +27,7 @@ from harness.workloads import make_workload
 
 @dataclass(frozen=True)
 class PlannedHeadline:
-    """Cells that will lead a run's report, if they run."""
+    """Cells that will lead a run's report."""
 
     cells: tuple[Cell, ...]
     baseline: Cell | None
@@ -41,8 +41,7 @@ def launches_per_round(
     """Returns the trials per round by cell id, for cells with more than one.
 
     A baseline compared with k cells gets the square root of k, rounded down, which makes all k
-    intervals narrowest (Dunnett, JASA 50, 1955, section 5). `chosen` accepts its cells; None: DDP
-    or the single process.
+    intervals narrowest (Dunnett, JASA 50, 1955, section 5). `chosen`: see `baseline_of`.
     """
     return {
         baseline.id: launches
@@ -60,8 +59,8 @@ def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[s
 
 
 def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
-    """Returns the groups of cells that a report ranks. A baseline alone has them, as scaling
-    efficiencies may refer to it."""
+    """Returns the groups of cells that a report ranks, and lone baselines, to which scaling
+    efficiencies may refer."""
     groups = _groups([cell for cell in cells if not _crowded(cell, cores)])
     return [group for group in groups if len(group) > 1 or _planned_baseline(group)]
 
@@ -124,7 +123,7 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds, as a fraction of the planned ones', if there is no time budget."""
+"""Time for further rounds without a time budget, as a fraction of the planned ones'."""
 
 
 class FurtherRound(NamedTuple):
@@ -141,8 +140,7 @@ class FurtherRound(NamedTuple):
 def worth_launching(
     plan: Plan, trials: Sequence[TrialRecord], baseline: Choice | None = None
 ) -> FurtherRound:
-    """Returns the cells worth another trial: their interval is too wide, or they may still be the
-    fastest."""
+    """Returns the cells worth another trial: too wide an interval, or perhaps the fastest."""
     cells = summarised(trials, baseline)
     if plan.precision is not None:
         wide = set(too_wide(cells, plan.precision)) - plan.once

@@ -31,8 +31,8 @@ MOST_OF_FREE_MEMORY = 0.25
 
 
 SAMPLES_PER_CONTROL = 8
-"""Samples that a rank trains between controls; every second step of `full` has one. Ranks restart
-together after one, which favours frequent synchronisation."""
+"""Samples that a rank trains between controls. More would favour frequent synchronisation less, as
+ranks restart together after a control; every second step of `full` has one."""
 
 
 LAUNCHES_PER_REWIND = 3
@@ -187,7 +187,7 @@ def least_timed_seconds(cell: Cell, timed_seconds: float | None) -> float:
 def _extra_limit_seconds(
     cell: Cell, timed_seconds: float | None, timed_steps: int | None, rewound: bool
 ) -> float:
-    """Returns the time needed in addition to the cell's limit, for steps that the suite adds."""
+    """Returns the time beyond the cell's limit for steps that the suite adds."""
     cycle = make_strategy(cell).cycle
     seconds, added = 0.0, 0
     if timed_steps is not None:
@@ -202,7 +202,7 @@ def _extra_limit_seconds(
 
 def may_be_in_heat(cell: Cell) -> bool:
     """Returns whether trials of the race may be interleaved: their steps can be chosen and cost
-    about the same, and they need nothing that only one trial can have."""
+    about the same, and they share all that they need."""
     strategy = make_strategy(cell)
     return (
         _may_have_control(cell)

@@ -53,8 +53,7 @@ HEAT_SECONDS = 3.0
 """Timed seconds of an interleaved trial of the race."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
 REPEATED = ("interrupted", "unavailable")
-"""Statuses of scheduled trials that a resumed run repeats: missing nodes may be back. Cells that
-are unavailable on this host are not scheduled."""
+"""Statuses of scheduled trials that a resumed run repeats: missing nodes may be back."""
 RANK_BYTES = 400 * 2**20
 """Resident memory of a process that has imported the libraries."""
 
@@ -82,7 +81,7 @@ class PendingTrial(NamedTuple):
     cell: Cell
     key: TrialKey
     interleaved: bool = False
-    """Whether it trains interleaved with the pending trials of the same number."""
+    """Whether it is interleaved with the pending trials of the same number."""
 
 
 @dataclass
@@ -118,12 +117,11 @@ class Runner:
 
     @property
     def all_recorded(self) -> bool:
-        """Whether every share is complete, even if nodes were missing for some trials."""
+        """Whether every share is complete, even if nodes were missing."""
         return not replace(self, share=(0, 1)).open_trials(("interrupted",))
 
     def open_trials(self, repeated: Sequence[str] = REPEATED) -> list[PendingTrial]:
-        """Returns the scheduled trials without a record, or whose records all have one of these
-        statuses."""
+        """Returns the scheduled trials that have no record, or only records with these statuses."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -262,12 +260,11 @@ class Runner:
         return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
 
     def _interleaved_groups(self, heats: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
-        """Returns the heats without cells that must train alone, if this machine has the memory."""
+        """Returns the heats without cells that must train alone, if memory suffices."""
         fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
         return [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
 
     def _may_interleave(self, cells: Sequence[Cell]) -> bool:
-        """Whether these cells can train interleaved, all in memory together."""
         if self.launcher is not Launcher or not self.plan.timed_seconds:
             return False
         peaks = {trial.cell_id: trial.peak_memory_bytes or 0 for trial in self._recorded or ()}
@@ -296,7 +293,7 @@ class Runner:
 
     def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
         """Returns the expected duration of a trial, from the cell's trials of the same kind and
-        the nearest length. `turns`: number in a heat; 0: a separate trial."""
+        nearest length. `turns`: number in a heat; 0: a separate trial."""
         own = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
         steps = [recorded.step_seconds_mean for recorded in own if recorded.step_seconds_mean]
         step_seconds = median(steps) if steps else 0.0
