@@ -142,7 +142,6 @@ def _same_plan_inputs(row: Mapping[str, object], options: PlanOptions) -> bool:
 
 
 def _differing(plan: Plan, options: PlanOptions) -> list[str]:
-    """Returns what the options that are set would plan differently."""
     new = _new_plan(options)
     differs = {
         "cells": options.chooses_cells and _cell_ids(new) != _cell_ids(plan),

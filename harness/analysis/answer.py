@@ -41,11 +41,11 @@ class Answer:
     may_be_fastest: tuple[CellResult, ...]
     """Cells of the same training that may be the fastest (95 % joint confidence)."""
     baseline: CellResult | None
-    """Usual choice, recommended unless another cell is known to beat it."""
+    """Usual choice, recommended unless another is known to beat it."""
     gain: Comparison | None = None
     """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
-    """Cells known to beat it (95 % joint confidence)."""
+    """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
     """Likely reason for the gain."""
 
@@ -98,7 +98,7 @@ def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def why_no_advice(cells: Sequence[CellResult]) -> str:
-    """Returns why a setting gets no advice; empty if it gets some."""
+    """Returns why a setting gets no advice, if so."""
     if reason := nothing_to_choose(cells):
         return reason
     if any(speed.degrees > 0 for speed in _speeds(candidates(cells)).values()):
@@ -125,7 +125,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns cells that compete for trials, for each setting with a choice."""
+    """Returns the cells that compete for trials, by setting with a choice."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -166,7 +166,7 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
 
 
 def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Returns each undecided setting's cells tied for the fastest, and its baseline."""
+    """Returns each undecided setting's tied cells and baseline."""
     return [open_ for group in by_setting(cells) if (open_ := _undecided(candidates(group)))]
 
 
@@ -438,7 +438,6 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the simplest cell about as fast as the first and fastest."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -110,7 +110,6 @@ def _one_micro_batch(cell: Cell) -> Cell:
 
 
 def _micro_batch(result: CellResult) -> float:
-    """Returns a data-parallel rank's samples per micro-batch."""
     cell = result.cell
     ranks = result.placement.data_parallel or cell.devices
     return cell.global_batch / ranks / cell.micro_batches

@@ -38,8 +38,6 @@ def named(column: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class Placement:
-    """How the cell was run; columns of `trials`."""
-
     processes: int | None = of_trials("shared", None)
     data_parallel: int | None = of_trials("shared", None)
     pipeline_parallel: int | None = of_trials("shared", None)
@@ -130,7 +128,6 @@ class Memory:
 
     peak_memory_bytes: int | None = of_trials("largest", None)
     peak_memory_bytes_low: int | None = None
-    """Smallest over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """Peaks by rank in the trial with the largest peak."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
@@ -142,12 +139,12 @@ class Memory:
 @dataclass(frozen=True)
 class Traffic:
     sent_bytes_per_step: float | None = None
-    """Bytes sent by the busiest rank, median over trials."""
+    """Bytes of the busiest rank, median over trials."""
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
     offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
-    """Counts from the first finished trial that has them."""
+    """From the first finished trial that has them."""
     expert_imbalance: float | None = of_trials("median", None)
 
 
@@ -180,7 +177,6 @@ class KeptStates:
     """Formula value of `state_bytes`; None without a formula."""
     formula_transient_bytes: float | None = None
     formula_deviation: float | None = None
-    """Measured over formula, minus 1."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class Parity:
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
-    """Number of rewinds over all trials; None if unknown."""
+    """Number over all trials; None if unknown."""
     rewind_skipped_reason: str | None = None
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
@@ -235,7 +231,6 @@ class CellResult:
     reason: str = ""
     """Worst trial's reason, with a count if others ended differently."""
     expected: bool = False
-    """Whether this status is expected."""
     verified: bool = False
     """Whether parity holds in every ok trial."""
     ranked: bool = False

@@ -23,7 +23,6 @@ class Adjustment:
     spread_before: float
     """Standard deviation of log step time between trials."""
     spread_after: float
-    """Standard deviation after division by the control's time."""
 
     @property
     def helps(self) -> bool:

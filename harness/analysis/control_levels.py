@@ -31,7 +31,7 @@ class ControlLevel:
     """Control time over neighbouring trials' median."""
     low: float
     high: float
-    """95 % interval."""
+    """95 % interval of the ratio."""
     trials: int
 
 
@@ -39,7 +39,6 @@ class ControlLevel:
 class ControlLevels:
     launchers: tuple[ControlLevel, ...]
     labels: int
-    """Combinations of strategy and launcher."""
     probability: float
     """Probability of at least this difference by chance, by shuffling labels within blocks of
     consecutive trials."""
@@ -69,7 +68,6 @@ def _label(trial: TrialRecord) -> str:
 
 
 def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
-    """Returns blocks of consecutive trials whose controls run the same computation."""
     alike: Mapping[Hashable, list[TrialRecord]] = defaultdict(list)
     for trial in sorted(trials, key=lambda trial: trial.started_at):
         if windows_of(trial) and not trial.oversubscribed:

@@ -40,11 +40,9 @@ class Effects:
     effects: tuple[Effect, ...]
     fastest: CellResult
     smallest: CellResult
-    """Cell with the least memory."""
 
 
 Identity = tuple[tuple[str, str], ...]
-"""Pairs of axis and value."""
 
 
 def axes_of(cell: Cell) -> dict[str, str]:

@@ -57,7 +57,7 @@ class VariancePrior:
     degrees: float
     """Degrees of freedom; infinite if cells' variances do not differ."""
     power: float = 0.0
-    """Exponent of `averaged` in the variance; -1 for independent steps."""
+    """Exponent of `averaged` in the variance."""
 
     def of(self, spread: Spread) -> float:
         return float(self.variance * spread.averaged**self.power)
@@ -107,7 +107,6 @@ def _most_likely(known: Sequence[Spread]) -> VariancePrior:
     with_trend = len(known) >= FEWEST_FOR_TREND and float(np.ptp(logs)) > math.log(2)
 
     def unlikely(parameters: NDArray[np.float64]) -> float:
-        """Returns the negative log-likelihood, up to a constant."""
         level, log_degrees, power = (*map(float, parameters), USUAL_POWER)[:3]
         if not math.log(LEAST_DEGREES) <= log_degrees <= math.log(MOST_DEGREES):
             return math.inf
@@ -144,7 +143,7 @@ class RunEstimates:
     by_trial: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Adjusted samples per second by cell id and trial number."""
     adjustment: Adjustment = NONE
-    """For cells without disk offload and with a core per rank."""
+    """Adjustment for cells without disk offload and with a core per rank."""
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
@@ -286,7 +285,6 @@ def log_estimates(
 def _weighted(
     values: Sequence[float], weights: Sequence[float], averaged: float
 ) -> tuple[float, Spread]:
-    """Returns the mean, and the variance of a trial of weight 1."""
     mean = math.fsum(map(operator.mul, weights, values)) / len(values)
     squares = (weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
     degrees = len(values) - 1
@@ -321,7 +319,6 @@ class _Kind(NamedTuple):
     """Class of trials whose times depend on core speed in the same way."""
 
     on_disk: bool
-    """Whether trials wait for a disk."""
     oversubscribed: bool
 
 

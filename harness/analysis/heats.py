@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 FEWEST_DEGREES = 4
-"""Degrees of freedom from which the spread between heats is used. Before, their trials count as if
-as noisy as separate ones."""
+"""Degrees of freedom from which the spread between heats is used; with fewer, that of separate
+trials."""
 
 Heat = Mapping[str, float]
 """Log throughput by cell id, up to a constant."""
@@ -33,7 +33,6 @@ Heat = Mapping[str, float]
 @dataclass(frozen=True)
 class Joined:
     cells: Mapping[str, LogEstimate]
-    """Estimates of the cells in heats."""
     levels: Sequence[float]
     """Log level of each heat over that of the run."""
 
@@ -75,7 +74,6 @@ class HeatSpread(NamedTuple):
 
 
 def _connected(heats: Sequence[Heat]) -> list[list[int]]:
-    """Returns numbers of the heats that share cells, directly or by others."""
     parts: list[tuple[set[str], list[int]]] = []
     for number, heat in enumerate(heats):
         names, numbers = set(heat), [number]
@@ -160,7 +158,6 @@ LITTLE = 1e-4
 
 
 def _precision(separate: LogEstimate, variance: float) -> float:
-    """Returns the weight of a cell's separate trials; without a spread, that of a heat's trial."""
     if separate.degrees <= 0:
         return 1 / variance
     return 1 / max(separate.whole_error**2, LEAST_VARIANCE)

@@ -30,7 +30,6 @@ docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
 """Lower bound on the critical values of one-sided bounds with 95 % confidence."""
 MOST_IN_HEAT = 4
-"""Most cells in a heat, which are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
 
 
 def _with_few_trials(setting: Entrants) -> list[str]:
-    """Returns contenders that get one more trial in any case, fastest first."""
     if len(setting.speeds) < 2:
         return []
     few = [
@@ -117,7 +115,6 @@ def _first_heats(setting: Entrants) -> list[tuple[str, ...]]:
 
 
 def _always(setting: Entrants) -> str:
-    """Returns the cell of all heats: the baseline, or else the fastest."""
     if setting.baseline in setting.speeds:
         return setting.baseline
     return max(setting.speeds, key=lambda name: setting.speeds[name].mean)

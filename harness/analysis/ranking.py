@@ -36,7 +36,6 @@ from harness.analysis.stats import (
 )
 
 _NODES = 64
-"""Integration points, of equal probability."""
 
 
 @dataclass(frozen=True)

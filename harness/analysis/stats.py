@@ -312,7 +312,7 @@ def compare_runs(
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:
-    """Returns a ratio from its logarithm and the interval's half width (None if unknown)."""
+    """Returns a ratio from its logarithm and half width, if known."""
     if half is None:
         return Comparison(math.exp(mean), None, None, count)
     high = math.exp(mean + half) if mean + half < 700 else math.inf
@@ -341,7 +341,7 @@ def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) ->
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7, as numpy)."""
+    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)

@@ -54,8 +54,6 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Parts of a cell's step, mean of the ranks."""
-
     step_seconds: float
     seconds: Mapping[str, float]
     """Seconds by part; they sum to the step."""

@@ -32,7 +32,7 @@ class PlannedHeadline:
     cells: tuple[Cell, ...]
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be recommended: no stand-ins, and declared to train like one process."""
+    """Cells without stand-ins that are declared to train like one process."""
 
 
 def launches_per_round(
@@ -68,8 +68,8 @@ def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
 def planned_headline(
     plan: Plan, cores: int | None = None, chosen: Choice | None = None
 ) -> PlannedHeadline | None:
-    """Returns the group of cells that will lead the report; None if nothing can be compared.
-    `chosen`: see `launches_per_round`."""
+    """Returns the group of cells that will lead the report, if any can be compared. `chosen`: see
+    `baseline_of`."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -123,12 +123,11 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds without a time budget, as a fraction of the planned ones'."""
+"""Time for further rounds, as a fraction of the planned ones', without a time budget."""
 
 
 class FurtherRound(NamedTuple):
     heats: list[tuple[str, ...]]
-    """Ids of cells that are interleaved if possible."""
     why: str
     """Text that completes `cells that ...`."""
 

@@ -39,7 +39,7 @@ class Inputs:
     fp16_flops_per_second: float
     fp32_share_of_peak: float
     half_share_of_peak: float
-    """Reached fraction of a known peak in bf16 and fp16."""
+    """Reached fraction of the peak in bf16 and fp16."""
     link_bytes_per_second: float
     """Rate between two devices of a node."""
     moved_bytes_per_second: float
@@ -93,11 +93,11 @@ NVLINK_SHARE = 0.3
 
 
 CONTEXT_SECONDS = 2.5
-"""Estimated time for CUDA context, library kernels and NCCL's first connections."""
+"""Estimate for CUDA context, library kernels and NCCL's first connections."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of controls relative to the steps between them, in `full`."""
+"""Time of controls relative to that of steps, in `full`."""
 
 
 LIMIT_FACTOR = 8.0

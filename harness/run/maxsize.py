@@ -102,9 +102,8 @@ class Prediction:
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns a search's token step: about 1 % of the tokens that fill the budget, a multiple of
-    twice the ranks.
-    """
+    """Returns a search's token step: about 1 % of the tokens that fill the budget, and a multiple
+    of twice the ranks."""
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -144,13 +143,11 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size that fits the budget. `cell`: at one search step; `tokens`: see
-    `cell_at_size`."""
+    """Predicts the largest size that fits the budget. `cell`: at one search step."""
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Returns activation bytes; without a formula, an unsplit model's."""
         probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -228,13 +225,11 @@ def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
 
 
 class Stopped(Exception):
-    """A probe failed, but not for lack of memory, so the search cannot continue."""
+    """A probe failed, but not for lack of memory."""
 
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan, reusing recorded probes."""
-
     runner: Runner
     listener: ProgressListener
     position: int = 0

@@ -104,7 +104,6 @@ def _with_speed(
     peaks: Peaks,
     cycle: int,
 ) -> TrialRecord:
-    """Adds throughput: the global batch over the ranks' common step time."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
     seconds = timed_seconds([rank.steps for rank in ranks])
     fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
@@ -196,7 +195,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks measured like rank 0: not a parameter server's host memory."""
+    """Adds the peaks of ranks measured like rank 0, so not a parameter server's."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]

@@ -31,8 +31,8 @@ MOST_OF_FREE_MEMORY = 0.25
 
 
 SAMPLES_PER_CONTROL = 8
-"""Samples that a rank trains between controls. More would favour frequent synchronisation less, as
-ranks restart together after a control; every second step of `full` has one."""
+"""Samples that a rank trains between controls. Ranks restart together after one, which favours
+frequent synchronisation."""
 
 
 LAUNCHES_PER_REWIND = 3
@@ -127,8 +127,6 @@ class PreparedTrial:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Machine state just before and after a trial."""
-
     gpus_before: tuple[GpuState, ...]
     gpus_after: tuple[GpuState, ...]
     idle_before: float | None
@@ -187,7 +185,6 @@ def least_timed_seconds(cell: Cell, timed_seconds: float | None) -> float:
 def _extra_limit_seconds(
     cell: Cell, timed_seconds: float | None, timed_steps: int | None, rewound: bool
 ) -> float:
-    """Returns the time beyond the cell's limit for steps that the suite adds."""
     cycle = make_strategy(cell).cycle
     seconds, added = 0.0, 0
     if timed_steps is not None:
@@ -213,7 +210,7 @@ def may_be_in_heat(cell: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """Returns the strategies' and workloads' modules for the fork server to import."""
+    """Returns the modules that the fork server imports."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [
         p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)

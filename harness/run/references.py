@@ -182,7 +182,7 @@ def _diverged_later(verification: Verification) -> bool:
 
 
 def declared(cell: Cell) -> Tolerance:
-    """Returns the limits of a cell before noise widens them."""
+    """Returns a cell's limits before noise widens them."""
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     return allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
 

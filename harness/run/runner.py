@@ -93,13 +93,13 @@ class Runner:
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """This runner's share of the plan's cells: (number, number of shares)."""
+    """Number of this runner's share of the cells, and number of shares."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     baseline: Choice | None = None
     """Accepts cells that others are compared with; None: DDP, else the single process."""
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
-    """This run's trials; None until the first further round reads them."""
+    """This run's trials; None before the first further round."""
     _heats: InterleavedLauncher | None = None
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
@@ -260,7 +260,6 @@ class Runner:
         return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
 
     def _interleaved_groups(self, heats: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
-        """Returns the heats without cells that must train alone, if memory suffices."""
         fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
         return [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
 
@@ -276,7 +275,6 @@ class Runner:
         return needed + MOST_IN_HEAT * RANK_BYTES < available_memory_bytes()
 
     def _steps_of_heat(self, cells: Sequence[Cell]) -> int:
-        """Returns the timed steps of each trial of a heat, a multiple of a turn's."""
         ids = {cell.id for cell in cells}
         seconds = [
             trial.step_seconds_mean
@@ -379,7 +377,7 @@ class Runner:
         return True
 
     def explain(self, listener: ProgressListener) -> bool:
-        """Profiles each ok cell without a profile; returns False if interrupted."""
+        """Profiles each ok cell that has no profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])
