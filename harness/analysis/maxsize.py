@@ -192,7 +192,7 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """By cell id: predicted step, size, and activations of the first and each further step."""
+    """Predictions by cell id: step, size, and activations of the first and each further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     unlimited: Sequence[TrialRecord]
     """Trials repeated without a memory limit, after failures not due to memory."""

@@ -34,7 +34,7 @@ class Column:
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value that replaces a null; dataclasses.MISSING if the column is required."""
+    """Value that replaces a null; dataclasses.MISSING if required."""
 
     @property
     def is_list(self) -> bool:
@@ -145,7 +145,7 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
 
 
 _NEVER_REDACTED = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
-"""Columns that hold only the suite's own names, by which rows are found."""
+"""Columns that only hold the suite's names, by which rows are found."""
 
 
 def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
