@@ -126,9 +126,10 @@ def run(
         precision=precision,
         time_budget_seconds=time_budget_seconds,
         timed_seconds=timed_seconds,
+        baseline_cell=baseline,
         run_id=run_id,
     )
-    options = RunOptions(Path(results), baseline_cell=baseline, profile=profile)
+    options = RunOptions(Path(results), profile=profile)
     prepared = prepare(plan_options, options)
     chosen: ProgressListener = listener or SilentListener()
     ended = execute(

@@ -58,7 +58,6 @@ class RunOptions:
     resume: bool = False
     share: tuple[int, int] = (0, 1)
     dry_run: bool = False
-    baseline_cell: str = ""
     profile: bool = False
     with_parent: bool = False
     """Whether to end with the parent process; another job then continues the run."""
@@ -125,7 +124,7 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
         begun,
         host,
         options.share,
-        baseline_choice(options.baseline_cell, plan.cells),
+        baseline_choice(plan_options.baseline_cell, plan.cells),
         len(todo),
         seconds,
         sum(seconds[trial.cell.id] for trial in todo) + 4,
@@ -164,7 +163,7 @@ def execute(
         over_links(waiting.cells, own) as launcher,
         listener(plan, [trial.cell for trial in waiting.open_trials()]) as progress,
     ):
-        runner = Runner(store, plan, launcher, share=part)
+        runner = Runner(store, plan, launcher, share=part, baseline=prepared.baseline)
         finished = runner.run(progress) and (not options.profile or runner.explain(progress))
     seconds = time.monotonic() - began_at
     return Ended(plan, finished, seconds, part == (0, 1) or runner.all_recorded)

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.expand import expand
 from bench.host import host_of
 from bench.matrix import Axes, Matrix, axes_of, matrix_of, read_matrix
-from bench.select import find_run
+from bench.select import baseline_choice, find_run
 from harness.record.plan import Plan, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
@@ -47,6 +47,7 @@ class PlanOptions:
     time_budget_seconds: float | None = None
     interleave: bool = False
     timed_seconds: float | None = None
+    baseline_cell: str = ""
     run_id: str = ""
     host: str = ""
     nodes: int = 1
@@ -141,7 +142,6 @@ def _same_plan_inputs(row: Mapping[str, object], options: PlanOptions) -> bool:
 
 
 def _differing(plan: Plan, options: PlanOptions) -> list[str]:
-    """Returns what the options that are set would plan differently."""
     new = _new_plan(options)
     differs = {
         "cells": options.chooses_cells and _cell_ids(new) != _cell_ids(plan),
@@ -203,6 +203,7 @@ def _new_plan(options: PlanOptions) -> Plan:
         if budget is None and matrix.time_budget_minutes:
             budget = matrix.time_budget_minutes * 60
         plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
+    chosen = baseline_choice(options.baseline_cell, plan.cells)
     if not options.interleave:
         plan = dataclasses.replace(plan, timed_seconds=seconds)
         if seconds and plan.until_answered:
@@ -210,7 +211,7 @@ def _new_plan(options: PlanOptions) -> Plan:
             plan = dataclasses.replace(
                 plan,
                 not_compared=not_compared(timed, host.cores),
-                launches_per_round=launches_per_round(timed, host.cores),
+                launches_per_round=launches_per_round(timed, host.cores, chosen),
             )
     else:
         require_few(plan)

@@ -93,8 +93,8 @@ def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns a test for results of the baseline; None without a pattern. Raises UsageError if no
-    cell matches."""
+    """Returns a test for the baseline's cells; None without a pattern. Raises UsageError if no cell
+    matches."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -102,7 +102,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
             f"--baseline-cell {pattern!r} is not a cell of this run; name a strategy, an id or a"
             " pattern such as 'fsdp2*'"
         )
-    return lambda result: matches(result.cell, pattern)
+    return lambda cell: matches(cell, pattern)
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:

@@ -44,11 +44,11 @@ TimeBudget: TypeAlias = Annotated[
     typer.Option(
         "--time-budget",
         help=(
-            "Time budget, such as 45min. Once it is spent, no round is added. Without"
-            " --precision, planned rounds from the third on are skipped too. By default 1h with"
-            " --precision, none with --trials, else the matrix's, else a quarter more than the"
-            " planned rounds take. Rounds are added for cells that may be the best, unless"
-            " --trials fixes their number."
+            "Time budget, such as 45min; --resume starts it anew. Once it is spent, no round is"
+            " added. Without --precision, planned rounds from the third on are skipped too. By"
+            " default 1h with --precision, none with --trials, else the matrix's, else a quarter"
+            " more than the planned rounds take. Rounds are added for cells that may be the best,"
+            " unless --trials fixes their number."
         ),
     ),
 ]
@@ -158,9 +158,7 @@ def run(
 
     where = parse_rendezvous(rendezvous) if rendezvous else None
     agents = AgentOptions(nodes or 1, where, interface, timeout)
-    options = RunOptions(
-        results, resume, parse_share(share), dry_run, baseline_cell, profile, with_parent, agents
-    )
+    options = RunOptions(results, resume, parse_share(share), dry_run, profile, with_parent, agents)
     plan_options = PlanOptions(
         matrix=matrix,
         only=tuple(only or ()),
@@ -172,6 +170,7 @@ def run(
         time_budget_seconds=parse_time(time_budget) if time_budget else None,
         interleave=interleave,
         timed_seconds=timed_seconds,
+        baseline_cell=baseline_cell,
         run_id=run_id,
         host=host,
         nodes=agents.nodes,

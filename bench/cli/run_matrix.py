@@ -66,7 +66,7 @@ def _show_dry_run(
     console: Console, prepared: Prepared, gpus_unused: str | None, json_output: bool
 ) -> None:
     plan, host = prepared.plan, prepared.host
-    planned = planned_headline(plan, host.cores)
+    planned = planned_headline(plan, host.cores, prepared.baseline)
     if planned:
         show_headline(console, plan, planned)
     show_inputs(console, host.device)

@@ -37,22 +37,21 @@ class Advice:
 @dataclass(frozen=True)
 class Answer:
     advice: tuple[Advice, ...]
-    """Recommended cell, then alternatives."""
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells of the same training, one of which is the fastest (95 % confidence)."""
+    """Cells of the same training that may be the fastest (95 % joint confidence)."""
     baseline: CellResult | None
-    """Usual choice, recommended unless another cell is known to beat it."""
+    """Usual choice, recommended unless another is known to beat it."""
     gain: Comparison | None = None
     """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
     """Cells known to beat the baseline (95 % joint confidence)."""
     reason: str = ""
-    """Likely reason for the gain, from profiles or bytes sent."""
+    """Likely reason for the gain."""
 
     @property
     def caveat(self) -> str:
-        """Warnings about the recommendation; may be empty."""
+        """Warnings about the recommendation, if any."""
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
@@ -86,8 +85,8 @@ def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns a setting's recommendable cells, fastest first; on one device, only the baseline and
-    variants of the single process."""
+    """Returns a setting's recommendable cells, fastest first. On one device, these are the baseline
+    and variants of the single process."""
     fair = trustworthy(cells)
     baseline = _baseline(fair)
     return [
@@ -99,7 +98,7 @@ def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def why_no_advice(cells: Sequence[CellResult]) -> str:
-    """Returns why a setting gets no advice; empty if it gets some."""
+    """Returns why a setting gets no advice, if so."""
     if reason := nothing_to_choose(cells):
         return reason
     if any(speed.degrees > 0 for speed in _speeds(candidates(cells)).values()):
@@ -126,7 +125,7 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
 
 
 def entrants(cells: Sequence[CellResult]) -> list[Entrants]:
-    """Returns cells that compete for trials, for each setting with a choice."""
+    """Returns the cells that compete for trials, by setting with a choice."""
     return [_entrants(group) for group in by_setting(cells) if not nothing_to_choose(group)]
 
 
@@ -167,7 +166,7 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
 
 
 def undecided(cells: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Returns each undecided setting's cells tied for the fastest, and its baseline."""
+    """Returns each undecided setting's tied cells and baseline."""
     return [open_ for group in by_setting(cells) if (open_ := _undecided(candidates(group)))]
 
 
@@ -242,8 +241,7 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
     """Returns throughputs over the baseline's by cell id.
 
-    Intervals of cells near the fastest hold jointly for these alone, because others are never
-    recommended.
+    Intervals of cells near the fastest hold jointly for these alone; others are never recommended.
     """
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
@@ -440,7 +438,6 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 
 
 def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    """Returns the simplest cell about as fast as the fastest. `cells`: fastest first."""
     near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
     return min(near, key=complexity)
 

@@ -10,23 +10,23 @@ from harness.analysis.setting import SCALED, batch, by_setting, grouped, series,
 from harness.analysis.stats import CONFIDENCE, efficiency, ratio
 from harness.spec.cell import BASELINE, TECHNIQUES, Cell
 
-Choice: TypeAlias = Callable[[CellResult], bool]
+Choice: TypeAlias = Callable[[Cell], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
     """Returns a setting's baseline, if any: the plainest ranked cell that `chosen` accepts; by
-    default torchrun's DDP without options, else the single process. Prefers more trials."""
+    default DDP under torchrun without options, else the single process. Prefers more trials."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
-        accepted = filter(chosen, ranked)
-        return min(accepted, key=lambda r: (_additions(r.cell), -r.trials), default=None)
+        accepted = [result for result in ranked if chosen(result.cell)]
+        return min(accepted, key=lambda r: (additions(r.cell), -r.trials), default=None)
     plain = [result for result in ranked if result.cell.plain]
     ddp = [result for result in plain if result.placement.wraps_ddp == "torchrun"]
     single = [r for r in plain if r.cell.strategy == BASELINE and not r.cell.options]
     return max(ddp or single, key=lambda result: result.trials, default=None)
 
 
-def _additions(cell: Cell) -> int:
+def additions(cell: Cell) -> int:
     """Returns the number of options and techniques in the cell's label."""
     named = ("launcher", "checkpoint_from", *TECHNIQUES)
     return len(cell.options) + sum(map(cell.is_set, named))
@@ -64,8 +64,8 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device.
 
-    `efficiency_own` uses the one-device cell with as many micro-batches, else one whose
-    micro-batches are as large; `efficiency_single` the plain single process, else the same.
+    `efficiency_own` uses the one-device cell with as many micro-batches, else one with equally
+    large ones; `efficiency_single` the plain single process, else the same.
     """
     own: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
@@ -100,7 +100,7 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _alike(result: CellResult) -> tuple[tuple[object, ...], ...]:
-    """Returns keys of cells to scale from: as many micro-batches, else as large ones."""
+    """Returns keys of cells to scale from, the preferred first."""
     cell = result.cell
     return series(cell), (*series(_one_micro_batch(cell)), _micro_batch(result))
 
@@ -110,7 +110,6 @@ def _one_micro_batch(cell: Cell) -> Cell:
 
 
 def _micro_batch(result: CellResult) -> float:
-    """Returns a data-parallel rank's samples per micro-batch."""
     cell = result.cell
     ranks = result.placement.data_parallel or cell.devices
     return cell.global_batch / ranks / cell.micro_batches

@@ -23,11 +23,11 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst", "all"]
 """How trials become one value: any trial's, the median or largest of finished ones, that of the
-trial with the worst parity, or whether it is true in every trial that has one."""
+worst parity, or whether it is true in all that have one."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
-    """Returns a field filled from a column of `trials`, by default the one with its name."""
+    """Returns a field filled from a column of `trials`, by default of its name."""
     metadata = {"summary": summary} | ({"column": column} if column else {})
     return field(default=default, metadata=metadata)
 
@@ -38,8 +38,6 @@ def named(column: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class Placement:
-    """How the cell was run; columns of `trials`."""
-
     processes: int | None = of_trials("shared", None)
     data_parallel: int | None = of_trials("shared", None)
     pipeline_parallel: int | None = of_trials("shared", None)
@@ -130,7 +128,6 @@ class Memory:
 
     peak_memory_bytes: int | None = of_trials("largest", None)
     peak_memory_bytes_low: int | None = None
-    """Smallest over trials."""
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """Peaks by rank in the trial with the largest peak."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
@@ -142,12 +139,12 @@ class Memory:
 @dataclass(frozen=True)
 class Traffic:
     sent_bytes_per_step: float | None = None
-    """Bytes sent by the busiest rank, median over trials."""
+    """Bytes of the busiest rank, median over trials."""
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
     offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
-    """Counts from the first finished trial that has them."""
+    """From the first finished trial that has them."""
     expert_imbalance: float | None = of_trials("median", None)
 
 
@@ -174,14 +171,12 @@ class KeptStates:
     optimizer_bytes: float | None = None
     library_bytes: float | None = None
     state_bytes: float | None = None
-    """Sum of the four above."""
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
     """Formula value of `state_bytes`; None without a formula."""
     formula_transient_bytes: float | None = None
     formula_deviation: float | None = None
-    """Measured over formula, minus 1."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +199,14 @@ class Parity:
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
-    """Number of rewinds over all trials; None if unknown."""
+    """Number over all trials; None if unknown."""
     rewind_skipped_reason: str | None = None
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
     same_training: bool = False
     """Whether parity is exact, or half precision explains the deviation."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, perhaps smaller; may be empty."""
+    """Parity verdict of a half-precision cell's fp32 twin, if any."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +231,6 @@ class CellResult:
     reason: str = ""
     """Worst trial's reason, with a count if others ended differently."""
     expected: bool = False
-    """Whether this status is expected."""
     verified: bool = False
     """Whether parity holds in every ok trial."""
     ranked: bool = False
@@ -269,7 +263,7 @@ class CellResult:
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
-        """Returns the estimate of samples_per_second or tokens_per_second; None if unknown."""
+        """Returns the estimate of samples_per_second or tokens_per_second, if known."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
 

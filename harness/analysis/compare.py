@@ -25,7 +25,7 @@ MEMORY_EFFECT = 0.05
 """Smallest relative difference in peak memory that counts."""
 MEMORY_EFFECT_BYTES = 2 * 2**20
 """Smallest difference in peak memory that counts. Free space in the heap that ranks inherit from
-their fork server differs between runs, but not between trials."""
+their fork server differs between runs."""
 
 Kind = Literal[
     "slower",

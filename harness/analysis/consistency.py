@@ -56,12 +56,10 @@ VOCABULARY: dict[str, tuple[str, ...]] = {
 SIZES = re.compile(
     r".*(_seconds|_seconds_p50|_seconds_p95|_bytes|_per_second|_per_step|_deviation|_tolerance)"
 )
-"""Columns of finite numbers that are not negative."""
 HEX = {"data_fingerprint": r"[0-9a-f]{64}", "git_commit": r"[0-9a-f]{7,40}\+?"}
 NEAR = 1e-6
-"""Relative difference up to which two figures are equal."""
 CYCLES = 2.0
-"""Largest factor between recorded throughput and that by step time: some strategies communicate
+"""Largest factor between recorded throughput and that by step time, as some strategies communicate
 only every few steps."""
 
 
@@ -166,7 +164,6 @@ def _run_texts(run: RunRecord) -> Iterator[Finding]:
 
 
 def _identity(trial: TrialRecord) -> Iterator[Finding]:
-    """Skips redacted cells, which cannot be compared, and launchers, which libraries replace."""
     if REDACTED in trial.cell:
         return
     try:

@@ -1,8 +1,6 @@
-"""Adjusts step times by the control.
-
-The control is a small fixed computation between steps that shows the machine's speed
-(harness/worker/control_process.py). Nothing is fitted, so adjusted times carry over to other runs.
-"""
+"""Adjusts step times by the control, a small fixed computation between steps that shows the
+machine's speed (harness/worker/control_process.py). Nothing is fitted, so adjusted times carry over
+to other runs."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ class Adjustment:
     spread_before: float
     """Standard deviation of log step time between trials."""
     spread_after: float
-    """Standard deviation after division by the control's time."""
 
     @property
     def helps(self) -> bool:

@@ -39,11 +39,9 @@ class ControlLevel:
 class ControlLevels:
     launchers: tuple[ControlLevel, ...]
     labels: int
-    """Combinations of strategy and launcher."""
     probability: float
-    """Probability of at least this difference by chance (randomisation test: labels are shuffled
-    within blocks of consecutive trials).
-    """
+    """Probability of at least this difference by chance, by shuffling labels within blocks of
+    consecutive trials."""
 
     @property
     def by_chance(self) -> bool:
@@ -70,7 +68,6 @@ def _label(trial: TrialRecord) -> str:
 
 
 def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
-    """Returns blocks of consecutive trials whose controls run the same computation."""
     alike: Mapping[Hashable, list[TrialRecord]] = defaultdict(list)
     for trial in sorted(trials, key=lambda trial: trial.started_at):
         if windows_of(trial) and not trial.oversubscribed:
@@ -119,10 +116,8 @@ def _probability(
 def _differences(
     labels: NDArray[np.int64], values: NDArray[np.float64], names: int
 ) -> NDArray[np.float64]:
-    """Returns sums of squares between labels (shape [shuffles]).
-
-    `labels`: shape [shuffles, trials]; `values`: shape [trials].
-    """
+    """Returns sums of squares between labels. `labels`: shape [shuffles, trials]; `values`: shape
+    [trials]."""
     import numpy as np
 
     total = np.zeros(len(labels))

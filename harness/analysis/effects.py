@@ -28,7 +28,7 @@ class Effect:
     pairs: int
     """Cells with the feature that have a twin without it."""
     alone: Comparison | None
-    """Throughput ratio with all else off; None if not measured."""
+    """Throughput ratio with all else off, if measured."""
     alone_memory: float | None
     together: Comparison
     together_memory: float | None
@@ -40,11 +40,9 @@ class Effects:
     effects: tuple[Effect, ...]
     fastest: CellResult
     smallest: CellResult
-    """Cell with the least memory."""
 
 
 Identity = tuple[tuple[str, str], ...]
-"""Pairs of axis and value."""
 
 
 def axes_of(cell: Cell) -> dict[str, str]:
@@ -127,8 +125,8 @@ def _effect(
 
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
-    """Returns the geometric mean of throughput ratios, with an error of at least the pairs'
-    scatter, plus that of the heats' levels; with two pairs, the interval spans both."""
+    """Returns the geometric mean of throughput ratios. Its error is at least the pairs' scatter,
+    plus that of the heats' levels; with two pairs, the interval spans both."""
     speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
-"""Fewest cells with a variance for a prior; fewer are pooled."""
+"""Fewest variances for a prior; fewer are pooled."""
 USUAL_POWER = -1.0
-"""Exponent of steps per trial in the variance, if few cells show it; -1: independent steps."""
+"""Exponent of steps per trial in the variance if few cells show it, as for independent steps."""
 FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
@@ -57,17 +57,14 @@ class VariancePrior:
     degrees: float
     """Degrees of freedom; infinite if cells' variances do not differ."""
     power: float = 0.0
-    """Exponent of `averaged` in the variance; -1 for independent steps."""
+    """Exponent of `averaged` in the variance."""
 
     def of(self, spread: Spread) -> float:
         return float(self.variance * spread.averaged**self.power)
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one; cells with a single trial get that one.
-
-    Variances of fewer than three cells are pooled.
-    """
+    """Returns variances shrunk towards the common one, which cells with a single trial get."""
     common = prior(spreads)
     if common is None:
         return list(spreads)
@@ -110,7 +107,6 @@ def _most_likely(known: Sequence[Spread]) -> VariancePrior:
     with_trend = len(known) >= FEWEST_FOR_TREND and float(np.ptp(logs)) > math.log(2)
 
     def unlikely(parameters: NDArray[np.float64]) -> float:
-        """Returns the negative log-likelihood, up to a constant."""
         level, log_degrees, power = (*map(float, parameters), USUAL_POWER)[:3]
         if not math.log(LEAST_DEGREES) <= log_degrees <= math.log(MOST_DEGREES):
             return math.inf
@@ -289,7 +285,6 @@ def log_estimates(
 def _weighted(
     values: Sequence[float], weights: Sequence[float], averaged: float
 ) -> tuple[float, Spread]:
-    """Returns the mean, and the variance of a trial of weight 1."""
     mean = math.fsum(map(operator.mul, weights, values)) / len(values)
     squares = (weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
     degrees = len(values) - 1
@@ -324,7 +319,6 @@ class _Kind(NamedTuple):
     """Class of trials whose times depend on core speed in the same way."""
 
     on_disk: bool
-    """Whether trials wait for a disk."""
     oversubscribed: bool
 
 

@@ -2,8 +2,8 @@
 
 The logarithm of a trial's throughput is its cell's level, plus its heat's, plus noise. Both levels
 are estimated by weighted least squares; separate trials tie cells to the level of the run. Errors
-are quasi-variances (Firth and de Menezes, Biometrika 91, 2004): independent errors of cells that
-give those of all their differences.
+are quasi-variances (Firth and de Menezes, Biometrika 91, 2004): independent errors that give those
+of all differences.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 FEWEST_DEGREES = 4
-"""Degrees of freedom from which the spread between heats is used. Before that, a trial of a heat
-counts as if it were as noisy as a separate one."""
+"""Degrees of freedom from which the spread between heats is used; with fewer, that of separate
+trials."""
 
 Heat = Mapping[str, float]
 """Log throughput by cell id, up to a constant."""
@@ -33,7 +33,6 @@ Heat = Mapping[str, float]
 @dataclass(frozen=True)
 class Joined:
     cells: Mapping[str, LogEstimate]
-    """Estimates of the cells in heats."""
     levels: Sequence[float]
     """Log level of each heat over that of the run."""
 
@@ -41,8 +40,8 @@ class Joined:
 def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Returns a heat's log throughputs. `turns`: samples per second of each turn, by cell id.
 
-    In each cycle, every cell has one turn. Cells are compared with the cycle's mean, so that slow
-    spells cancel; the median over cycles limits the weight of a single turn.
+    Cells are compared with the mean of a cycle, in which each has one turn, so that slow spells
+    cancel. The median over cycles limits the weight of a single turn.
     """
     cycles = [[math.log(rate) for rate in rates] for rates in zip(*turns.values(), strict=False)]
     means = [statistics.fmean(rates) for rates in cycles]
@@ -55,7 +54,7 @@ def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined:
-    """Returns the estimates from both. `separate`: estimates by separate trials, for each cell."""
+    """Returns the estimates from both. `separate`: estimates by separate trials."""
     spread = _spread(separate, heats)
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
@@ -75,7 +74,6 @@ class HeatSpread(NamedTuple):
 
 
 def _connected(heats: Sequence[Heat]) -> list[list[int]]:
-    """Returns numbers of the heats that share cells, directly or by others."""
     parts: list[tuple[set[str], list[int]]] = []
     for number, heat in enumerate(heats):
         names, numbers = set(heat), [number]
@@ -160,15 +158,14 @@ LITTLE = 1e-4
 
 
 def _precision(separate: LogEstimate, variance: float) -> float:
-    """Returns the weight of a cell's separate trials; without a spread, that of a heat's trial."""
     if separate.degrees <= 0:
         return 1 / variance
     return 1 / max(separate.whole_error**2, LEAST_VARIANCE)
 
 
 def quasi_variances(covariance: Numbers, first: int = 0) -> Numbers:
-    """Returns variances whose sums are nearest to the variances of all differences, and at least
-    those of differences from the cell in row `first`."""
+    """Returns variances whose sums are nearest to the variances of all differences, and no smaller
+    for differences from the cell in row `first`."""
     import numpy as np
 
     count = len(covariance)

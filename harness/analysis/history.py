@@ -55,7 +55,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
 
 
 def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
-    """Returns the split that minimises absolute deviations from both medians, capped against
+    """Returns the split with the least absolute deviations from both medians, capped against
     outliers."""
     most = abs(statistics.median(logs[begin:cut]) - statistics.median(logs[cut:end]))
 
@@ -113,7 +113,6 @@ def _sums(ranks: np.ndarray) -> tuple[np.ndarray, Callable[[int], float]]:
 
 
 def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int, int]]:
-    """Returns the best split (statistic, index) and inner stretch (statistic, begin, end)."""
     n = len(ranks)
     sums, deviation = _sums(ranks)
     single = max(
@@ -152,7 +151,6 @@ def _critical(n: int) -> tuple[float, float]:
 Figure = Literal["throughput", "memory"]
 
 SMALLEST_EFFECTS: dict[Figure, float] = {"throughput": 0.01, "memory": MEMORY_EFFECT}
-"""Smallest relative change of a level that counts."""
 MOST_RUNS = 250
 
 
@@ -162,7 +160,7 @@ class HistoryPoint:
     started_at: datetime
     value: Estimate
     change: float | None = None
-    """Relative change of the median if a new level begins here."""
+    """Relative change of the median if a new level begins."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Averages each step's losses over the ranks that have one."""
+    """Averages each step's losses over ranks that have one."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]
@@ -38,7 +38,6 @@ class Pass:
     """Consecutive steps up to a rewind or the end."""
 
     first: int
-    """First training step."""
     losses: tuple[float | None, ...]
 
     def before(self, step: int) -> tuple[float | None, ...]:

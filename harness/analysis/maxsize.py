@@ -42,11 +42,10 @@ class MaxsizeResult:
     workload: str
     budget: int
     tokens: bool = False
-    """Whether sizes are tokens instead of parameters."""
     step: int | None = None
     """Size added per search step."""
     parameters: int | None = None
-    """Largest size that trains."""
+    """Largest size that trains, in parameters or tokens."""
     next_parameters: int | None = None
     """Smallest size that does not."""
     predicted: int | None = None
@@ -63,7 +62,6 @@ class MaxsizeResult:
     """Failure of the next larger model, if not out of memory."""
     holding: Holding | None = None
     formula: Mapping[str, float] = field(default_factory=dict)
-    """Formula bytes of the next larger model, by kind."""
     probes: int = 0
     seconds: float = 0.0
 
@@ -103,8 +101,8 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Names and bytes of memory beyond ZeRO's model states, largest first, if at least 1 % of
-        the budget."""
+        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
+        budget."""
         if self.holding is None:
             return []
         fill = self.fill

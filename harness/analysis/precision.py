@@ -52,7 +52,7 @@ def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
 
 def too_wide(cells: Sequence[CellResult], precision: float) -> dict[str, float]:
     """Returns relative half widths above `precision`, or from too few trials, by cell. For
-    interleaved cells, the widest comparison in the setting counts."""
+    interleaved cells, the setting's widest comparison counts."""
     ranked = [cell for cell in cells if cell.ranked]
     widths = {cell.cell_id: _width(cell, ranked) for cell in ranked}
     few = {cell.cell_id for cell in ranked if cell.trials < LEAST_TRIALS}

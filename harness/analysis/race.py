@@ -6,7 +6,7 @@ challengers drawn by their chance of being the fastest (top-two sampling: Russo,
 68, 2020).
 
 The largest setting, and then one that is drawn, race in heats: a few cells with the baseline, which
-ties the heats to each other. Trials of a heat are interleaved if the machine allows.
+ties the heats to each other, interleaved if the machine allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.analysis.ranking import against_best
-from harness.analysis.stats import EQUAL, LogEstimate
+from harness.analysis.stats import EQUAL, LogEstimate, added_level_error, difference_error
 
 FAR_BEHIND = 4.5
 """Standard errors behind the fastest at which a cell drops out."""
@@ -25,12 +25,11 @@ MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Trials of each contender before leaders and challengers are drawn."""
 GAIN_ERROR = 0.005
-"""Standard error of the fastest cell's gain over the baseline at which its race may end (see
+"""Standard error of the fastest cell's gain at which its race may end (see
 docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
 """Lower bound on the critical values of one-sided bounds with 95 % confidence."""
 MOST_IN_HEAT = 4
-"""Largest number of cells in a heat, which are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ def _is_open(setting: Entrants) -> bool:
         return False
     best = max(setting.speeds.values(), key=lambda speed: speed.mean)
     usual = setting.speeds.get(setting.baseline, best)
-    wide = usual is not best and math.hypot(best.error, usual.error) > GAIN_ERROR
+    levels = added_level_error([(best, usual)])
+    wide = usual is not best and math.hypot(best.error, usual.error, levels) > GAIN_ERROR
     return wide or _more_would_decide([*setting.speeds.values()])
 
 
@@ -73,7 +73,7 @@ def _more_would_decide(speeds: Sequence[LogEstimate]) -> bool:
     """Whether unlimited further trials with these means would decide more; allowances remain."""
     if is_decided(speeds):
         return False
-    certain = [replace(speed, error=0.0) for speed in speeds]
+    certain = [replace(speed, error=0.0, level_error=0.0) for speed in speeds]
     return is_decided(certain) or _number_of_ties(certain) < _number_of_ties(speeds)
 
 
@@ -86,7 +86,7 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
     if len(speeds) < 2 or any(speed.degrees <= 0 for speed in speeds):
         return True
     first, second = sorted(speeds, key=lambda speed: -speed.mean)[:2]
-    least = LEAST_FACTOR * math.hypot(first.whole_error, second.whole_error)
+    least = LEAST_FACTOR * difference_error(first, second)
     if least > max(first.mean - second.mean, -math.log(1 - EQUAL)):
         return False  # Skips Hsu's bounds, which are much slower.
     bounded = zip(speeds, against_best(speeds), strict=True)
@@ -95,7 +95,6 @@ def is_decided(speeds: Sequence[LogEstimate]) -> bool:
 
 
 def _with_few_trials(setting: Entrants) -> list[str]:
-    """Returns contenders that get one more trial in any case, fastest first."""
     if len(setting.speeds) < 2:
         return []
     few = [
@@ -116,7 +115,6 @@ def _first_heats(setting: Entrants) -> list[tuple[str, ...]]:
 
 
 def _always(setting: Entrants) -> str:
-    """Returns the cell of all heats: the baseline, or else the fastest."""
     if setting.baseline in setting.speeds:
         return setting.baseline
     return max(setting.speeds, key=lambda name: setting.speeds[name].mean)
@@ -134,8 +132,8 @@ def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns ids of cells not far behind the fastest, or not known to be slower; without a spread,
-    all."""
+    """Returns ids of cells not far behind the fastest, or not known to be slower; all without a
+    spread."""
     if not cells or any(speed.degrees <= 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)
@@ -144,7 +142,7 @@ def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
         name
         for (name, speed), bound in zip(cells.items(), bounds, strict=True)
         if bound.may_be_best
-        or first.mean - speed.mean <= FAR_BEHIND * math.hypot(first.whole_error, speed.whole_error)
+        or first.mean - speed.mean <= FAR_BEHIND * difference_error(first, speed)
     }
 
 

@@ -27,6 +27,7 @@ from harness.analysis.stats import (
     PAIR_CONFIDENCE,
     Comparison,
     LogEstimate,
+    added_level_error,
     between_runs,
     compare_rounds,
     compare_runs,
@@ -35,7 +36,6 @@ from harness.analysis.stats import (
 )
 
 _NODES = 64
-"""Integration points, of equal probability."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def half_widths(
     others: Sequence[LogEstimate],
     two_sided: bool = False,
 ) -> list[float]:
-    """Returns log ratios from which each other cell's difference from this one is jointly
-    significant."""
+    """Returns log ratios from which each difference from this cell is jointly significant."""
     from scipy.optimize import brentq
 
     joint = _Joint(cell, others, two_sided)
@@ -108,14 +107,17 @@ _FURTHEST = 8.0
 class _Joint:
     """Joint distribution of several cells' differences from one cell.
 
-    A score is a difference in standard errors, mapped from its t to the normal distribution.
+    A score is a difference in standard errors, mapped from its t to the normal distribution. Level
+    errors count as independent, although cells of one part share them, which widens intervals.
     """
 
     def __init__(self, cell: LogEstimate, others: Sequence[LogEstimate], two_sided: bool) -> None:
         import numpy as np
         from scipy.special import ndtri
 
-        errors = np.array([max(other.whole_error, 1e-12) for other in others])
+        errors = np.array(
+            [math.hypot(o.whole_error, added_level_error([(cell, o)]), 1e-12) for o in others]
+        )
         degrees = np.array([other.whole_degrees for other in others])
         self.errors = np.hypot(errors, cell.whole_error)
         self.degrees = np.minimum(degrees, max(cell.whole_degrees, 1e-12))
@@ -190,8 +192,8 @@ def compare(
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns cells that may be a setting's fastest.
 
-    Interleaved cells, which have no common spread, are compared with the first. Within rounds, one
-    may be faster than the first, which has the highest throughput over all trials.
+    Interleaved cells have no common spread, so they are compared with the first, which has the
+    highest throughput over all trials. Within rounds, another may be faster.
     """
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
     if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _SAME_MEMORY = 0.02
-"""Relative tolerance for memory, because operating systems reserve different amounts."""
+"""Relative tolerance for memory, as operating systems reserve different amounts."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Hardware:
     gpu_memory_bytes: float | None
     power_limits: tuple[str, ...] | None = None
     ecc: tuple[str, ...] | None = None
-    """State of ECC by GPU."""
 
     @classmethod
     def of(cls, run: RunRecord) -> Hardware:
@@ -140,7 +139,6 @@ class MeasuredCell:
 
     @property
     def ok(self) -> bool:
-        """Whether it may be compared by speed."""
         return self.result.outcome == "ok"
 
     @property
@@ -181,7 +179,6 @@ class RunSelection:
     name: str
     cells: tuple[MeasuredCell, ...]
     software: Mapping[str, tuple[str, ...]]
-    """Versions by name; several if runs differ."""
 
 
 def select(name: str, results: Results) -> RunSelection:

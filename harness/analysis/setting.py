@@ -76,7 +76,7 @@ def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
 
 
 def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Drops cells that ran only for parity. `once`: their ids."""
+    """Drops cells that ran only for parity, `once`."""
     return [result for result in results if result.cell_id not in once]
 
 

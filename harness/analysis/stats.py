@@ -16,9 +16,8 @@ PAIR_CONFIDENCE = 0.995
 CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
 OUTLIER = 0.04
-"""Additional standard deviation of a single trial's log throughput between runs, for outliers: one
-trial in 200 of the reference run is 13 % off, twice as far as normal values. It moves a mean of N
-trials by an Nth."""
+"""Additional standard deviation of a trial's log throughput between runs, for outliers: one trial
+in 200 of the reference run is 13 % off, twice as far as normal values."""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
@@ -89,12 +88,12 @@ class LogEstimate:
     allowance: float = 0.0
     """Standard deviation of effects that repetition does not reduce."""
     level_error: float = 0.0
-    """Further error of the value itself, common to all cells of a `part`, which cancels in their
-    ratios."""
+    """Further error of the value, common to all cells of a `part`, which cancels in their ratios.
+    """
     part: int | None = None
-    """Number of the part, a group of connected heats; None for a cell outside heats."""
+    """Number of a group of connected heats; None outside heats."""
     included_level_error: float = 0.0
-    """Level error of heats that `error` includes, in a cell outside them."""
+    """Level error of heats that `error` includes, outside them."""
 
     @property
     def whole_error(self) -> float:
@@ -123,14 +122,19 @@ def ratio(
 ) -> Comparison:
     """Returns the ratio of two cells of one run.
 
-    Degrees of freedom do not add up: both spreads are moderated over the same cells.
+    Degrees of freedom do not add up, as both spreads are moderated over the same cells.
     """
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
-    error = math.hypot(first.whole_error, second.whole_error, added_level_error([(first, second)]))
-    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees)) * error
+    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees))
+    half *= difference_error(first, second)
     return comparison(mean, half, count)
+
+
+def difference_error(first: LogEstimate, second: LogEstimate) -> float:
+    """Returns the standard error of the difference of two cells' logarithms."""
+    return math.hypot(first.whole_error, second.whole_error, added_level_error([(first, second)]))
 
 
 def added_level_error(
@@ -139,7 +143,7 @@ def added_level_error(
     """Returns the standard error that parts' levels add to the pairs' mean log ratio.
 
     A level cancels in pairs within its part, but is common to all pairs with another part.
-    `to_scatter`: whether it is added to the pairs' scatter, which includes no common level.
+    `to_scatter`: whether to add it to the pairs' scatter, which includes no level.
     """
     levels: dict[int, float] = {}
     included = 0.0
@@ -160,10 +164,9 @@ def between_runs(
 ) -> Comparison:
     """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
 
-    The interval allows for outliers among few trials, and for steps that slow down more or less
-    than the control. Without `same_control`, or if a run's trials were not adjusted, it also covers
-    the unadjusted ratio, which is returned in the latter case. Degrees of freedom: Welch
-    (Biometrika 34, 1947).
+    The interval allows for outliers, and for steps that slow down more or less than the control.
+    Without `same_control`, or if a run was not adjusted, it also covers the unadjusted ratio, which
+    is returned in the latter case. Degrees of freedom: Welch (Biometrika 34, 1947).
     """
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
@@ -193,7 +196,7 @@ def between_runs(
 def median_error(trials: int) -> float:
     """Returns the standard error of the median over that of the mean, for normal values.
 
-    Within 1 % of Hojo's exact values (Biometrika 23, 1931, pages 315 to 360).
+    Within 1 % of Hojo's values (Biometrika 23, 1931, pages 315 to 360).
     """
     if trials <= 2:
         return 1.0
@@ -202,10 +205,8 @@ def median_error(trials: int) -> float:
 
 @functools.cache
 def _students_t(confidence: float, degrees: float) -> float:
-    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval.
-
-    Does without `scipy.stats.t.ppf`, whose import takes almost a second.
-    """
+    """Returns Student's t (Biometrika 6, 1908) for a two-sided interval, without `scipy.stats`,
+    whose import takes almost a second."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, (1 + confidence) / 2))
@@ -311,7 +312,7 @@ def compare_runs(
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:
-    """Returns a ratio from its logarithm and the interval's half width (None if unknown)."""
+    """Returns a ratio from its logarithm and half width, if known."""
     if half is None:
         return Comparison(math.exp(mean), None, None, count)
     high = math.exp(mean + half) if mean + half < 700 else math.inf
@@ -340,7 +341,7 @@ def mean_of_cycles(values: Sequence[float], steps: Sequence[int], cycle: int) ->
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7, as numpy)."""
+    """Interpolates linearly between order statistics (Hyndman and Fan 1996, type 7)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)

@@ -54,8 +54,6 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Parts of a cell's step, mean of the ranks."""
-
     step_seconds: float
     seconds: Mapping[str, float]
     """Seconds by part; they sum to the step."""
@@ -79,8 +77,8 @@ def gpu_time(
 ) -> GpuTime | None:
     """Breaks down a profiled step, if a GPU was profiled.
 
-    `flops_per_device`: model FLOPs per step, attention included. `matmul_rate`: measured FLOP/s.
-    Idle time excludes the profiler's overhead.
+    `flops_per_device`: model FLOPs per step, with attention. `matmul_rate`: measured FLOP/s. Idle
+    time excludes the profiler's overhead.
     """
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):

@@ -99,7 +99,7 @@ class _Comparison:
         return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
 
     def expected(self, key: str, like: Tensor) -> Tensor | None:
-        """Returns the reference's tensor; None if it is missing or has another shape."""
+        """Returns the reference's tensor; None if missing or of another shape."""
         key = of_replica(self.replica, key)
         if key not in self.names:
             return None
@@ -170,7 +170,7 @@ class _Comparison:
 
 
 def _in_16_bits(tensor: Tensor) -> float:
-    """Returns the share of the numbers other than zero that fp16 or bf16 could hold."""
+    """Returns the share of nonzero numbers that fp16 or bf16 could hold."""
     import torch
 
     numbers = tensor.detach().float()

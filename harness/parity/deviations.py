@@ -14,13 +14,11 @@ class Deviations:
     elements: Mapping[str, float] = field(default_factory=dict)
     """Largest |parameter - reference| of an element over the update's root mean square."""
     decays: Mapping[str, float] = field(default_factory=dict)
-    """Error along the weights, over the norm of the update: wrong weight decay has this direction,
-    rounding has none. In half precision, the part expected by chance is subtracted.
-    """
+    """Error along the weights over the norm of the update: wrong weight decay has this direction,
+    rounding has none. In half precision, without the part expected by chance."""
     directions: Mapping[str, float] = field(default_factory=dict)
     """Error along the weights in half precision, in standard deviations of an error without
-    direction; 0 if it is below `LEAST_DECAY` of the decay.
-    """
+    direction; 0 below `LEAST_DECAY` of the decay."""
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)

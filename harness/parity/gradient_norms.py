@@ -20,10 +20,10 @@ TIMES_LOSS = 10.0
 def norm_deviations(
     norms: Sequence[float | None], training_steps: Sequence[int], expected: Sequence[float]
 ) -> dict[int, float]:
-    """Returns the largest relative deviation of each training step in the segment.
+    """Returns the largest relative deviation of each training step in the segment; infinite for
+    unknown norms.
 
-    Infinite for unknown norms. `norms`, `training_steps`: by step taken. `expected`: the
-    reference's by training step.
+    `norms`, `training_steps`: by step taken. `expected`: by training step.
     """
     deviations: dict[int, float] = {}
     for step, norm in zip(training_steps, norms, strict=True):
@@ -46,8 +46,7 @@ def allowed_norm(loss_tolerance: float, update_tolerance: float) -> float:
 
 
 def with_norms(verdict: ParityVerdict, deviations: dict[int, float]) -> ParityVerdict:
-    """Adds the largest norm deviation to a verdict, which becomes `diverged` above
-    `allowed_norm`."""
+    """Adds the largest norm deviation to a verdict: `diverged` above `allowed_norm`."""
     if not deviations:
         return verdict
     largest = max(deviations.values())

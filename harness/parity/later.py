@@ -17,13 +17,13 @@ from harness.spec.training import EXACT
 NARROWEST = 2e-6
 """Relative deviation that rounding a loss can cause."""
 UNKNOWN = 1e-5
-"""Allowed relative deviation at the end of the segment if the drift is unknown."""
+"""Allowed relative deviation at the segment's end if the drift is unknown."""
 TIMES_DRIFT = 30.0
 """Allowed multiple of the reference's drift; see docs/studies/parity-deviations.md."""
 TIMES_OWN = 3.0
 """Allowed multiple of the trial's deviation within the segment."""
 WIDEST = 0.05
-"""Declared loss tolerance from which later losses are not checked. Also caps the envelope without a
+"""Declared loss tolerance from which later losses are not checked; caps the envelope without a
 second reference run."""
 MOST = 0.5
 """Cap of the envelope."""
@@ -39,7 +39,7 @@ def envelope(
 
     Declared tolerances grow with the root of the steps, like independent roundings, or with the
     drift if that grew more. `own`: the trial's largest deviation within the segment. `drift`: the
-    second reference's relative deviation by step, or empty.
+    second reference's, by step, or empty.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf

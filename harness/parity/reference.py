@@ -41,7 +41,7 @@ class Reference:
     """Reference run on disk: losses of the parity segment, trained tensors after it, update norms.
 
     Keeps digests of frozen tensors, which must stay bitwise identical, and `update_shares`:
-    each update's component along the final weights, over their norm.
+    updates' components along the final weights, over their norm.
     """
 
     folder: str
@@ -131,7 +131,7 @@ class Reference:
         others: Mapping[str, Tensor],
         file: Path,
     ) -> None:
-        """Writes each replica's parameters and optimizer states, and others; array tasks may do so
+        """Writes replicas' parameters and optimizer states, and others; array tasks may do so
         concurrently."""
         from safetensors.torch import save_file
 
@@ -160,10 +160,8 @@ class Reference:
 
     @property
     def roundings(self) -> dict[str, float]:
-        """Rounding error of fp32 by tensor, relative to its update.
-
-        Each step rounds a weight twice, in decay and update.
-        """
+        """Rounding error of fp32 by tensor, relative to its update: decay and update each round a
+        weight."""
         roundings: dict[str, float] = self.facts["roundings"]
         return roundings
 
@@ -181,7 +179,7 @@ class Reference:
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative loss deviation by step of a differently rounded run; empty if not informative,
+        """Relative loss deviation by step of a differently rounded run; empty if uninformative,
         None without one."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
@@ -224,10 +222,8 @@ def of_replica(number: int, key: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a digest of the values as fp32.
-
-    Copies them, because NumPy would hold on to a storage that FSDP1 resizes.
-    """
+    """Returns a digest of the values as fp32, from a copy, because NumPy would hold on to a storage
+    that FSDP1 resizes."""
     import torch
 
     numbers = tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()

@@ -31,7 +31,7 @@ DEFAULT_LIMIT_GIB = 60.0
 IN_USE_SECONDS = 3600.0
 """Seconds without use before eviction, because another run may need the reference."""
 NOISE_TOKENS = 8192
-"""Largest batch, in tokens, that is run again to measure noise."""
+"""Largest batch, in tokens, that runs again to measure noise."""
 CONTEXT_BYTES = 2**30
 """Approximate GPU memory of CUDA's context and kernels."""
 
@@ -40,7 +40,7 @@ def reference_cell(cell: Cell) -> Cell:
     """Returns the reference: the training in one process.
 
     On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
-    in the tokens, see the batch in the same parts as in the cell.
+    in the tokens, see the batch in the cell's parts.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
@@ -64,8 +64,8 @@ def reference_cell(cell: Cell) -> Cell:
 def is_noisy(reference: Cell) -> bool:
     """Returns whether a second run measures the reference's noise.
 
-    In fp32 on a CPU, EXACT holds without it, unless BatchNorm spans all ranks and amplifies the
-    rounding of their sums.
+    In fp32 on a CPU, EXACT holds without it, unless BatchNorm spans all ranks and amplifies
+    rounding.
     """
     if _tokens(reference, 1) > NOISE_TOKENS:
         return False
@@ -86,7 +86,6 @@ def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSo
 
 
 def _splits_further(reference: Cell) -> bool:
-    """Returns whether it trains the same with twice as many micro-batches."""
     differs = make_workload(reference.workload).batch_norm or reference.balance_weight > 0
     return reference.global_batch % (2 * reference.micro_batches) == 0 and not differs
 
@@ -133,9 +132,8 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs, if any: CUDA's random numbers depend on the number of
-    multiprocessors.
-    """
+    """Returns the kind of this host's GPUs, if any, as CUDA's random numbers depend on the number
+    of multiprocessors."""
     devices = visible_gpus()
     if not devices:
         return ""
@@ -189,9 +187,8 @@ def _copies(reference: Cell) -> int:
 
 
 def memory_bytes(reference: Cell) -> int:
-    """Returns an upper bound on a reference run's GPU memory in bytes: model states, and the larger
-    of activations and optimizer temporaries (4 bytes per parameter).
-    """
+    """Returns an upper bound on a reference run's GPU memory: model states, and the larger of
+    activations and optimizer temporaries (4 bytes per parameter)."""
     from harness.workloads.operators import activation_bytes
 
     workload, base = (

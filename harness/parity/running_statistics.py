@@ -12,10 +12,8 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """Derives from a reference run the BatchNorm statistics of the first of N replicas.
-
-    This replica sees the first 1/N of the batch's parts, and DDP broadcasts its statistics.
-    """
+    """Derives from a reference run the BatchNorm statistics of the first of N replicas, which sees
+    the first 1/N of the batch's parts. DDP broadcasts its statistics."""
 
     def __init__(self, model: nn.Module, parts: int) -> None:
         """`parts`: number of forwards per step."""

@@ -66,13 +66,12 @@ class ParityVerdict:
     max_moment_deviation: float | None = None
     max_replica_deviation: float | None = None
     moments_skipped_reason: str | None = None
-    """Why some or all optimizer states were not compared."""
 
 
 def noise_of(
     losses: Sequence[float | None], found: Deviations, reference: Sequence[float]
 ) -> Noise | None:
-    """Returns the noise of a second reference run; None if it did not stay finite."""
+    """Returns the noise of a second reference run, if it stayed finite."""
     loss = max(loss_deviations(losses, reference))
     return Noise(loss, found) if math.isfinite(loss) and found.updates and found.finite else None
 
@@ -116,9 +115,9 @@ KINDS = (
     Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.2e} of its norm"),
     Kind("coarse", 0.5, 0.5, "optimizer state {} has only 16 bits in {:.0%} of it", absolute=True),
 )
-"""Compared in this order. The multiples are measured, see docs/studies/parity-deviations.md."""
+"""Compared in this order. The multiples are measured (docs/studies/parity-deviations.md)."""
 WIDE = (KINDS[0], KINDS[-1])
-"""Kinds that are judged even if the limit of an update exceeds CAPPED_ABOVE."""
+"""Kinds that are judged even if an update's limit exceeds CAPPED_ABOVE."""
 
 
 @dataclass(frozen=True)
@@ -335,8 +334,8 @@ def in_fp32(cell: Cell) -> Cell | None:
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:
-    """Returns the largest relative deviation from fp32 losses; None for fp32 weights or a
-    non-finite loss."""
+    """Returns the largest relative deviation from fp32 losses; None for fp32 weights or without
+    finite losses."""
     twin = in_fp32(cell)
     if twin is None or not (reference := reference_of(twin)).exists:
         return None
@@ -372,7 +371,7 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on a trial; without a reference, it is unknown because of `why_not`."""
+    """Returns the verdict on a trial; unknown without a reference, because of `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return parity_verdict(

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, which reveals damaged files, and the checkpoint's costs."""
+"""Manifest of a checkpoint, which reveals damaged files, and its costs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """List of a checkpoint's files; written last."""
-
     step: int
     ranks: int
     files: tuple[SavedFile, ...]

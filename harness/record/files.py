@@ -130,7 +130,7 @@ def parquet_schema(file: Path) -> pa.Schema:
 
 
 def start_of_run(file: Path) -> datetime | None:
-    """Reads when a run started, in any version of the schema; returns None for a damaged file."""
+    """Reads when a run started, in any version of the schema; None for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -165,7 +165,7 @@ def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """Reads undamaged files; issues a DamagedFileWarning for each of the others."""
+    """Reads undamaged files; issues a DamagedFileWarning for the others."""
     tables = []
     for file in files:
         try:
@@ -181,7 +181,7 @@ def read_frame(table: str, files: Sequence[Path]) -> pd.DataFrame:
 
 
 def frame_of(table: str, tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """Concatenates tables; without any, returns an empty frame with all columns."""
+    """Concatenates tables; without any, the frame is empty with all columns."""
     import pyarrow as pa
 
     rows = pa.concat_tables(tables) if tables else nullable(table).empty_table()
@@ -207,7 +207,7 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
-    """Returns the schema of a table, or of only `columns`, with every field nullable."""
+    """Returns a table's schema, or of only `columns`, with every field nullable."""
     import pyarrow as pa
 
     return pa.schema(
@@ -220,9 +220,9 @@ def nullable(table: str, columns: Sequence[str] = ()) -> pa.Schema:
 
 
 _COPIED = "files"
-"""Metadata key of a gathered copy: number of source files and a digest of their names."""
+"""Metadata key of a gathered copy: number of source files and digest of their names."""
 _AT_ONCE = 200
-"""Files copied at a time, to bound memory."""
+"""Files copied at a time, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class RunFiles:
     def gather(self, run_id: str) -> None:
         """Gathers a run's rows into one file per table, which is faster to read.
 
-        Writes no copy of a table with a damaged file: the copy would count as complete without it.
+        Copies no table with a damaged file: the copy would count as complete without it.
         """
         import pyarrow as pa
 
@@ -270,7 +270,7 @@ class RunFiles:
     def unpack(self, run_id: str) -> None:
         """Splits a gathered copy into a file per trial, so that trials can be added.
 
-        Trials appear together, as the last step: some of them would hide the rest of the copy.
+        Trials appear together, last: some of them would hide the rest of the copy.
         """
         self._split("steps", run_id, self.folder / "steps" / run_id)
         trials = self.folder / "trials" / run_id
@@ -315,7 +315,6 @@ class RunFiles:
 
 
 def names_digest(files: Iterable[str]) -> str:
-    """Returns the number of files and a digest of their names."""
     ordered = sorted(files)
     names = "\n".join(ordered)
     return f"{len(ordered)} {hashlib.blake2s(names.encode(), digest_size=8).hexdigest()}"

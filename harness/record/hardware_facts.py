@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DeviceSpeed:
     matmul_flops_per_second: dict[str, float]
-    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` with rowwise scales."""
+    """FLOP/s by precision: `fp32` (without TF32), `bf16`, `fp16`, and `fp8` (rowwise scales)."""
     copy_bytes_per_second: float
-    """Bytes read plus bytes written by a copy within the device's memory."""
+    """Bytes read plus written by a copy within the device's memory."""
     host_to_device_bytes_per_second: dict[str, float] = field(default_factory=dict)
     device_to_host_bytes_per_second: dict[str, float] = field(default_factory=dict)
-    """Rates in both directions by type of host memory, `pinned` or `pageable`; empty on a CPU."""
+    """Rates by type of host memory, `pinned` or `pageable`; empty on a CPU."""
     launch_seconds: float = 0.0
     """Time to enqueue a tiny kernel; on a CPU, to run a tiny operator."""
 
@@ -60,7 +60,7 @@ def matmul_rate(column: str | None, precision: str) -> float | None:
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Counts cores of all nodes, counting shared cores of a machine once."""
+    """Counts cores of all nodes; a machine's shared cores count once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 

@@ -22,7 +22,7 @@ class Problem:
     file: Path
     what: str
     damaged: bool = True
-    """False if the file is intact, but has another schema version or inconsistent values."""
+    """False if the file is intact, but has another schema or inconsistent values."""
     column: str = ""
     row: int | None = None
     """Row of the value, from 0."""
@@ -85,7 +85,7 @@ def table_of(file: Path) -> tuple[str, list[Problem]]:
 
 
 def quarantine(store: Store, file: Path) -> Path:
-    """Moves a file to the quarantine folder; returns its new path. Never overwrites."""
+    """Moves a file to the quarantine folder without overwriting; returns its path."""
     target = store.folder / QUARANTINE / file.relative_to(store.folder)
     number = 0
     while target.exists():
@@ -135,7 +135,7 @@ def _folder(file: Path) -> str:
 
 
 def json_problem(text: str, kind: type[object] = object) -> str:
-    """Returns why a text cannot be read as JSON of this kind (dict or list); else empty."""
+    """Returns why a text is no JSON of this kind (dict or list), or empty."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ MATRIX = "maxsize"
 KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
-"""Statuses of a probe that tell you nothing about the largest size."""
+"""Statuses of a probe that say nothing about the largest size."""
 LEAST_ROUNDS = 2
 """Rounds that ignore the time budget, the minimum for a spread between trials."""
 FURTHER_TIMES = 4.0
@@ -70,11 +70,11 @@ class Plan:
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
     once: frozenset[str] = frozenset()
-    """Ids of cells that run once, only to verify parity."""
+    """Ids of cells that run once, to verify parity."""
     not_compared: frozenset[str] = frozenset()
     """Ids of cells with nothing to compare with; they run once."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Trials per round of cells that run more than once a round (baselines), by cell id."""
+    """Trials per round by cell id, of cells with more than one (baselines)."""
 
     @classmethod
     def new(
@@ -99,7 +99,7 @@ class Plan:
         )
 
     def schedule(self) -> list[tuple[Cell, int]]:
-        """Returns (cell, trial) pairs in shuffled rounds over all cells, so that drift affects all
+        """Returns (cell, trial) pairs in rounds over all cells, shuffled so that drift affects all
         alike.
 
         A cell's first trial in a round has the round's number, others those from `trials` on.

@@ -37,7 +37,7 @@ class ProfileRecord(Record):
     compute_seconds: tuple[float, ...] = ()
     """by rank: forward and backward, including Python"""
     communication_seconds: tuple[float, ...] = ()
-    """by rank: exposed communication, i.e. not overlapped by compute"""
+    """by rank: exposed communication, not overlapped by compute"""
     optimizer_seconds: tuple[float, ...] = ()
     """by rank: updating parameters and clearing gradients"""
     data_seconds: tuple[float, ...] = ()
@@ -49,21 +49,21 @@ class ProfileRecord(Record):
     other_seconds: tuple[float, ...] = ()
     """by rank: rest of the step"""
     overlapped_seconds: tuple[float, ...] = ()
-    """by rank: communication overlapped by other parts, so not in the sum; empty: unknown"""
+    """by rank: communication overlapped by other parts, thus not in the sum; empty: unknown"""
     operators_seconds: tuple[float, ...] = ()
     """by rank: time in which an operator or kernel ran"""
     gpu_matmul_seconds: tuple[float, ...] = ()
-    """by GPU rank: running a matrix-product or convolution kernel"""
+    """by GPU rank: matrix-product or convolution kernels"""
     gpu_attention_seconds: tuple[float, ...] = ()
-    """by GPU rank: running a fused attention kernel"""
+    """by GPU rank: fused attention kernels"""
     gpu_optimizer_seconds: tuple[float, ...] = ()
-    """by GPU rank: running a kernel of the optimizer step"""
+    """by GPU rank: kernels of the optimizer step"""
     gpu_kernels_seconds: tuple[float, ...] = ()
-    """by GPU rank: running any other compute kernel"""
+    """by GPU rank: other compute kernels"""
     gpu_communication_seconds: tuple[float, ...] = ()
-    """by GPU rank: running a communication kernel, but no compute kernel"""
+    """by GPU rank: communication kernels without compute kernels"""
     gpu_copy_seconds: tuple[float, ...] = ()
-    """by GPU rank: copying between host and device, with nothing else running"""
+    """by GPU rank: copies between host and device with nothing else running"""
     gpu_idle_seconds: tuple[float, ...] = ()
     """by GPU rank: idle, e.g. waiting for a kernel launch"""
     own_seconds: tuple[float, ...] = ()
@@ -72,7 +72,7 @@ class ProfileRecord(Record):
     """rank with the longest own_seconds in every profiled step, by more than 15 % over the others'
     median"""
     straggler_excess: float | None = None
-    """fraction by which the straggler's own_seconds exceed that median"""
+    """fraction by which its own_seconds exceed that median"""
     collectives: str | None = None
     """JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per
     step]"""
@@ -102,7 +102,7 @@ class ProfileRecord(Record):
     memory_reason: str | None = None
     """why there is no breakdown of the peak; empty if there is one"""
     private_bytes: tuple[Int64, ...] = ()
-    """by rank: peak memory of the tracked steps, measured as in trials"""
+    """by rank: peak memory of the tracked steps, as in trials"""
     formula_parameter_bytes: float | None = None
     """the strategy's formula for the fullest rank; null: no formula"""
     formula_gradient_bytes: float | None = None

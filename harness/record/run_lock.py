@@ -14,7 +14,7 @@ from harness.spec.errors import UsageError
 def sole_writer(
     folder: Path, run_id: str, share: tuple[int, int] = (0, 1), timeout_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Locks a run, or share i of n of it, so that no other process runs these trials.
+    """Locks a run, or share i of n, so that no other process runs these trials.
 
     Raises UsageError if another process holds the lock after `timeout_seconds`. No effect on file
     systems without locks.

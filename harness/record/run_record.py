@@ -23,12 +23,12 @@ class RunRecord(Record):
     python_version: str
     torch_version: str
     libraries: str
-    """JSON: versions of libraries that the suite can use"""
+    """JSON: versions of libraries"""
     cpu_model: str | None = None
     cpu_cores: Int32
-    """number of hardware threads that this process may run on"""
+    """hardware threads that this process may use"""
     memory_bytes: Int64
-    """memory that the run may use: the host's, or its container's or job's limit"""
+    """memory for the run: the host's, or its container's or job's limit"""
     gpus: tuple[str, ...] = ()
     gpu_memory_bytes: Int64 | None = None
     """memory of GPU 0"""
@@ -36,8 +36,7 @@ class RunRecord(Record):
     """JSON: for each GPU, its UUID, bus id, compute capability, NUMA node, nearby cores, MIG, ECC,
     persistence, power limits"""
     gpu_topology: str | None = None
-    """JSON: connection of each pair of GPUs: NVLink (version, number of links) or the common PCIe
-    ancestor"""
+    """JSON: connection of each pair of GPUs: NVLink (version, links) or common PCIe ancestor"""
     gpus_unused: str | None = None
     """why torch cannot use the host's GPUs; null if it can or none exist"""
     device_speed: str | None = None
@@ -61,7 +60,7 @@ class RunRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ConclusionRecord(Record):
-    """Precision and advice of a run; both can be recomputed from its trials."""
+    """Precision and advice of a run, which follow from its trials."""
 
     schema_version: Int32
     run_id: str
@@ -71,7 +70,7 @@ class ConclusionRecord(Record):
     """from the command's start to its last trial or profile; if resumed, the last command's"""
     trials: Int32
     compared_cells: Int32 = 0
-    """number of verified cells with a core per rank and an interval over a baseline"""
+    """verified cells with a core per rank and an interval over a baseline"""
     half_width_median: float | None = None
     """median relative half width of the 95 % intervals of throughput over the baseline's; null
     without intervals"""
@@ -103,9 +102,8 @@ class StepRecord(Record):
     """duration of the control after the step (one sample's forward and backward in a separate
     process on the rank's cores); null without one"""
     left_over_seconds: float | None = None
-    """CPU time per thread that the rank spends on leftover work after the step; part of
-    step_seconds"""
+    """CPU time per thread of leftover work after the step; part of step_seconds"""
     training_step: Int32 | None = None
-    """number of the training step, from 0; less than step after a rewind"""
+    """training step from 0; less than step after a rewind"""
     gradient_norm: float | None = None
-    """2-norm of all gradients before clipping, if known to the rank"""
+    """2-norm of all gradients before clipping, if known"""

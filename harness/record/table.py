@@ -6,14 +6,11 @@ values are null, never guesses.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
-import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -37,7 +34,7 @@ class Column:
     """Arrow type, e.g. `int32` or `list<double>`."""
     nullable: bool
     default: object
-    """Value that replaces a null; dataclasses.MISSING if the column is required."""
+    """Value that replaces a null; dataclasses.MISSING if required."""
 
     @property
     def is_list(self) -> bool:
@@ -148,7 +145,7 @@ def arrow_table(rows: Sequence[Record], schema: pa.Schema) -> pa.Table:
 
 
 _NEVER_REDACTED = {"run_id", "cell_id", "status", "phase", "parity_verdict", "strategy", "device"}
-"""Columns that hold only the suite's own names, by which rows are found."""
+"""Columns that only hold the suite's names, by which rows are found."""
 
 
 def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
@@ -159,28 +156,3 @@ def _without_secrets(row: Mapping[str, object]) -> dict[str, object]:
         elif isinstance(value, tuple) and value and isinstance(value[0], str):
             values[name] = tuple(redacted(text) for text in value)
     return values
-
-
-def meanings(table: type[Record]) -> dict[str, str]:
-    """Returns the description of each column: the docstring under its field."""
-    by_column: dict[str, str] = {}
-    for cls in reversed(table.__mro__):
-        if dataclasses.is_dataclass(cls):
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-            assert isinstance(body, ast.ClassDef)
-            by_column |= _field_docstrings(body.body)
-    return {column.name: by_column.get(column.name, "") for column in table.columns()}
-
-
-def _field_docstrings(body: Iterable[ast.stmt]) -> dict[str, str]:
-    by_column, name = {}, ""
-    for statement in body:
-        match statement:
-            case ast.AnnAssign(target=ast.Name(id=str(field))):
-                name = field
-            case ast.Expr(value=ast.Constant(value=str(text))) if name:
-                by_column[name] = " ".join(text.split())
-                name = ""
-            case _:
-                name = ""
-    return by_column

@@ -23,7 +23,7 @@ class TrialRecord(Record):
     cell: str
     """JSON: the whole cell"""
     trial: Int32
-    """number of the trial within its cell, from 0"""
+    """number within its cell, from 0"""
     attempt: Int32 = 1
     """1; more after an interruption, missing nodes or a failed probe"""
     position: Int32
@@ -36,8 +36,7 @@ class TrialRecord(Record):
     reason: str = ""
     """what went wrong; empty if ok and verified"""
     expected: bool = False
-    """whether the status is expected: known to diverge, or not verifiable despite a reference
-    run"""
+    """whether the status is expected: known to diverge, or not verifiable despite a reference"""
     log_tail: str = ""
     """log tail of the first failed rank, or rank 0"""
     stacks: str = ""
@@ -49,11 +48,11 @@ class TrialRecord(Record):
     startup_seconds: float | None = None
     """from launch until the last rank has imported torch"""
     setup_seconds: float | None = None
-    """creating the process group and the model, and wrapping it; slowest rank"""
+    """process group, model and wrapping; slowest rank"""
     first_step_seconds: float | None = None
     """step 0, slowest rank"""
     compile_seconds: float | None = None
-    """torch.compile's time during warm-up, slowest rank; null if nothing is compiled"""
+    """torch.compile's time during warm-up, slowest rank; null: not compiled"""
 
     # What is trained.
 
@@ -86,8 +85,8 @@ class TrialRecord(Record):
     link_latency_seconds: float | None = None
     """half the median round-trip time of one byte between them"""
     link_emulation: str | None = None
-    """emulation method: network namespaces, with tbf for the rate, and netem or a user-space relay
-    for the delay"""
+    """emulation method: network namespaces, tbf for the rate, netem or a user-space relay for the
+    delay"""
     device: str
     """cpu or cuda"""
     processes: Int32 | None = None
@@ -124,15 +123,15 @@ class TrialRecord(Record):
     """how the state is saved before all ranks are killed and new ones load it: none, full (one
     file), sharded (by rank), async (sharded, during training)"""
     checkpoint_from: str | None = None
-    """strategy and number of devices that saved the checkpoint, if not the cell's own"""
+    """strategy and devices that saved the checkpoint, if not the cell's"""
     optimizer: str
     seed: Int64
     launcher: str
     """elastic (torchrun's agent), spawn, or a library's command, such as mpirun"""
     packages: tuple[str, ...] = ()
-    """packages that the strategy needs in addition to torch"""
+    """packages needed in addition to torch"""
     wraps_ddp: str | None = None
-    """library or launcher by which it runs plain DDP"""
+    """library or launcher by which plain DDP runs"""
     threads_per_device: Int32
     """cores, and intra-op threads, per CPU device"""
     memory_limit_bytes: Int64 | None = None
@@ -141,7 +140,7 @@ class TrialRecord(Record):
     oversubscribed: bool
     """whether ranks lack hardware threads, so times say nothing about real hardware"""
     rank_cores: tuple[str, ...] = ()
-    """by rank: CPU numbers it was pinned to, such as 0-7,16"""
+    """by rank: CPU numbers, such as 0-7,16"""
 
     # States that each rank keeps between steps, and the strategy's formulas.
 
@@ -149,7 +148,7 @@ class TrialRecord(Record):
     """number of parameters of the unsplit model"""
     trained_parameters: Int64 | None = None
     held_parameters: tuple[Int64, ...] = ()
-    """by rank: number of parameter elements held between steps"""
+    """by rank: parameter elements held between steps"""
     parameter_dtypes: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()
     optimizer_state_dtypes: tuple[str, ...] = ()
@@ -176,7 +175,7 @@ class TrialRecord(Record):
     # Traffic.
 
     sent_bytes_per_step: tuple[float, ...] = ()
-    """by CPU rank: TCP payload sent per timed step, libraries' headers included"""
+    """by CPU rank: TCP payload sent per timed step, headers of libraries included"""
     offload_read_bytes_per_step: float | None = None
     """bytes read from block devices per timed step, all ranks; only with states offloaded to
     disk"""
@@ -195,17 +194,17 @@ class TrialRecord(Record):
     data_seconds_p50: float | None = None
     """median time to get the batch, slowest rank"""
     samples_per_second: float | None = None
-    """global_batch / step_seconds_p50; if a strategy communicates only every few steps, over whole
-    cycles"""
+    """global_batch / step_seconds_p50; over whole cycles if a strategy communicates only every few
+    steps"""
     tokens_per_second: float | None = None
     """null: no tokens"""
     window_step_seconds: tuple[float, ...] = ()
     """mean step time of each window of consecutive timed steps, with equal weight for each position
     of the strategy's cycle; empty without a control"""
     window_control_seconds: tuple[float, ...] = ()
-    """mean time of the control over all ranks, in each window and the pause before it"""
+    """mean time of the control, over ranks, in each window and the pause before it"""
     window_slowest_control_seconds: tuple[float, ...] = ()
-    """control time of the slowest rank in each window, mean over its pauses"""
+    """the slowest rank's control time in each window, mean over pauses"""
     turn_began: tuple[float, ...] = ()
     """start of each turn of an interleaved trial, in seconds since the epoch"""
     turn_samples_per_second: tuple[float, ...] = ()
@@ -219,8 +218,8 @@ class TrialRecord(Record):
     foreign_load_cores: float | None = None
     """mean cores that others kept busy in timed steps, on the busiest host"""
     gpu_before: str | None = None
-    """JSON: state of its GPUs on the first node just before the trial: clocks, throttling,
-    temperature, power, errors, processes"""
+    """JSON: state of the first node's GPUs just before the trial: clocks, throttling, temperature,
+    power, errors, processes"""
     gpu_after: str | None = None
     """JSON: their state just after the trial"""
     gpu_use: str | None = None
@@ -235,7 +234,7 @@ class TrialRecord(Record):
     checkpoint_bytes: Int64 | None = None
     checkpoint_files: Int32 | None = None
     checkpoint_save_seconds: float | None = None
-    """time to save it, slowest rank; async: includes the training steps meanwhile"""
+    """time to save it, slowest rank; async: includes training meanwhile"""
     checkpoint_blocked_seconds: float | None = None
     """part of checkpoint_save_seconds in which the slowest rank could not train"""
     checkpoint_load_seconds: float | None = None
@@ -243,14 +242,14 @@ class TrialRecord(Record):
     checkpoint_restores_random: bool | None = None
     """whether loading restored each rank's CPU random state; null with checkpoint_from"""
     checkpoint_restores_bits: bool | None = None
-    """whether loading restored every rank's parameters and optimizer states bit for bit; null with
+    """whether loading restored parameters and optimizer states bit for bit; null with
     checkpoint_from"""
 
     # Efficiency.
 
     energy_joules_per_sample: float | None = None
-    """energy of its GPUs (NVML, amd-smi) or its nodes' CPU packages (RAPL); null without
-    counters"""
+    """energy of the GPUs (NVML, amd-smi) or the nodes' CPU packages (RAPL); null without counters
+    """
     trend: float | None = None
     """relative change of step time over the timed steps if significant (Kendall, p < 0.01), else 0;
     null: fewer than 8 steps"""
@@ -261,14 +260,13 @@ class TrialRecord(Record):
     mfu: float | None = None
     """model FLOPs utilisation; null on CPUs and for unknown peaks"""
     matmul_utilization: float | None = None
-    """model FLOPs as a fraction of the GPU's measured rate (column `device_speed` of the run); null
-    if not measured"""
+    """model FLOPs over the GPU's measured rate (`device_speed` of the run); null if not measured"""
     bubble_fraction: float | None = None
-    """fraction of stage time without computation, in a separate pass"""
+    """share of stage time without computation, in a separate pass"""
     expert_tokens: str | None = None
     """JSON: tokens per expert in each mixture-of-experts block, counted in the last warm-up step"""
     expert_imbalance: float | None = None
-    """tokens of the busiest expert over the mean of its block, in the most imbalanced block"""
+    """tokens of the busiest expert over its block's mean, in the most imbalanced block"""
 
     # Peak memory, or the memory held when it ran out.
 
@@ -282,15 +280,15 @@ class TrialRecord(Record):
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """by rank: its memory by NVML or amd-smi after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """by rank: NVML memory minus what the allocator reserved, i.e. CUDA context, communication
-    buffers and libraries; empty: unknown"""
+    """by rank: NVML memory beyond what the allocator reserved: CUDA context, communication buffers,
+    libraries; empty: unknown"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
     """largest peak of a rank over the mean peak"""
     memory_method: str | None = None
     setup_peak_memory_bytes: Int64 | None = None
-    """largest peak of a rank during set-up, before the first step"""
+    """largest peak of a rank before the first step"""
     failed_in: str | None = None
     """phase in which a rank ran out of memory: set-up, forward, backward, update, verification"""
     failed_holding: str | None = None
@@ -305,7 +303,7 @@ class TrialRecord(Record):
     reference_losses: tuple[float, ...] = ()
     """losses of the reference run in the parity segment"""
     fp32_loss_deviation: float | None = None
-    """for low-precision weights: largest relative loss deviation from the same training in fp32"""
+    """for low-precision weights: largest relative loss deviation from fp32 training"""
     parity_steps: Int32
     parity_verdict: str | None = None
     """exact, within tolerance, diverged, unknown"""
@@ -323,23 +321,22 @@ class TrialRecord(Record):
     parity_max_decay_deviation: float | None = None
     """largest component of a deviation along the weights / |reference's update|"""
     parity_max_buffer_deviation: float | None = None
-    """largest |buffer - reference| / |reference's change|, e.g. of BatchNorm's running statistics;
-    null if training changes no buffers"""
+    """largest |buffer - reference| / |reference's change|, e.g. of running statistics; null if no
+    buffer changes"""
     parity_max_moment_deviation: float | None = None
     """largest |optimizer state - reference| / |reference| of a tensor's first or second moment"""
     parity_max_replica_deviation: float | None = None
-    """largest estimated difference between ranks after the last step / |reference's update in the
-    segment|"""
+    """largest estimated difference between ranks after the last step / |reference's update|"""
     parity_moments_skipped_reason: str | None = None
     """why some or all optimizer states were not compared"""
     later_steps_verified: Int32 | None = None
-    """number of steps after the parity segment with a compared loss"""
+    """steps after the parity segment with a compared loss"""
     later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these steps"""
     steps_taken: Int32 | None = None
-    """number of steps that each rank took, including retrained ones"""
+    """steps of each rank, including retrained ones"""
     rewinds: Int32 | None = None
-    """number of rewinds between timed steps, to verify earlier steps again"""
+    """number of rewinds between timed steps"""
     rewind_skipped_reason: str | None = None
     """why the state was never rewound"""
     rewind_loss_deviation: float | None = None
@@ -347,7 +344,7 @@ class TrialRecord(Record):
     rewind_update_deviation: float | None = None
     """largest parity_max_update_deviation after retrained steps"""
     parity_worst_tensor: str | None = None
-    """name of the tensor whose update deviation is closest to its limit"""
+    """tensor whose update deviation is closest to its limit"""
     reference_loss_noise: float | None = None
     """largest loss deviation between two reference runs that round differently"""
     reference_update_noise: float | None = None

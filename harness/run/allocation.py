@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.analysis.answer import entrants
+from harness.analysis.baseline import Choice, additions
 from harness.analysis.precision import too_wide
 from harness.analysis.race import next_heats
 from harness.analysis.setting import GroupSize, Setting, heading, timed
@@ -26,44 +27,49 @@ from harness.workloads import make_workload
 
 @dataclass(frozen=True)
 class PlannedHeadline:
-    """Cells that will lead a run's report, if they run."""
+    """Cells that will lead a run's report."""
 
     cells: tuple[Cell, ...]
     baseline: Cell | None
     candidates: tuple[Cell, ...]
-    """Cells that may be recommended: no stand-ins, and declared to train like one process."""
+    """Cells without stand-ins that are declared to train like one process."""
 
 
-def launches_per_round(cells: Sequence[Cell], cores: int | None = None) -> dict[str, int]:
+def launches_per_round(
+    cells: Sequence[Cell], cores: int | None = None, chosen: Choice | None = None
+) -> dict[str, int]:
     """Returns the trials per round by cell id, for cells with more than one.
 
     A baseline compared with k cells gets the square root of k, rounded down, which makes all k
-    intervals narrowest (Dunnett, JASA 50, 1955, section 5).
+    intervals narrowest (Dunnett, JASA 50, 1955, section 5). `chosen`: see `baseline_of`.
     """
     return {
         baseline.id: launches
-        for baseline, others in _comparisons(cells, cores)
-        if (launches := math.isqrt(len(others))) > 1
+        for group in _compared(cells, cores)
+        if (launches := math.isqrt(len(group) - 1)) > 1
+        and (baseline := _planned_baseline(group, chosen))
     }
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Returns ids of cells that are oversubscribed, expected to diverge, or without a baseline."""
-    comparisons = _comparisons(cells, cores)
-    compared = {cell.id for baseline, others in comparisons for cell in (baseline, *others)}
+    """Returns ids of cells that are oversubscribed, expected to diverge, or alone in their setting,
+    unless they are its baseline."""
+    compared = {cell.id for group in _compared(cells, cores) for cell in group}
     return frozenset(cell.id for cell in cells) - compared
 
 
-def _comparisons(cells: Sequence[Cell], cores: int | None) -> list[tuple[Cell, list[Cell]]]:
-    return [
-        (baseline, [cell for cell in group if cell is not baseline])
-        for group in _groups([cell for cell in cells if not _crowded(cell, cores)])
-        if (baseline := _planned_baseline(group))
-    ]
+def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
+    """Returns the groups of cells that a report ranks, and lone baselines, to which scaling
+    efficiencies may refer."""
+    groups = _groups([cell for cell in cells if not _crowded(cell, cores)])
+    return [group for group in groups if len(group) > 1 or _planned_baseline(group)]
 
 
-def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | None:
-    """Returns the group of cells that will lead the report; None if nothing can be compared."""
+def planned_headline(
+    plan: Plan, cores: int | None = None, chosen: Choice | None = None
+) -> PlannedHeadline | None:
+    """Returns the group of cells that will lead the report, if any can be compared. `chosen`: see
+    `baseline_of`."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -83,7 +89,7 @@ def planned_headline(plan: Plan, cores: int | None = None) -> PlannedHeadline | 
         return None
     group = [cell for cell in groups[index] if not _crowded(cell, cores)] or groups[index]
     return PlannedHeadline(
-        tuple(group), _planned_baseline(group), tuple(filter(_may_be_advised, group))
+        tuple(group), _planned_baseline(group, chosen), tuple(filter(_may_be_advised, group))
     )
 
 
@@ -107,7 +113,9 @@ def _may_be_advised(cell: Cell) -> bool:
     return allowed == EXACT or rounding_alone(cell.precision, allowed.reason)
 
 
-def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
+def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Cell | None:
+    if chosen is not None:
+        return min(filter(chosen, cells), key=additions, default=None)
     plain = [cell for cell in cells if cell.plain and not cell.options]
     ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
     single = (cell for cell in plain if cell.strategy == BASELINE)
@@ -115,12 +123,11 @@ def _planned_baseline(cells: Sequence[Cell]) -> Cell | None:
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds, as a fraction of the planned ones', if there is no time budget."""
+"""Time for further rounds, as a fraction of the planned ones', without a time budget."""
 
 
 class FurtherRound(NamedTuple):
     heats: list[tuple[str, ...]]
-    """Ids of cells that are interleaved if possible."""
     why: str
     """Text that completes `cells that ...`."""
 
@@ -129,10 +136,11 @@ class FurtherRound(NamedTuple):
         return set().union(*self.heats)
 
 
-def worth_launching(plan: Plan, trials: Sequence[TrialRecord]) -> FurtherRound:
-    """Returns the cells worth another trial: their interval is too wide, or they may still be the
-    fastest."""
-    cells = summarised(trials)
+def worth_launching(
+    plan: Plan, trials: Sequence[TrialRecord], baseline: Choice | None = None
+) -> FurtherRound:
+    """Returns the cells worth another trial: too wide an interval, or perhaps the fastest."""
+    cells = summarised(trials, baseline)
     if plan.precision is not None:
         wide = set(too_wide(cells, plan.precision)) - plan.once
         return FurtherRound([(cell_id,) for cell_id in wide], "have too wide an interval")

@@ -1,7 +1,5 @@
-"""Predicts a trial's duration, and its memory on a shared GPU, from stated constants.
-
-Uses no clock and no torch, so every machine predicts the same.
-"""
+"""Predicts a trial's duration, and its memory on a shared GPU. Uses no clock and no torch, so every
+machine predicts the same."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ class Inputs:
     fp16_flops_per_second: float
     fp32_share_of_peak: float
     half_share_of_peak: float
-    """Reached fraction of a known peak in bf16 and fp16."""
+    """Reached fraction of the peak in bf16 and fp16."""
     link_bytes_per_second: float
     """Rate between two devices of a node."""
     moved_bytes_per_second: float
@@ -67,8 +65,8 @@ CPU = Inputs(
     compared_bytes_per_second=1e9,
 )
 """Source: fitted to 1,242 trials of two runs of `full` on two cores of an Intel Xeon with AMX and
-AVX-512 FP16. Without the latter, fp16 is ten times slower. `launch_seconds` is fitted to 411 trials
-of two runs on two cores of an AMD EPYC."""
+AVX-512 FP16 (without the latter, fp16 is ten times slower), and `launch_seconds` to 411 trials on
+an AMD EPYC."""
 
 
 GPU = Inputs(
@@ -95,15 +93,15 @@ NVLINK_SHARE = 0.3
 
 
 CONTEXT_SECONDS = 2.5
-"""Estimated time for CUDA context, library kernels and NCCL's first connections."""
+"""Estimate for CUDA context, library kernels and NCCL's first connections."""
 
 
 CONTROL_SHARE = 0.12
-"""Time of controls relative to the steps between them, in `full`."""
+"""Time of controls relative to that of steps, in `full`."""
 
 
 LIMIT_FACTOR = 8.0
-"""Time limit over predicted time, large enough for slow machines."""
+"""Time limit over predicted time, for slow machines."""
 
 
 LEAST_LIMIT_SECONDS = 120.0
@@ -115,8 +113,7 @@ def inputs_of(cell: Cell) -> Inputs:
 
 def has_control(cell: Cell) -> bool:
     """Returns whether a control can run between steps: not on GPUs, where it needs memory, nor on
-    several nodes.
-    """
+    several nodes."""
     return cell.device == "cpu" and cell.nodes == 1
 
 
@@ -226,8 +223,8 @@ MOST_RUNS = 20
 def _seconds_before(
     store: Store, cell_ids: set[str], hardware: Mapping[str, object]
 ) -> dict[str, float]:
-    """Returns median seconds by cell id, each from the newest run with any. Trials that trained
-    interleaved also waited for others; they count for cells without separate trials only."""
+    """Returns median seconds by cell id, each from the newest run with any. Interleaved trials also
+    wait for others, so they count only for cells without separate ones."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         if hardware and not _ran_on(store, run_id, hardware):
@@ -281,11 +278,9 @@ GIB = 2**30
 
 
 def device_bytes(cell: Cell) -> float:
-    """Returns the approximate bytes that a trial holds per GPU from its first step on.
-
-    Sums the formula's states and temporary memory, a micro-batch's activations (torch's allocator
-    keeps them), and the CUDA context.
-    """
+    """Returns the approximate bytes that a trial holds per GPU from its first step on: the
+    formula's states and temporary memory, a micro-batch's activations (torch's allocator keeps
+    them), and the CUDA context."""
     from harness.workloads.operators import activation_bytes
 
     workload = make_workload(cell.workload)
@@ -299,7 +294,7 @@ def device_bytes(cell: Cell) -> float:
 
 
 def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Returns why these trials do not fit a GPU together, and which to omit; empty if they fit."""
+    """Returns why these trials do not fit a GPU together, and which to omit; empty if they do."""
     sizes = {cell.name: device_bytes(cell) for cell in cells}
     total = sum(sizes.values())
     if total <= gpu_bytes:

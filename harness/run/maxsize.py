@@ -44,8 +44,7 @@ OVERHEAD = 60 * 2**20
 
 def hidden_size(budget: int) -> int:
     """Returns the largest hidden size, a multiple of 64, whose block takes at most 2.5 % of the
-    budget: 12 hidden^2 parameters of 20 bytes (AdamW's fp32 states, buckets).
-    """
+    budget: 12 hidden^2 parameters of 20 bytes (AdamW's fp32 states, buckets)."""
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
 
@@ -63,7 +62,7 @@ def long_hidden_size(budget: int, tokens: int, ranks: int) -> int:
 
 def wide_size(ranks: int) -> int:
     """Returns the smallest hidden size, a multiple of 64, whose square matrices have 1 MiB of fp32
-    per rank, so that libraries offload more to disk."""
+    per rank, so that libraries offload more."""
     return 64 * math.ceil(math.sqrt(ranks * 2**18) / 64)
 
 
@@ -73,7 +72,7 @@ def largest(
     """Returns the largest size that fits (0: none), and the smallest that does not (None: all up to
     `most` fit).
 
-    Doubles strides from the guess until that size is bracketed, then bisects.
+    Doubles strides from the guess until both are known, then bisects.
     """
     low, high = 0, most + 1
     size = min(max(1, guess), most)
@@ -103,9 +102,8 @@ class Prediction:
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns a search's token step: about 1 % of the tokens that fill the budget, a multiple of
-    twice the ranks.
-    """
+    """Returns a search's token step: about 1 % of the tokens that fill the budget, and a multiple
+    of twice the ranks."""
     from harness.workloads.operators import activation_bytes
 
     model, few = make_workload(workload), 2 * ranks
@@ -145,13 +143,11 @@ def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[s
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size that fits the budget. `cell`: at one search step; `tokens`: see
-    `cell_at_size`."""
+    """Predicts the largest size that fits the budget. `cell`: at one search step."""
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
 
     def held(steps: int) -> int:
-        """Returns activation bytes; without a formula, an unsplit model's, for a first guess."""
         probe = cell_at_size(cell, steps, tokens)
         workload = make_workload(probe.workload)
         known = strategy.costs.activation_bytes(probe, layout, workload)
@@ -189,10 +185,8 @@ def plan_of(
     order: Sequence[Sequence[str]],
     tokens: int = 0,
 ) -> Plan:
-    """Plans a search with one cell per strategy.
-
-    `order`: lists of labels in increasing theoretical size; `tokens`: see `cell_at_size`.
-    """
+    """Plans a search with one cell per strategy. `order`: lists of labels in increasing theoretical
+    size."""
     predicted = {}
     for cell in cells:
         prediction = predict(cell, budget, tokens)
@@ -218,9 +212,7 @@ def plan_of(
 
 def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
     """Returns the search steps to try first: the formula's, reduced for memory outside tensors.
-
-    Without a formula, assumes 16 bytes per parameter, or that activations fill the budget.
-    """
+    Without one, assumes 16 bytes per parameter, or that activations fill the budget."""
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
     if steps := predicted["blocks"]:
@@ -233,13 +225,11 @@ def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
 
 
 class Stopped(Exception):
-    """A probe failed for a reason other than memory, so the search cannot continue."""
+    """A probe failed, but not for lack of memory."""
 
 
 @dataclass
 class Search:
-    """Searches for each cell of a plan, reusing recorded probes."""
-
     runner: Runner
     listener: ProgressListener
     position: int = 0
@@ -283,11 +273,9 @@ class Search:
             return
 
     def _fits(self, launcher: LauncherProtocol, cell: Cell) -> bool:
-        """Returns whether a probe trains.
-
-        If it fails twice for another reason, it is too large if it trains without the limit;
-        otherwise raises Stopped. Libraries may crash or hang when memory is refused.
-        """
+        """Returns whether a probe trains. If it fails twice for another reason, tries without the
+        limit: it is too large if it then trains, else raises Stopped. Libraries may crash or hang
+        when memory is refused."""
         status = self._status(launcher, cell, 0)
         if (
             status in NOT_A_SIZE_LIMIT

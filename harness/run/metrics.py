@@ -41,10 +41,8 @@ def with_metrics(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """Adds the measurements of a trial's finished ranks.
-
-    `cycle`: steps after which the strategy's work repeats; throughput is over whole cycles.
-    """
+    """Adds the measurements of a trial's finished ranks. `cycle`: steps after which the strategy's
+    work repeats."""
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
     trial = _with_windows(trial, ranks, cycle)
@@ -106,7 +104,6 @@ def _with_speed(
     peaks: Peaks,
     cycle: int,
 ) -> TrialRecord:
-    """Adds throughput: the global batch over all ranks' common step time."""
     timed = [[step for step in rank.steps if step.phase == "timed"] for rank in ranks]
     seconds = timed_seconds([rank.steps for rank in ranks])
     fetches = slowest([[step.data_seconds for step in rank] for rank in timed])
@@ -168,8 +165,8 @@ def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
     """Returns the time of each timed step: from the slowest rank finishing the previous step to it
     finishing this one.
 
-    Each step's maximum over ranks would count waits twice. Instead, times are summed per rank from
-    a common start: the first timed step, or the first after a pause. `by_rank`: each rank's steps.
+    Each step's maximum over ranks would count waits twice, so times are summed per rank from a
+    common start: the first timed step, or the first after a pause. `by_rank`: each rank's steps.
     """
     seconds: list[float] = []
     ended, last = [0.0] * len(by_rank), 0.0
@@ -198,7 +195,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks measured like rank 0: not a parameter server's host memory."""
+    """Adds the peaks of ranks measured like rank 0, so not a parameter server's."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]

@@ -19,7 +19,7 @@ from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.expected import has_control
 from harness.spec.cell import Cell
-from harness.spec.training import EXACT
+from harness.spec.training import EXACT, REPLAYED_STEPS
 from harness.strategy.checkpoints import checkpoint_step, saving_cell
 from harness.strategy.registry import make_strategy, own_command, validate
 from harness.worker.spec import CYCLES_IN_A_TURN
@@ -31,8 +31,8 @@ MOST_OF_FREE_MEMORY = 0.25
 
 
 SAMPLES_PER_CONTROL = 8
-"""Samples that a rank trains between controls; every second step of `full` has one. Ranks restart
-together after one, which favours frequent synchronisation."""
+"""Samples that a rank trains between controls. Ranks restart together after one, which favours
+frequent synchronisation."""
 
 
 LAUNCHES_PER_REWIND = 3
@@ -82,7 +82,8 @@ class PreparedTrial:
             text = f"{seed} {key.cell_id} {key.trial} {key.attempt}"
             more["rewind_seed"] = zlib.crc32(text.encode())
         data = prepare_data(cell.data, self.workload, cell.sequence_length)
-        longer = math.ceil(_extra_limit_seconds(cell, timed_seconds, timed_steps))
+        rewound = not self.rewind_skipped_reason
+        longer = math.ceil(_extra_limit_seconds(cell, timed_seconds, timed_steps, rewound))
         limit = {"time_limit_seconds": cell.time_limit_seconds + longer}
         launched = cell.model_copy(update=limit) if longer else cell
         self.launch = Launch(launched, data, self.layout.processes, self.strategy.cycle, more)
@@ -126,8 +127,6 @@ class PreparedTrial:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Machine state just before and after a trial."""
-
     gpus_before: tuple[GpuState, ...]
     gpus_after: tuple[GpuState, ...]
     idle_before: float | None
@@ -183,18 +182,24 @@ def least_timed_seconds(cell: Cell, timed_seconds: float | None) -> float:
     return timed_seconds or 0.0 if _may_have_control(cell) and not fixed else 0.0
 
 
-def _extra_limit_seconds(cell: Cell, timed_seconds: float | None, timed_steps: int | None) -> float:
-    """Returns the time needed in addition to the cell's limit, for steps that the suite adds."""
-    if timed_steps is None:
-        return least_timed_seconds(cell, timed_seconds)
-    settling = math.ceil(timed_steps / (CYCLES_IN_A_TURN * make_strategy(cell).cycle))
-    steps = cell.warmup_steps + timed_steps + settling
-    return cell.time_limit_seconds * max(0.0, steps / cell.total_steps - 1)
+def _extra_limit_seconds(
+    cell: Cell, timed_seconds: float | None, timed_steps: int | None, rewound: bool
+) -> float:
+    cycle = make_strategy(cell).cycle
+    seconds, added = 0.0, 0
+    if timed_steps is not None:
+        settling = math.ceil(timed_steps / (CYCLES_IN_A_TURN * cycle))
+        added = max(0, cell.warmup_steps + timed_steps + settling - cell.total_steps)
+    else:
+        seconds = least_timed_seconds(cell, timed_seconds)
+        # Two replays, one of them AHEAD, each of which waits for the start of a cycle.
+        added = 2 * (REPLAYED_STEPS + cycle - 1) if rewound else 0
+    return seconds + cell.time_limit_seconds * added / cell.total_steps
 
 
 def may_be_in_heat(cell: Cell) -> bool:
     """Returns whether trials of the race may be interleaved: their steps can be chosen and cost
-    about the same, and they need nothing that only one trial can have."""
+    about the same, and they share all that they need."""
     strategy = make_strategy(cell)
     return (
         _may_have_control(cell)
@@ -205,7 +210,7 @@ def may_be_in_heat(cell: Cell) -> bool:
 
 
 def packages(cells: Sequence[Cell]) -> list[str]:
-    """Returns the strategies' and workloads' modules for the fork server to import."""
+    """Returns the modules that the fork server imports."""
     strategies = [make_strategy(cell) for cell in cells]
     needed = [
         p for strategy in strategies for p in (*strategy.requires, *strategy.capabilities.preload)

@@ -25,8 +25,7 @@ from harness.workloads.counts import model_facts
 def profile_cell(
     launcher: LauncherProtocol, run_id: str, cell: Cell, attempt: int = 1, traces: str | None = None
 ) -> ProfileRecord:
-    """Launches a cell outside its trials, and profiles its ranks. `traces`: folder for their
-    traces."""
+    """Profiles a cell's ranks outside its trials. `traces`: folder for their traces."""
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
     with_few_steps = profiled_cell(cell)

@@ -71,10 +71,8 @@ class ReferenceRuns:
         cells: Sequence[Cell],
         announce: Callable[[str], None],
     ) -> dict[str, Reference]:
-        """Returns every cell's reference by its key (see `reference_key`).
-
-        `announce`: called for each launch. Raises KeyboardInterrupt if the user stops one.
-        """
+        """Returns every cell's reference by `reference_key`. `announce`: called for each launch.
+        Raises KeyboardInterrupt if the user stops one."""
         references: dict[str, Reference] = {}
         all_cells = compared(cells)
         make_room(all_cells)
@@ -184,7 +182,7 @@ def _diverged_later(verification: Verification) -> bool:
 
 
 def declared(cell: Cell) -> Tolerance:
-    """Returns the limits of a cell before noise widens them."""
+    """Returns a cell's limits before noise widens them."""
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     return allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
 
@@ -198,8 +196,8 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores, unless its steps are too short to gain from threads: on a busy
-    machine, these wait long for each other."""
+    """Returns the cell on all cores, unless its steps are too short to gain from threads, which on
+    a busy machine wait long for each other."""
     facts = model_facts(make_workload(reference.workload), reference.sequence_length)
     short = facts.flops_per_sample * reference.global_batch < FLOPS_FOR_THREADS
     if reference.device != "cpu" or short:
@@ -304,8 +302,8 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
 def _without_ahead(
     steps: Sequence[int | None], replays_ahead: Sequence[bool], segment: int
 ) -> list[int]:
-    """Returns each step's training step, moved past the segment in replays ahead, so that their
-    norms are not compared."""
+    """Returns each step's training step, moved past the segment in replays ahead, whose norms are
+    not compared."""
     taken: list[int] = []
     replays = -1
     for number, step in enumerate(steps):
@@ -328,7 +326,7 @@ class _Judging:
     noise: Noise | None
 
     def of(self, losses: Sequence[float | None], updates: Sequence[Deviations]) -> ParityVerdict:
-        """Returns the verdict on the parity segment, or on a retrained part of it."""
+        """Returns the verdict on the parity segment or its retrained part."""
         verdict = self._with(self.allowed, losses, updates)
         wide = self.allowed.update > CAPPED_ABOVE and self.prepared.cell.devices > 1
         if verdict.verdict == "diverged" and self.noise and beyond(self.allowed, self.noise):

@@ -108,7 +108,7 @@ class Verification:
     noise: Noise | None
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
-    """Relative loss deviation at each step after the parity segment."""
+    """Relative loss deviations after the parity segment."""
     rewinds: RewindCheck | None = None
     """None if the trial was not compared, or diverged within the parity segment."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Protocol
 
+from harness.analysis.baseline import Choice
 from harness.analysis.race import MOST_IN_HEAT
 from harness.host.gpu_state import GpuLook
 from harness.host.memory_limits import available_memory_bytes
@@ -52,8 +53,7 @@ HEAT_SECONDS = 3.0
 """Timed seconds of an interleaved trial of the race."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
 REPEATED = ("interrupted", "unavailable")
-"""Statuses of scheduled trials that a resumed run repeats: missing nodes may be back. Cells that
-are unavailable on this host are not scheduled."""
+"""Statuses of scheduled trials that a resumed run repeats: missing nodes may be back."""
 RANK_BYTES = 400 * 2**20
 """Resident memory of a process that has imported the libraries."""
 
@@ -81,7 +81,7 @@ class PendingTrial(NamedTuple):
     cell: Cell
     key: TrialKey
     interleaved: bool = False
-    """Whether it trains interleaved with the pending trials of the same number."""
+    """Whether it is interleaved with the pending trials of the same number."""
 
 
 @dataclass
@@ -93,11 +93,13 @@ class Runner:
     launcher: Callable[[Sequence[str]], LauncherProtocol] = Launcher
     now: Callable[[], float] = time.monotonic
     share: tuple[int, int] = (0, 1)
-    """This runner's share of the plan's cells: (number, number of shares)."""
+    """Number of this runner's share of the cells, and number of shares."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
+    baseline: Choice | None = None
+    """Accepts cells that others are compared with; None: DDP, else the single process."""
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
-    """This run's trials; None until the first further round reads them."""
+    """This run's trials; None before the first further round."""
     _heats: InterleavedLauncher | None = None
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
@@ -115,12 +117,11 @@ class Runner:
 
     @property
     def all_recorded(self) -> bool:
-        """Whether every share is complete, even if nodes were missing for some trials."""
+        """Whether every share is complete, even if nodes were missing."""
         return not replace(self, share=(0, 1)).open_trials(("interrupted",))
 
     def open_trials(self, repeated: Sequence[str] = REPEATED) -> list[PendingTrial]:
-        """Returns the scheduled trials without a record, or whose records all have one of these
-        statuses."""
+        """Returns the scheduled trials that have no record, or only records with these statuses."""
         attempts: dict[tuple[str, int], int] = {}
         finished = set()
         for key, status in self.store.statuses(self.plan.run_id).items():
@@ -228,7 +229,7 @@ class Runner:
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
-        further = worth_launching(self.plan, self._recorded)
+        further = worth_launching(self.plan, self._recorded, self.baseline)
         own = {cell.id: cell for cell in self.cells}
         heats = [[own[name] for name in heat if name in own] for heat in further.heats]
         wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
@@ -259,12 +260,10 @@ class Runner:
         return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
 
     def _interleaved_groups(self, heats: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
-        """Returns the heats without cells that must train alone, if this machine has the memory."""
         fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
         return [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
 
     def _may_interleave(self, cells: Sequence[Cell]) -> bool:
-        """Whether these cells can train interleaved, all in memory together."""
         if self.launcher is not Launcher or not self.plan.timed_seconds:
             return False
         peaks = {trial.cell_id: trial.peak_memory_bytes or 0 for trial in self._recorded or ()}
@@ -276,7 +275,6 @@ class Runner:
         return needed + MOST_IN_HEAT * RANK_BYTES < available_memory_bytes()
 
     def _steps_of_heat(self, cells: Sequence[Cell]) -> int:
-        """Returns the timed steps of each trial of a heat, a multiple of a turn's."""
         ids = {cell.id for cell in cells}
         seconds = [
             trial.step_seconds_mean
@@ -293,7 +291,7 @@ class Runner:
 
     def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
         """Returns the expected duration of a trial, from the cell's trials of the same kind and
-        the nearest length. `turns`: number in a heat; 0: a separate trial."""
+        nearest length. `turns`: number in a heat; 0: a separate trial."""
         own = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
         steps = [recorded.step_seconds_mean for recorded in own if recorded.step_seconds_mean]
         step_seconds = median(steps) if steps else 0.0
@@ -379,7 +377,7 @@ class Runner:
         return True
 
     def explain(self, listener: ProgressListener) -> bool:
-        """Profiles each ok cell without a profile; returns False if interrupted."""
+        """Profiles each ok cell that has no profile; returns False if interrupted."""
         loaded = self.store.load([self.plan.run_id], steps=False)
         last = loaded.explained.groupby("cell_id")["attempt"].max().to_dict()
         done = set(loaded.explained[loaded.explained["status"] != "interrupted"]["cell_id"])

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_key
 from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
@@ -17,6 +19,9 @@ from harness.run.allocation import FurtherRound, TimeBudget
 from harness.run.prepared import PreparedTrial
 from harness.run.runner import HEAT_SECONDS, Runner, SilentListener
 from harness.spec.cell import Cell
+from harness.strategy.job import TrainState
+from harness.strategy.registry import make_strategy
+from harness.worker.rewind import Rewinds
 from tests.unit.stored_trials import one_cell_run, trial_row
 
 CELL = Cell(strategy="ddp", workload="llama-nano", devices=2)
@@ -26,7 +31,7 @@ TURNS = {"turn_samples_per_second": (8.0,) * 6, "turn_began": (0.0,) * 6}
 
 def limit_of(cell: Cell, **more: Any) -> float:
     """Returns a trial's time limit in seconds."""
-    prepared = PreparedTrial(cell, TrialKey(cell.id, 3), 0, None, **more)
+    prepared = PreparedTrial(cell, TrialKey(cell.id, 3), 0, more.pop("reference", None), **more)
     assert prepared.cell.time_limit_seconds == cell.time_limit_seconds, "as recorded"
     return prepared.launch.cell.time_limit_seconds
 
@@ -42,6 +47,35 @@ def test_steps_that_the_suite_adds_extend_the_time_limit() -> None:
         Cell(strategy="ddp", workload="llama-nano", devices=2, nodes=2),
     ):
         assert limit_of(unchanged, timed_seconds=2.6) == 120, "it has no control"
+
+
+@pytest.mark.parametrize("more", [{}, {"device": "cuda"}, {"strategy": "post_local_sgd"}])
+def test_replays_extend_the_time_limit(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Of 13 steps, the last three are replayed twice, from the start of a cycle."""
+    (tmp_path / "reference.json").write_text("{}")
+    cell = CELL.model_copy(update=more)
+    cycle = make_strategy(cell).cycle
+    needed = max(steps_with_replays(seed, cell.parity_steps, cycle) for seed in range(20))
+    assert needed >= 13 + 6
+    timed_seconds = 0.0 if cell.device == "cuda" else 0.65
+    limit = limit_of(cell, reference=Reference(str(tmp_path)), timed_seconds=timed_seconds)
+    assert limit >= 120 * needed / 13 + timed_seconds
+    assert limit <= 120 * (needed + 2 * cycle) / 13 + 1
+
+
+def steps_with_replays(seed: int, parity_steps: int, cycle: int) -> int:
+    """Returns the steps of a trial of `parity_steps` steps that is rewound at its end."""
+    rewinds, number, step = Rewinds(seed, parity_steps, cycle, ahead=True), 0, 0
+    state = TrainState(torch.nn.Linear(1, 1), ())
+    while not rewinds.enough or step < parity_steps:
+        if rewinds.keeps(step):
+            rewinds.keep(state, CELL, number)
+            rewinds._ahead = True
+        elif step >= parity_steps and rewinds.due(number, 0):
+            rewinds.rewind(state)
+            step = rewinds.from_step
+        number, step = number + 1, step + 1
+    return number
 
 
 def runner_of(tmp_path: Path, plan: Plan, trials: Sequence[dict[str, Any]]) -> Runner:

@@ -333,7 +333,7 @@ def test_the_gain_of_interleaved_cells_is_known_with_95_percent() -> None:
             row["turn_began"] = [began + 2 * turn for turn in range(5)]
             row["turn_samples_per_second"] = [row["samples_per_second"]] * 5
             rows.append(row)
-    results = cell_results(frames(rows).trials, lambda cell: cell.cell.strategy == "ddp")
+    results = cell_results(frames(rows).trials, lambda cell: cell.strategy == "ddp")
     advice = answer(results)
     assert advice is not None
     assert advice.gain == compare(*results, 0.95)

@@ -19,9 +19,9 @@ from bench.cluster.site import Nightly, Notify, Pods, Site
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.schema import TABLES
-from harness.record.table import meanings
 from harness.strategy.registry import strategies
 from tests import pages
+from tests.unit.column_meanings import meanings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [

@@ -439,7 +439,7 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
         for row in _rows(Cell(strategy=name), [seconds, seconds * 1.01], [0.1, 0.1])
     ]
     trials = stored(tmp_path, rows).trials
-    for chosen, expected in ((None, 2.0), (lambda result: result.cell.strategy == "b", 1.6)):
+    for chosen, expected in ((None, 2.0), (lambda cell: cell.strategy == "b", 1.6)):
         by_name = {cell.cell.strategy: cell for cell in cell_results(trials, chosen)}
         a, baseline = by_name["a"], by_name["b" if chosen else "single"]
         assert a.relative.baseline == baseline.cell_id

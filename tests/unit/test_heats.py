@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from harness.analysis.heats import heat_of, joined, quasi_variances
+from harness.analysis.race import contenders
+from harness.analysis.ranking import against_best, gains
 from harness.analysis.stats import LogEstimate, added_level_error, ratio
 
 LEVELS = {"a": 0.0, "b": -0.03, "c": -0.05, "d": -0.08, "e": -0.10}
@@ -94,24 +96,48 @@ def test_heats_of_different_settings_do_not_tie_their_cells() -> None:
     assert across.precision > 2 * SEPARATE, "each level is known by two separate trials"
 
 
+def in_two_parts(chance: random.Random) -> dict[str, LogEstimate]:
+    """Returns estimates of equally fast cells a to d, of which only ab and cd share heats."""
+    separate = {name: LogEstimate(chance.gauss(0, SEPARATE), SEPARATE, 1000, 1) for name in "abcd"}
+    heats = [
+        {name: machine + chance.gauss(0, NOISE) for name in names}
+        for names in ("ab", "cd") * 5
+        for machine in [chance.gauss(0, 0.2)]
+    ]
+    return dict(joined(separate, heats).cells)
+
+
 def test_intervals_hold_between_cells_of_different_heats() -> None:
     chance = random.Random(2)
     held: list[bool] = []
     for _ in range(600):
-        separate = {
-            name: LogEstimate(chance.gauss(0, SEPARATE), SEPARATE, 1000, 1) for name in "abcd"
-        }
-        heats = [
-            {name: machine + chance.gauss(0, NOISE) for name in names}
-            for names in ("ab", "cd") * 5
-            for machine in [chance.gauss(0, 0.2)]
-        ]
-        cells = joined(separate, heats).cells
+        cells = in_two_parts(chance)
         found = ratio(cells["a"], cells["c"], 0.95)
         assert found.low is not None
         assert found.high is not None
         held.append(found.low <= 1 <= found.high)
     assert 0.935 <= statistics.fmean(held) <= 0.975
+
+
+def test_joint_statements_hold_across_different_heats() -> None:
+    chance = random.Random(3)
+    best: list[bool] = []
+    baseline: list[bool] = []
+    racing: list[bool] = []
+    for _ in range(400):
+        cells = in_two_parts(chance)
+        best.append(against_best([*cells.values()])[0].may_be_best)
+        baseline.append(
+            all(
+                gain.low <= 1 <= gain.high
+                for gain in gains(cells["a"], [cells[name] for name in "bcd"])
+                if gain.low is not None and gain.high is not None
+            )
+        )
+        racing.append(contenders(cells) == cells.keys())
+    assert statistics.fmean(racing) >= 0.99
+    assert 0.935 <= statistics.fmean(best) <= 0.99
+    assert 0.935 <= statistics.fmean(baseline) <= 0.99
 
 
 def test_a_level_is_common_to_all_pairs_of_two_parts() -> None:
