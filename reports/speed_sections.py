@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.analysis.answer import answer
+from harness.analysis.baseline import micro_batch, scaling_series
 from harness.analysis.cell_result import CellResult
-from harness.analysis.setting import SCALED, batch, series, setting
+from harness.analysis.setting import SCALED, batch, setting
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
@@ -236,22 +237,35 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
+    figures: dict[tuple[object, ...], list[Curve]] = {}
+    for curve in _curves(cells, regime):
+        shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
+        figures.setdefault(shared, []).append(curve)
+    largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
+    return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
+
+
+def _curves(cells: Sequence[CellResult], regime: str) -> list[Curve]:
+    """Joins cells with equally many micro-batches, and remaining ones with equally large ones."""
+    as_many: dict[tuple[object, ...], dict[int, CellResult]] = {}
+    as_large: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
         # Regimes coincide on one device.
         fits = cell.cell.regime == regime or cell.cell.devices == 1
         if cell.ranked and fits and not cell.cell.links:
-            group = (*setting(cell.cell, SCALED), *series(cell.cell), batch(cell.cell, regime))
-            curves.setdefault(group, {}).setdefault(cell.cell.devices, cell)
-    figures: dict[tuple[object, ...], list[Curve]] = {}
-    for by_devices in curves.values():
+            shared = (*setting(cell.cell, SCALED), batch(cell.cell, regime))
+            for curves, alike in zip((as_many, as_large), scaling_series(cell), strict=True):
+                curves.setdefault((*shared, *alike), {}).setdefault(cell.cell.devices, cell)
+    drawn: set[str] = set()
+    found: list[Curve] = []
+    for by_devices in (*as_many.values(), *as_large.values()):
         curve = [by_devices[devices] for devices in sorted(by_devices)]
-        if len(curve) > 1:
-            shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
-            figures.setdefault(shared, []).append(curve)
-    largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
-    return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
+        ids = {cell.cell_id for cell in curve}
+        if len(curve) > 1 and not ids <= drawn:
+            found.append(curve)
+            drawn |= ids
+    return found
 
 
 def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
@@ -280,8 +294,13 @@ def _line(curve: Curve, column: str) -> Line:
     rates = [rate for cell in curve if (rate := cell.throughput(column))]
     # The label omits nodes, which may vary along a curve, and the regime, which the title has.
     last = curve[-1].varied(nodes=1, regime="strong")
+    label = ""
+    if len({cell.cell.micro_batches for cell in curve}) > 1:
+        last = last.varied(micro_batches=1)
+        samples = plural(round(micro_batch(curve[-1])), "sample")
+        label = f"{last.cell.label} · micro-batches of {samples}"
     return Line(
-        named(last),
+        named(last, label=label),
         tuple(cell.cell.devices for cell in curve),
         tuple(rate.value for rate in rates),
         tuple(rate.low for rate in rates),
