@@ -210,7 +210,7 @@ def fits(
     rank: int = 16,
     link: str | None = None,
 ) -> FitAnswer:
-    """Predicts whether a fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
+    """Predicts whether fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
     `bench fits`. Raises UsageError."""
     from harness.planner.finetune.answer import answer
 

@@ -187,7 +187,9 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
         + (f": {cell.cell.label}" if libraries[cell.placement.wraps_ddp] > 1 else "")
         for cell in group.rows
     }
-    title = group.full_title
+    cell = group.rows[0].cell
+    techniques = [f" · {name}={getattr(cell, name)}" for name in TECHNIQUES if cell.is_set(name)]
+    title = group.full_title + "".join(techniques)
     bars = dataclasses.replace(throughput_bars(group, name, labels), title=title)
     label = f"What each wrapper costs, {title}"
     table = cell_table(f"{name}-table", label, group.rows, _launcher_columns(group), "Cell")

@@ -310,7 +310,7 @@ def largest_blocks(found: Largest | None) -> ui.Blocks:
         ui.Charts([ui.Chart(found.bars)], about),
         *(ui.Paragraph(data(sentence)) for sentence in found.order),
         found.table,
-        ui.Details("What each ran out of memory with", [ui.Facts(found.limits)]),
+        ui.Details("What fills the budget when memory runs out", [ui.Facts(found.limits)]),
     ]
 
 
@@ -363,7 +363,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`, if any."""
+    """Returns `Measured order, as theory predicts: a 10.0M < b 20.0M`, if any."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -378,7 +378,7 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
         sign = "<" if less.parameters != more.parameters else "="
         words += f" {sign} {more.label} {more.largest_model}"
     if kept:
-        return f"Measured order, which theory predicts: {words}"
+        return f"Measured order, as theory predicts: {words}"
     return f"Measured order: {words}; theory predicts {' < '.join(row.label for row in present)}"
 
 

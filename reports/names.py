@@ -91,9 +91,9 @@ def main_workload(cells: Sequence[CellResult]) -> str:
     return Counter(cell.cell.workload_name for cell in cells).most_common(1)[0][0]
 
 
-def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
+def notes_for(cells: Sequence[CellResult], drawn: str = "hatched") -> tuple[str, ...]:
     seen = "".join(marks(cell) for cell in cells)
-    return tuple(text for mark, text in NOTES.items() if mark in seen)
+    return tuple(text.replace("hatched", drawn) for mark, text in NOTES.items() if mark in seen)
 
 
 def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:

@@ -49,7 +49,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
     Section("links", "Links", links_blocks, in_text=True),
     Section(
         "checkpoints",
-        "Checkpoints: does training go on from them?",
+        "Checkpoints: does training resume correctly?",
         checkpoint_blocks,
         "Checkpoints",
         in_text=True,

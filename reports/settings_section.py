@@ -27,7 +27,7 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
     columns = ui.heads(
         "Use: prose",
         "Throughput (95 % interval)",
-        "Over baseline (95 %)",
+        "Over baseline (95 % interval)",
         "Least memory: prose",
     )
     label = "Advice by workload and setting"

@@ -122,8 +122,10 @@ def _name(cell: CellResult, report: str) -> list[ui.Inline]:
 
 COLUMNS: tuple[ReportColumn[CellResult], ...] = (
     word("Model", "workload"),
-    ReportColumn("Throughput", _throughput, "95 %", "of this machine; compare within a run"),
-    ReportColumn("Over baseline", over_baseline, "95 %", "in the same run and setting"),
+    ReportColumn(
+        "Throughput", _throughput, "95 % interval", "of this machine; compare within a run"
+    ),
+    ReportColumn("Over baseline", over_baseline, "95 % interval", "in the same run and setting"),
     mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
     ReportColumn("Parity", parity_td, "or status", "whether it trained the same as the reference"),
 )

@@ -147,7 +147,9 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
         f"Peak memory against throughput, {group.title}. No other cell is better in both than:"
         f" {words}"
     )
-    return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(cells))
+    return Scatter(
+        name, group.title, group.unit, tuple(points), summary, notes_for(cells, "hollow")
+    )
 
 
 def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
@@ -286,7 +288,7 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
         tuple(lines),
         tuple((n, base * n / start) for n in counts),
         f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}",
-        tuple(note.replace("hatched", "hollow") for note in notes_for(flat)),
+        notes_for(flat, "hollow"),
     )
 
 
@@ -353,7 +355,7 @@ def efficiency(cells: Sequence[CellResult]) -> ui.Table:
         return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
 
     shown = sorted(scaled_cells(cells), key=order)
-    on_one = "on one device, 95 %"
+    on_one = "on one device, 95 % interval"
     columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(shown),

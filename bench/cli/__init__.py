@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -104,9 +105,12 @@ def _register() -> None:
             group, _, name = command.rpartition(" ")
             panel_of_command = None if group else panel
             run = getattr(import_module(f"bench.cli.{module}"), function)
-            (slurm_app if group else app).command(name, rich_help_panel=panel_of_command)(
-                _with_training_packages(run) if command in TRAINING_COMMANDS else run
-            )
+            # Typer keeps line breaks, which would break lines anew in a narrower or wider terminal.
+            paragraphs = inspect.cleandoc(run.__doc__).split("\n\n")
+            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+            (slurm_app if group else app).command(
+                name, help=text, rich_help_panel=panel_of_command
+            )(_with_training_packages(run) if command in TRAINING_COMMANDS else run)
     app.add_typer(slurm_app, name="slurm", rich_help_panel=[*COMMANDS][-1])
 
 

@@ -67,7 +67,7 @@ def fits(
     link: FitLink = None,
     json_output: Json = False,
 ) -> None:
-    """Say whether a fine-tuning fits, how fast it is, and what to turn on.
+    """Say whether fine-tuning fits, how fast it is, and what to turn on.
 
     Exits with 0 for yes, 1 for no and 3 for uncertain.
 

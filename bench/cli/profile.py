@@ -27,8 +27,8 @@ def profile(
 ) -> None:
     """Show where a cell's time goes, and write traces.
 
-    Writes a trace of each rank for Perfetto. CELL may be recorded in the results folder, or have
-    options: ddp:static_graph=true.
+    Writes a trace of each rank for Perfetto. CELL may be in the matrix or the results folder,
+    or a strategy with options, such as ddp:static_graph=true.
 
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """

@@ -51,7 +51,9 @@ SiteFile: TypeAlias = Annotated[
         help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
 ]
-To: TypeAlias = Annotated[Target, typer.Option("--to", help="What starts the nodes.")]
+To: TypeAlias = Annotated[
+    Target, typer.Option("--to", help="Scheduler to submit to, or to write manifests for.")
+]
 JobOrRun: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -275,7 +277,7 @@ def _show(
 
     console = terminal.console()
     if progress is None:
-        console.print(f"run {run_id or '(not named yet)'} has not begun")
+        console.print(f"run {run_id or '(not named yet)'} has not started")
     else:
         counts = ", ".join(f"{count} {status}" for status, count in progress.statuses.items())
         console.print(

@@ -23,7 +23,7 @@ Patterns: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CELL]...",
-        help="Strategies, or patterns over labels or names of measured cells; by default the"
+        help="Strategies, or patterns that match labels or names of measured cells; by default the"
         " fastest ones.",
     ),
 ]
@@ -44,7 +44,7 @@ def whatif(
     html: Html = None,
     json_output: Json = False,
 ) -> None:
-    """Extend cells measured on this machine to thousands of devices.
+    """Extrapolate cells measured on this machine to thousands of devices.
 
     Predicts powers of two up to --devices. With --link, every device is a node of its own.
 
