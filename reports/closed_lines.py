@@ -122,7 +122,7 @@ def glossary(_: RunReport) -> str:
 
 
 def _unless_most(report: RunReport, cells: Sequence[CellResult], line: str) -> str:
-    """Returns the line; empty, so that the section is open, if it has most of the run's cells."""
+    """Returns the line; empty, so that the section is open, if it has most cells."""
     return "" if 2 * len({cell.cell_id for cell in cells}) > len(report.cells) else line
 
 

@@ -136,7 +136,7 @@ def _effect_bars(name: str, what: str, axis: str, bars: Sequence[Bar], effects: 
 
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns each option's effect, alone and combined; empty unless the run crossed options."""
+    """Returns each option's effect, alone and combined, if options were crossed."""
     found = list(filter(_crossed, effects_of(cells)))[:MOST_EFFECTS]
     parts = [_effects_part(effects, place) for place, effects in enumerate(found)]
     return [ui.Part("", parts, prose("effects"))]

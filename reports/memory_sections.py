@@ -105,10 +105,7 @@ def state_charts(cells: Sequence[CellResult]) -> list[Bars]:
 
 
 def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns states against the formula, and ranks' peak memory.
-
-    `one_model`: false omits charts, as in a search, whose models differ in size.
-    """
+    """Returns states and ranks' peaks. `one_model`: false omits charts, as in a search."""
     charts = [ui.Chart(bars) for bars in state_charts(cells)[:MOST_CHARTS]] if one_model else []
     states: ui.Blocks = [
         ui.Charts(charts, prose("legend states")),
@@ -213,7 +210,7 @@ def _uneven(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def imbalance(cell: CellResult) -> float:
-    """Returns the largest peak over the ranks' mean, from the trial with that peak."""
+    """Returns the largest peak over the ranks' mean."""
     peaks = cell.memory.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
@@ -287,7 +284,7 @@ class Largest:
     table: ui.Table
     order: tuple[str, ...]
     limits: tuple[tuple[str, str], ...]
-    """(strategy, what filled its memory, or why it has no size)."""
+    """Strategy, and what filled its memory or why it has no size."""
     probes: int
     tokens: bool = False
 
@@ -319,12 +316,11 @@ def is_search(run: RunRecord) -> bool:
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Returns whether a trial is a result, not a probe of what fits in memory."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns a search's result; None for other runs and incompatible versions."""
+    """Returns a search's result; None for other runs."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []

@@ -50,7 +50,7 @@ def marks(cell: CellResult) -> str:
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the label with marks and unusual settings.
 
-    `place`: include nodes and links. `label`: replaces the cell's.
+    `place`: include nodes and links. `label`: instead of the cell's.
     """
     words = [label or cell.cell.label]
     if place and cell.cell.nodes > 1:
@@ -97,7 +97,6 @@ def notes_for(cells: Sequence[CellResult], drawn: str = "hatched") -> tuple[str,
 
 
 def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
-    """Returns the name, linked to the cell's row, and a mark if disturbed."""
     return [ui.Span(named(cell, place=place), "data", f"#cell-{cell.cell_id}"), *_noise(cell)]
 
 

@@ -200,7 +200,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
 
 
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
-    """Returns how each figure is measured, without figures that no cell has."""
+    """Returns how each figure is measured."""
     cells = report.cells
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
@@ -230,7 +230,6 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
 
 
 def method_blocks(report: RunReport) -> ui.Blocks:
-    """Returns `methods`, and the tolerances with their cells."""
     rows = methods(report)
     every = tolerances(report.cells)
     for place, tolerance in enumerate(every):

@@ -142,8 +142,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection during a call: it took an eighth of the time, and the objects
-    of a page live until the end anyway."""
+    """Disables garbage collection, since a page's objects live until the end."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Static site of several machines' runs: an index with all their cells, and each run's report."""
+"""Static site of several machines' runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def _reported(
 
 
 def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
-    """Returns each store's runs that no earlier store has."""
     seen: dict[str, tuple[Store, tuple[object, object]]] = {}
     chosen = []
     for store in stores:

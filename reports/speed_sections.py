@@ -159,7 +159,7 @@ def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns charts of the verdict's setting for pages, ranked tables for Markdown."""
+    """Returns charts of the verdict's setting, or ranked tables in Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
         tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]

@@ -1,4 +1,4 @@
-"""The command line: one file per command, heavy imports inside the functions."""
+"""The command line: one file per command, with heavy imports inside functions."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ COMMANDS = {
         "slurm status": "slurm:status",
     },
 }
-"""Module and function of each command by panel, in the order of the help."""
+"""Module and function of each command by panel, in order of the help."""
 
 TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
 """Commands that need torch and transformers."""
 SCRIPT = "parallelism-bench"
-"""Name of the console script. Shells can complete it, but not `python -m bench`."""
+"""Console script; shells complete it, but not `python -m bench`."""
 PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m bench"
 
 REMEDIES: dict[type[UsageError], str] = {
@@ -118,7 +118,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a usage mistake or an unusable file; else empty."""
+    """Returns the message for a mistake or an unusable file; else empty."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:

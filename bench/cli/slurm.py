@@ -270,7 +270,6 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """`forgotten`: whether SLURM no longer lists the jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal

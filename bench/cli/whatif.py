@@ -111,7 +111,7 @@ def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCel
 def _named_curves(
     chosen: Sequence[LocalCell], curves: Sequence[ScalingCurve]
 ) -> list[ScalingCurve]:
-    """Returns the curves, labelled with full names if their cells have several settings."""
+    """Returns curves, with full names if settings differ."""
     from harness.analysis.setting import Setting
 
     if len({Setting.of(cell.cell) for cell in chosen}) == 1:
