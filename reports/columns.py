@@ -120,7 +120,7 @@ def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResul
         return []
     tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval of"
     tip += " this pair alone; the verdict's holds for all pairs together"
-    return [ReportColumn("Over baseline", over_baseline, "95 % interval", tip)]
+    return [ReportColumn("Over baseline", over_baseline, "95 %", tip)]
 
 
 def over_baseline(cell: CellResult) -> ui.Td:
