@@ -1,6 +1,6 @@
 """What to run: the command line, its matrices, and their Python interface.
 
-Names are imported when they are used, so `import bench` is quick.
+Names are imported on first use, so `import bench` is quick.
 """
 
 from __future__ import annotations

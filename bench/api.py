@@ -1,4 +1,4 @@
-"""The Python interface: commands as functions that return values and raise exceptions."""
+"""The Python interface: commands as functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RecordedRuns(Results):
     """Tables of one or more runs, and results computed from them."""
 
     baseline: Choice | None = None
-    """Selects the cell to compare others with; None: DDP, else the single process."""
+    """Selects the baseline; None: DDP, else the single process."""
 
     @functools.cached_property
     def cells(self) -> pd.DataFrame:
@@ -54,8 +54,8 @@ class RecordedRuns(Results):
         return ran(only(self, [self.runs["run_id"].iloc[-1]]), self.baseline).advised
 
     def report(self, path: str | Path) -> Path:
-        """Writes a report of these runs, in the format of the suffix: html, md, csv or json;
-        returns its path.
+        """Writes a report of these runs and returns its path; the suffix chooses the format: html,
+        md, csv or json.
 
         Raises UsageError if the file cannot be written.
         """
@@ -70,7 +70,7 @@ def load(
     """Returns recorded runs of a results folder, by default all.
 
     `runs`: ids or their prefixes, `latest` or `latest~1`. `baseline`: strategy, id or pattern of
-    the cell to compare others with. Raises UsageError for an unknown run or baseline.
+    the cell to compare with. Raises UsageError for an unknown run or baseline.
     """
     from bench.select import baseline_choice, find_run
     from harness.spec.cell import Cell
@@ -211,7 +211,7 @@ def fits(
     rank: int = 16,
     link: str | None = None,
 ) -> FitAnswer:
-    """Predicts whether a fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
+    """Predicts whether fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
     `bench fits`. Raises UsageError."""
     from harness.planner.finetune.answer import answer
 

@@ -266,7 +266,6 @@ def _governor(root: Path) -> Trouble | None:
 
 
 def _turbo(root: Path) -> Trouble | None:
-    """Reports turbo: clocks fall as the processor warms up, so the first cells are faster."""
     system = root / "sys/devices/system/cpu"
     for file, on, off in (
         (system / "intel_pstate/no_turbo", "0", "1"),
@@ -370,7 +369,7 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """Reports too little lockable memory (bytes, -1 for no limit) for InfiniBand."""
+    """Reports a limit of lockable memory (bytes, -1: none) too low for InfiniBand."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit

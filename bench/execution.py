@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
-"""Seconds that a requeued job waits for processes of its previous start to end."""
+"""Seconds to wait for processes of a requeued job's previous start."""
 
 StartListener: TypeAlias = Callable[
     [Plan, Sequence[Cell]], contextlib.AbstractContextManager[ProgressListener]
 ]
-"""Makes a run's listener, a context manager, from its plan and the cell of each open trial."""
+"""Makes a run's listener from its plan and the cell of each open trial."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AgentOptions:
     """Rendezvous file or listening address of the agents; None: this host alone."""
     interface: str = ""
     timeout_seconds: float = 120.0
-    """Seconds to wait for the agents; then the run starts without the rest."""
+    """Seconds to wait for agents; the run then starts without the rest."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Concluded:
 
 
 def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
-    """Plans or continues a run; raises UsageError for mistaken options."""
+    """Plans or continues a run; raises UsageError for a mistake."""
     host_name, nodes = plan_options.host, options.agents.nodes
     store = Store(options.results)
     store.require_writable()
@@ -133,7 +133,7 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
 
 
 def _hardware() -> dict[str, object]:
-    """Returns the columns of a run on this host that must match for its times to count."""
+    """Returns columns that must match for a run's times to count here."""
     from harness.host.cores import allowed_cores
     from harness.host.environment import cpu_model, device_type, gpus
 
@@ -151,7 +151,7 @@ def execute(
     listener: StartListener,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Ended:
-    """Runs all open trials. `say`: receives messages before the first trial."""
+    """Runs all open trials. `say`: receives messages before the first one."""
     began_at = time.monotonic()
     plan = _begin(prepared, say)
     store, part = prepared.store, prepared.part
@@ -206,7 +206,7 @@ def _launchers(
 
 
 def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded | None:
-    """Summarises a run and records its conclusion; None if nothing was recorded."""
+    """Records a run's conclusion; None if nothing was recorded."""
     plan = ended.plan
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)

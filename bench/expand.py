@@ -1,4 +1,4 @@
-"""Expands a matrix to the cells of a host, with a reason for each cell left out."""
+"""Expands a matrix to cells of a host, with reasons for those left out."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """Returns a matrix's cells with these `axis=value` settings, even unrunnable ones."""
+    """Returns a matrix's cells with these settings, even unrunnable ones."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
@@ -206,7 +206,7 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
 
 
 def _fewest(cell: Cell, tokens: int) -> int:
-    """Returns the fewest micro-batches of at most this many tokens per data-parallel rank."""
+    """Returns the fewest with at most this many tokens per data-parallel rank."""
     try:
         samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
     except Refused:

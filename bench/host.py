@@ -1,4 +1,4 @@
-"""The host that a matrix is planned for, and which cells can run there."""
+"""The host that a matrix is planned for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _HOST = r"\s* (?:([1-9]\d*) \s* x \s*)? ([^,]+?) \s* (?:, \s* ([1-9]\d*) \s* cor
 
 @dataclass(frozen=True)
 class Host:
-    """Properties of a host that decide a matrix's sizes."""
-
     device: str
     num_devices: int
     """Number of GPUs, or of CPU cores, which ranks may share."""
@@ -74,7 +72,7 @@ def host_of(text: str, nodes: int) -> Host:
 
 
 class UnsuitableData(Refused):
-    """The cell's data and model do not match; a usage error if no cell is left."""
+    """The cell's data and model do not match."""
 
 
 def admit_here(cell: Cell, host: Host) -> None:

@@ -71,7 +71,7 @@ _AXES_SCHEMA = {
     },
 }
 Axes: TypeAlias = Annotated[dict[str, Any], WithJsonSchema(_AXES_SCHEMA)]
-"""Axis values from YAML. A schema checks only the axes, since values may be names or lists."""
+"""Axis values from YAML; they may be names or lists, so the schema checks only axes."""
 
 
 class Sizes(BaseModel):

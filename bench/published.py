@@ -1,4 +1,4 @@
-"""Published results of others as cells of the suite, with predictions and differences."""
+"""Published results as cells of the suite."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def published_rows(file: Path = FILE) -> PublishedRows:
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens per second per device, and peak bytes of the fullest device; None: unknown."""
+    """Tokens/s per device, and peak bytes of the fullest; None: unknown."""
 
     tokens_per_second: float | None
     low: float | None = None
@@ -154,7 +154,7 @@ def predicted_figures(row: PublishedRow) -> Figures | None:
 
 
 def measured_figures(row: PublishedRow, cell: CellResult) -> Figures:
-    """Returns a measured cell's figures, with the 95 % interval."""
+    """Returns a measured cell's figures with 95 % intervals."""
     rate = cell.throughput("tokens_per_second")
     peak = cell.memory.peak_memory_bytes
     if rate is None:

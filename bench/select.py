@@ -25,7 +25,7 @@ from harness.spec.yaml_text import parse_yaml
 __all__ = ["find_run"]
 
 REFERENCES = "reference"
-"""Subfolder of the results folder with named baselines."""
+"""Subfolder of named baselines."""
 MOST_NAMED = 12
 """Most cells that a message lists."""
 
@@ -80,7 +80,6 @@ def find_sides(
 
 
 def matches(cell: Cell, pattern: str) -> bool:
-    """Returns whether the pattern fits the cell's strategy, id, label or name."""
     return (
         pattern in (cell.strategy, cell.id)
         or fnmatch.fnmatchcase(cell.label, pattern)
@@ -106,7 +105,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
 
 
 def closest(recorded: Sequence[AnyRecorded], word: str) -> list[AnyRecorded]:
-    """Matches the word by id, else name, else label, else strategy or pattern."""
+    """Matches by id, else name, else label, else strategy or pattern."""
     by_id = [row for row in recorded if row.cell_id == word]
     by_name = [row for row in recorded if row.cell.name == word]
     by_label = [row for row in recorded if row.cell.label == word]
@@ -121,7 +120,7 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
 
 
 def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """Returns the tables (without steps) of a run, by default the newest, and the cell's id; raises
+    """Returns a run's tables without steps (default: the newest run's), and the cell's id; raises
     UsageError unless one cell matches."""
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
@@ -181,9 +180,9 @@ def require_unchanged(recorded: Cell, settings: Sequence[str]) -> None:
 def find_cells(
     cells: Sequence[Cell], word: str, matrix: str, store: Store, settings: Sequence[str] = ()
 ) -> list[Cell]:
-    """Returns the matrix's matching cells, else the recorded one.
+    """Returns the matrix's matching cells with `settings`, else the recorded one.
 
-    `settings`: those set in the matrix's cells. Raises UsageError, also if they do not apply.
+    Raises UsageError, also if settings do not apply.
     """
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
@@ -205,7 +204,7 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 
 def split_options(word: str) -> tuple[str, str | None]:
-    """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options; returns None without them."""
+    """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options, if any."""
     from harness.strategy.registry import strategies
 
     name, colon, rest = word.partition(":")

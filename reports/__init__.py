@@ -17,9 +17,8 @@ def write_report(
 ) -> Path:
     """Writes the report of one run, or a comparison of several; returns its path.
 
-    The suffix chooses the format (default: html). `instead`: see `write_whole`. `baseline`: by
-    default DDP, else the single process. Raises UsageError if it cannot write, ValueError without
-    runs.
+    The suffix chooses the format (default: html). `baseline`: by default DDP, else the single
+    process. Raises UsageError if it cannot write, ValueError without runs.
     """
     from reports.formats import format_of, report_text
 
@@ -28,7 +27,7 @@ def write_report(
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
-    """Writes a text file atomically; raises UsageError with the advice `instead` on failure."""
+    """Writes atomically; raises UsageError with the advice `instead` on failure."""
     from harness.host.folders import write_atomically
     from harness.spec.errors import UsageError
 

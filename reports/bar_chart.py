@@ -1,4 +1,4 @@
-"""Charts with a bar per cell: label above, bar, number at the right."""
+"""Charts with a bar per cell."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Bars:
 
 
 class _Lines:
-    """Gathers the shapes of all bars in few collections, which draw much faster."""
+    """Gathers shapes of all bars in few collections, which draw faster."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}

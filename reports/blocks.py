@@ -52,7 +52,7 @@ def phrase(*parts: Words) -> list[Inline]:
 
 
 def data(text: str, style: str = "") -> Span:
-    """Marks recorded text, so that right-to-left characters cannot reorder the page."""
+    """Isolates recorded text, so that right-to-left characters do not reorder the page."""
     return Span(text, f"data {style}".strip())
 
 
@@ -79,7 +79,7 @@ _MARKUP = re.compile(
 
 
 def prose(name: str, **values: Words | int) -> list[Inline]:
-    """Returns a text of prose.md; markup in inserted values is not interpreted."""
+    """Returns a text of prose.md; inserted values are not interpreted."""
     template, result, end = _prose()[name], [], 0
     for match in _MARKUP.finditer(template):
         result += _filled(template[end : match.start()], "", values)
@@ -179,7 +179,7 @@ class ColumnHead:
 
 
 def heads(*columns: str) -> list[ColumnHead]:
-    """Parses columns written as `title (unit): kind`; the default kind is number."""
+    """Parses `title (unit): kind`; the default kind is number."""
     parts = [re.fullmatch(r"(.+?)(?: \((.+)\))?(?:: (\w+))?", column) for column in columns]
     return [ColumnHead(p[1], p[2] or "", "", p[3] or "number") for p in parts if p]
 

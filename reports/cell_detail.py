@@ -96,8 +96,6 @@ class KindOfState:
 
 @dataclass(frozen=True)
 class RankDetail:
-    """A rank's median timed step and largest peak memory."""
-
     rank: int
     step_seconds_p50: float | None
     peak_memory_bytes: int | None

@@ -102,7 +102,7 @@ def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
             "Efficiency",
             _efficiency,
             "own / plain",
-            "throughput per device over that of itself, and of the plain process, on one device",
+            "throughput per device over one device's: with this strategy, and the plain process",
         ),
         ReportColumn(
             "Parity", parity_td, "or status", "whether it trained the same as the reference"
@@ -302,7 +302,7 @@ def systems_blocks(report: RunReport) -> ui.Blocks:
         "Status: word",
         "Cells (ok / all)",
         "Best throughput (± 95 % interval): prose",
-        "Over baseline (95 %)",
+        "Over baseline (95 % interval)",
         "Parity: prose",
     )
     rows = [_system_row(line) for line in lines]
@@ -357,7 +357,7 @@ _KINDS = (
     (
         "absent",
         "Not on this host",
-        "Nothing of these systems could run here. Each reason says what would change it.",
+        "No cell of these systems could run here. Each reason says what would change it.",
     ),
     ("none", "Nothing ran", "No cell of these systems was launched."),
     ("part", "Ran in part", "Other cells of these systems ran."),

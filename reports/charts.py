@@ -1,7 +1,4 @@
-"""Draws charts as inline SVG that follows the page's theme and content policy.
-
-Text stays text; colours come from the style sheet.
-"""
+"""Draws charts as inline SVG with the page's theme and content policy."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 WIDTH = 360
 """Chart width in pixels of the page at 100 %."""
 FEW = 8
-"""Number of charts whose drawing takes as long as starting a process."""
+"""Charts drawn in the time that starting a process takes."""
 
 _SETTINGS: dict[str, object] = {
     "svg.fonttype": "none",
@@ -76,7 +73,7 @@ _PIXEL = 1 / 72
 def canvas(
     height: float, left: float, right: float, bottom: float, top: float
 ) -> tuple[Figure, Axes]:
-    """Returns a figure of WIDTH x height pixels with one axes inside these margins."""
+    """Returns a figure of WIDTH x height pixels with one axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * _PIXEL, height * _PIXEL), dpi=72)
@@ -95,11 +92,11 @@ def canvas(
 class Drawn:
     svg: Mapping[str, str]
     styles: str
-    """CSS rules of the charts' classes, because a strict policy forbids style attributes."""
+    """CSS rules; the content policy forbids style attributes."""
 
 
 def draw(charts: Sequence[ChartData]) -> Drawn:
-    """Draws all charts of a page, on several cores if there are many."""
+    """Draws charts, on several cores if there are many."""
     if not charts:
         return Drawn({}, "")
     import matplotlib.figure  # noqa: F401  # Imported here, before forking.

@@ -15,7 +15,6 @@ def has_checkpoints(report: RunReport) -> bool:
 
 
 def checkpoint_blocks(report: RunReport) -> ui.Blocks:
-    """Returns a row per cell that saved a checkpoint."""
     rows = [cell for cell in report.cells if cell.checkpoint.checkpoint_bytes is not None]
     columns = [
         _word("Restart", lambda cell: cell.outcome),

@@ -21,7 +21,8 @@ from reports.verdict_sections import ParityCounts
 
 
 def settings(report: RunReport) -> str:
-    return f"what to use in each of {len(compared(report))}, with charts of throughput"
+    count = plural(len(compared(report)), "setting")
+    return f"what to use in each of {count}, with charts of throughput"
 
 
 def systems(report: RunReport) -> str:
@@ -87,14 +88,15 @@ def experts(report: RunReport) -> str:
 def wrappers(report: RunReport) -> str:
     cells = max((found.cells for found in launchers(report.cells)), key=len)
     most = step_seconds(cells[-1]) / step_seconds(cells[0])
-    words = f"the slowest of {len(cells)} around DDP takes {number(most)} times the fastest's step"
+    words = f"of {len(cells)} wrappers of DDP, the slowest takes {number(most)} times"
+    words += " the fastest's step"
     return _unless_most(report, cells, words)
 
 
 def variants_line(report: RunReport) -> str:
     cells = [cell for found in variants(report.cells) for cell in found.cells]
     shares = [share for cell in cells if (share := trained_share(cell))]
-    least = f"; the least trains {100 * min(shares):.2g} % of the parameters" if shares else ""
+    least = f"; the smallest trains {100 * min(shares):.2g} % of the parameters" if shares else ""
     return _unless_most(report, cells, f"{plural(len(cells), 'variant')} compared{least}")
 
 
@@ -120,7 +122,7 @@ def glossary(_: RunReport) -> str:
 
 
 def _unless_most(report: RunReport, cells: Sequence[CellResult], line: str) -> str:
-    """Returns the line; empty, so that the section is open, if it has most of the run's cells."""
+    """Returns the line; empty, so that the section is open, if it has most cells."""
     return "" if 2 * len({cell.cell_id for cell in cells}) > len(report.cells) else line
 
 

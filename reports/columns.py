@@ -17,8 +17,6 @@ AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class ReportColumn(Generic[AnyRow_contra]):
-    """A heading, and a function from a row to its table cell."""
-
     title: str
     make: Callable[[AnyRow_contra], ui.Td]
     unit: str = ""
@@ -33,7 +31,6 @@ def words(text: str) -> ui.Td:
 
 
 def numeral(text: str, field: str, value: float | None) -> ui.Td:
-    """Returns a cell with rounded text and the exact value."""
     return ui.Td(ui.Span(text, field=field, value=exact(value)))
 
 
@@ -44,7 +41,7 @@ def figure(
     unit: str = "",
     tip: str = "",
 ) -> AnyColumn:
-    """Returns a column of the number at a path; see `read`."""
+    """Returns a number's column; see `read`."""
     field = path.rpartition(".")[2]
 
     def make(row: object) -> ui.Td:
@@ -117,7 +114,7 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
 
 
 def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns throughput relative to the baseline; empty if no cell has it."""
+    """Returns a column of throughput relative to the baseline, if any cell has it."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
@@ -164,7 +161,7 @@ def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
 
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns throughput before the control's adjustment; empty without a control."""
+    """Returns a column of unadjusted throughput; empty without a control."""
     if not any(
         (speed := cell.speed.log_throughput) and speed.control is not None and speed.adjusted
         for cell in cells

@@ -58,8 +58,7 @@ def memory(line: ComparedCell) -> str:
 
 
 def disturbed(compared: RunComparison, *, changed: bool = False) -> list[tuple[str, str]]:
-    """Returns cells with disturbed trials and what disturbed them; `changed`: without cells whose
-    throughput and memory show no difference."""
+    """Returns disturbed cells and causes; `changed`: only those with a difference."""
     return [
         (line.cell_name, "; ".join(line.disturbed))
         for line in compared.lines
@@ -99,7 +98,7 @@ def _row(line: ComparedCell) -> ui.Row:
 
 
 def markdown(compared: RunComparison) -> str:
-    """Returns a comment for a pull request: findings first, the rest folded."""
+    """Returns a pull request's comment: findings first, the rest folded."""
     shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     folded = [line for line in compared.lines if line not in shown]
     title = ui.Heading([compared.first, " → ", compared.second])

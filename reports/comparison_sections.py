@@ -136,7 +136,7 @@ def _effect_bars(name: str, what: str, axis: str, bars: Sequence[Bar], effects: 
 
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    """Returns each option's effect, alone and combined; empty unless the run crossed options."""
+    """Returns each option's effect, alone and combined, if options were crossed."""
     found = list(filter(_crossed, effects_of(cells)))[:MOST_EFFECTS]
     parts = [_effects_part(effects, place) for place, effects in enumerate(found)]
     return [ui.Part("", parts, prose("effects"))]
@@ -187,7 +187,9 @@ def _launchers(group: RankedGroup, name: str) -> Launchers:
         + (f": {cell.cell.label}" if libraries[cell.placement.wraps_ddp] > 1 else "")
         for cell in group.rows
     }
-    title = group.full_title
+    cell = group.rows[0].cell
+    techniques = [f" · {name}={getattr(cell, name)}" for name in TECHNIQUES if cell.is_set(name)]
+    title = group.full_title + "".join(techniques)
     bars = dataclasses.replace(throughput_bars(group, name, labels), title=title)
     label = f"What each wrapper costs, {title}"
     table = cell_table(f"{name}-table", label, group.rows, _launcher_columns(group), "Cell")

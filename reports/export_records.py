@@ -94,7 +94,7 @@ def as_json(reports: Sequence[RunReport], **more: object) -> str:
 
 
 def as_csv(reports: Sequence[RunReport]) -> str:
-    """Returns a header, then a full-precision line per run and cell; unknown is empty."""
+    """Returns a header and a full-precision line per run and cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*IDENTITY, *FIGURES])

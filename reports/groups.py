@@ -85,17 +85,14 @@ RankedGroup = Group[RankedCell]
 
 
 def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
-    """Groups ranked cells by workload (most cells first), devices, and size (largest first)."""
+    """Groups ranked cells; workloads with most cells come first."""
     sizes = Counter(cell.cell.workload_name for cell in cells)
     groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
 def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
-    """Groups cells that differ only in strategy and agree in `more`.
-
-    Cells keep their order; the largest workload is first.
-    """
+    """Groups cells, in their order, that differ only in strategy and agree in `more`."""
     cells = list(cells)
     sizes = Counter(cell.cell.workload_name for cell in cells)
     by_key: dict[tuple[object, ...], list[AnyCell]] = {}
@@ -118,7 +115,7 @@ def ranking(cells: Sequence[CellResult]) -> RankedGroup:
 
 
 def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
-    """Returns the largest group for each workload, number of devices and emulated link."""
+    """Returns the largest group per workload, number of devices and link."""
     chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
     for group in groups:
         chosen.setdefault((group.workload, group.devices, group.rows[0].cell.links), group)
@@ -126,7 +123,7 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
 
 
 def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
-    """Returns the verdict's leading group; see `heading`. `once`: ids of parity-only cells."""
+    """Returns the leading group; see `heading`. `once`: parity-only cells."""
     sizes = [
         GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
         for g in groups
@@ -151,7 +148,6 @@ def possibly_fastest(group: RankedGroup) -> set[str]:
 
 
 def of_real_things(group: RankedGroup) -> list[RankedCell]:
-    """Returns the cells without stand-ins, or all if there are none."""
     return [cell for cell in group.rows if cell.placement.stand_in is None] or list(group.rows)
 
 

@@ -43,10 +43,8 @@ class PageHead:
 
 
 def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
-    """Returns a page whose policy allows its style and script by hash.
-
-    `printed`: light, details open, no controls, no script.
-    """
+    """Returns a page; its policy allows style and script by hash. `printed`: for print, without
+    script."""
     sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
     drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
     ids = {section.name for section in sections}
@@ -274,12 +272,11 @@ class _HtmlWriter:
 
 
 def _option(choice: str) -> str:
-    """Returns an option with an explicit value: a browser collapses spaces in the text."""
+    """Returns an option whose value keeps spaces."""
     return f'<option value="{escape(choice)}">{escape(choice)}</option>'
 
 
 def _filters(filters: Sequence[tuple[str, str, Sequence[str]]], grouped: bool) -> str:
-    """Returns a table's controls. Only one run's cells can be compared."""
     selects = "".join(
         f'<label>{title} <select data-filter="{name}"><option value="">all</option>'
         f"{''.join(map(_option, choices))}</select></label>\n"

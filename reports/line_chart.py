@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURED = 6
-"""Number of curves in a scaling chart that have colours of their own."""
+"""Number of coloured curves in a scaling chart."""
 _MARKERS = "osD^vP"
 _LABEL = 56
 _LEGEND_LINE = 17

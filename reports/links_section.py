@@ -95,11 +95,11 @@ class LinkSeries:
     label: str
     by_link: Mapping[str, CellResult]
     wire_bytes: Mapping[str, float | None]
-    """Bytes per step of the rank that sends most, by link."""
+    """Busiest rank's bytes per step, by link."""
 
     @property
     def sent(self) -> float | None:
-        """Bytes per step of the rank that sends most; independent of the link."""
+        """Busiest rank's bytes per step."""
         return _median([*self.wire_bytes.values()])
 
 
@@ -111,10 +111,10 @@ class Crossover:
 
 
 def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
-    """Returns the crossovers, clearest first.
+    """Returns crossovers, clearest first.
 
-    One strategy must be significantly faster at one link, and the other at the next link with a
-    significant difference. The crossing is interpolated on logarithmic axes.
+    One strategy is significantly faster at one link, and the other at the next such link. Crossings
+    are interpolated on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]

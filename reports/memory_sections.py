@@ -105,10 +105,7 @@ def state_charts(cells: Sequence[CellResult]) -> list[Bars]:
 
 
 def states_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns states against the formula, and ranks' peak memory.
-
-    `one_model`: false omits charts, as in a search, whose models differ in size.
-    """
+    """Returns states and ranks' peaks. `one_model`: false omits charts, as in a search."""
     charts = [ui.Chart(bars) for bars in state_charts(cells)[:MOST_CHARTS]] if one_model else []
     states: ui.Blocks = [
         ui.Charts(charts, prose("legend states")),
@@ -213,7 +210,7 @@ def _uneven(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def imbalance(cell: CellResult) -> float:
-    """Returns the largest peak over the ranks' mean, from the trial with that peak."""
+    """Returns the largest peak over the ranks' mean."""
     peaks = cell.memory.peak_memory_bytes_by_rank
     return float(max(peaks) / statistics.fmean(peaks))
 
@@ -287,7 +284,7 @@ class Largest:
     table: ui.Table
     order: tuple[str, ...]
     limits: tuple[tuple[str, str], ...]
-    """(strategy, what filled its memory, or why it has no size)."""
+    """Strategy, and what filled its memory or why it has no size."""
     probes: int
     tokens: bool = False
 
@@ -310,7 +307,7 @@ def largest_blocks(found: Largest | None) -> ui.Blocks:
         ui.Charts([ui.Chart(found.bars)], about),
         *(ui.Paragraph(data(sentence)) for sentence in found.order),
         found.table,
-        ui.Details("What each ran out of memory with", [ui.Facts(found.limits)]),
+        ui.Details("What fills the budget when memory runs out", [ui.Facts(found.limits)]),
     ]
 
 
@@ -319,12 +316,11 @@ def is_search(run: RunRecord) -> bool:
 
 
 def verified(trial: TrialRecord) -> bool:
-    """Returns whether a trial is a result, not a probe of what fits in memory."""
     return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
 
 
 def largest(results: Results) -> Largest | None:
-    """Returns a search's result; None for other runs and incompatible versions."""
+    """Returns a search's result; None for other runs."""
     try:
         plan = Plan.from_row(results.runs.iloc[0].to_dict())
         rows = maxsize_results(results) if plan.search else []
@@ -363,7 +359,7 @@ def _line(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, which theory predicts: a 10.0M < b 20.0M`, if any."""
+    """Returns `Measured order, as theory predicts: a 10.0M < b 20.0M`, if any."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
@@ -378,7 +374,7 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
         sign = "<" if less.parameters != more.parameters else "="
         words += f" {sign} {more.label} {more.largest_model}"
     if kept:
-        return f"Measured order, which theory predicts: {words}"
+        return f"Measured order, as theory predicts: {words}"
     return f"Measured order: {words}; theory predicts {' < '.join(row.label for row in present)}"
 
 

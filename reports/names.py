@@ -50,7 +50,7 @@ def marks(cell: CellResult) -> str:
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the label with marks and unusual settings.
 
-    `place`: include nodes and links. `label`: replaces the cell's.
+    `place`: include nodes and links. `label`: instead of the cell's.
     """
     words = [label or cell.cell.label]
     if place and cell.cell.nodes > 1:
@@ -91,13 +91,12 @@ def main_workload(cells: Sequence[CellResult]) -> str:
     return Counter(cell.cell.workload_name for cell in cells).most_common(1)[0][0]
 
 
-def notes_for(cells: Sequence[CellResult]) -> tuple[str, ...]:
+def notes_for(cells: Sequence[CellResult], drawn: str = "hatched") -> tuple[str, ...]:
     seen = "".join(marks(cell) for cell in cells)
-    return tuple(text for mark, text in NOTES.items() if mark in seen)
+    return tuple(text.replace("hatched", drawn) for mark, text in NOTES.items() if mark in seen)
 
 
 def cell_name(cell: CellResult, *, place: bool = True) -> list[ui.Inline]:
-    """Returns the name, linked to the cell's row, and a mark if disturbed."""
     return [ui.Span(named(cell, place=place), "data", f"#cell-{cell.cell_id}"), *_noise(cell)]
 
 

@@ -1,4 +1,4 @@
-"""Index of a folder's reports: each run's findings, and changes since the previous run."""
+"""Index of a folder's reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Entry:
     """Launched cells without a valid result, except expected divergences."""
     cells: int
     before: str
-    """Earlier run compared with; empty if none of the matrix shares a cell."""
+    """Earlier run; empty if none of the matrix shares a cell."""
     change: str
     regressions: int
 
@@ -58,7 +58,7 @@ def entries(store: Store, folder: Path) -> list[Entry]:
 
 
 def reported(store: Store, folder: Path) -> list[tuple[RunReport, Entry]]:
-    """Returns all runs as `entries` does, but oldest first."""
+    """Returns `entries`, oldest first."""
     pairs: list[tuple[RunReport, Entry]] = []
     earlier: list[tuple[RunRecord, RunSelection]] = []
     whole = store.load(steps=False)
@@ -156,7 +156,7 @@ def _date(entry: Entry) -> str:
 
 
 def runs_table(shown: Sequence[Entry], titles: Sequence[str] = ()) -> ui.Table:
-    """Returns a row per run. `titles`: columns to show, by default all."""
+    """Returns a row per run. `titles`: columns (default: all)."""
     by_title = {column.title: column for column in _COLUMNS}
     columns = [by_title[title] for title in titles or by_title]
     rows = [

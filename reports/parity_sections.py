@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
-from harness.analysis.control_levels import ControlLevels, control_levels
+from harness.analysis.control_levels import ControlLevel, ControlLevels, control_levels
 from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
 from harness.spec.text import plural
@@ -135,23 +135,33 @@ class DeclaredTolerance:
 
 
 def tolerances(cells: Sequence[CellResult]) -> list[DeclaredTolerance]:
-    grouped: dict[tuple[float, float], list[CellResult]] = {}
+    by_pair: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:
             key = (cell.parity.loss_tolerance, cell.parity.update_tolerance)
-            grouped.setdefault(key, []).append(cell)
-    return [_tolerance(*allowed, rows) for allowed, rows in sorted(grouped.items())]
+            by_pair.setdefault(key, []).append(cell)
+    # Tolerances of updates vary with the workload, which is no reason for a row of their own.
+    by_loss: dict[tuple[str, str], list[tuple[float, list[CellResult]]]] = {}
+    for (loss, update), rows in sorted(by_pair.items()):
+        by_loss.setdefault((deviation(loss), _reason(rows)), []).append((update, rows))
+    return [_tolerance(*shared, parts) for shared, parts in by_loss.items()]
 
 
-def _tolerance(loss: float, update: float, cells: Sequence[CellResult]) -> DeclaredTolerance:
-    reasons = [
-        cell.parity.reason
-        for cell in cells
-        if cell.parity.verdict == "within tolerance" and cell.parity.reason
-    ]
-    labels = tuple(dict.fromkeys(f"{cell.cell.label} {cell.cell.precision}" for cell in cells))
-    reason = "; ".join(dict.fromkeys(reasons))
-    return DeclaredTolerance(deviation(loss), deviation(update), reason, labels)
+def _reason(cells: Sequence[CellResult]) -> str:
+    reasons = [cell.parity.reason for cell in cells if cell.parity.verdict == "within tolerance"]
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
+def _tolerance(
+    loss: str, reason: str, parts: Sequence[tuple[float, Sequence[CellResult]]]
+) -> DeclaredTolerance:
+    updates = dict.fromkeys(deviation(update) for update in (parts[0][0], parts[-1][0]))
+    labels = tuple(
+        dict.fromkeys(
+            f"{cell.cell.label} {cell.cell.precision}" for _, cells in parts for cell in cells
+        )
+    )
+    return DeclaredTolerance(loss, " to ".join(updates), reason, labels)
 
 
 def control_in_words(adjustment: Adjustment) -> str:
@@ -169,9 +179,12 @@ def control_in_words(adjustment: Adjustment) -> str:
 def control_levels_in_words(levels: ControlLevels | None) -> str:
     if levels is None:
         return ""
+
+    def interval(level: ControlLevel) -> str:
+        return f"{level.low:.3f} to {level.high:.3f}, " if math.isfinite(level.high) else ""
+
     each = ", ".join(
-        f"{level.launcher} {level.ratio:.3f} ({level.low:.3f} to {level.high:.3f},"
-        f" {plural(level.trials, 'trial')})"
+        f"{level.launcher} {level.ratio:.3f} ({interval(level)}{plural(level.trials, 'trial')})"
         for level in levels.launchers
     )
     verdict = "no more than" if levels.by_chance else "more than"
@@ -187,7 +200,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
 
 
 def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
-    """Returns how each figure is measured, without figures that no cell has."""
+    """Returns how each figure is measured."""
     cells = report.cells
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
@@ -217,7 +230,6 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
 
 
 def method_blocks(report: RunReport) -> ui.Blocks:
-    """Returns `methods`, and the tolerances with their cells."""
     rows = methods(report)
     every = tolerances(report.cells)
     for place, tolerance in enumerate(every):

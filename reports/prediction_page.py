@@ -133,8 +133,8 @@ def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> st
     inside = [p.devices for curve in curves for p in curve.points if not p.doublings_beyond]
     within = max(inside, default=0)
     drawn = tuple(lines[: len(SERIES)])
-    note = f"Right of the dotted line, at {plural(within, 'device')}, nothing was measured."
-    notes = [note, "Intervals grow with each doubling beyond it, which is an assumption."]
+    note = f"Nothing was measured beyond the dotted line, at {plural(within, 'device')}."
+    notes = [note, "By assumption, intervals grow with each doubling beyond it."]
     if len(lines) > len(drawn):
         notes.append(
             f"Only the first {len(drawn)} of {len(lines)} curves are drawn; the table has all."

@@ -109,7 +109,7 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
         ("Run", run.run_id),
         ("Started", f"{run.started_at:%Y-%m-%d %H:%M:%S} UTC"),
         ("Matrix", run.matrix),
-        ("Trials of each cell", plan.get("trials")),
+        ("Planned trials of each cell", plan.get("trials")),
         ("Trials of a round", in_slices),
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),

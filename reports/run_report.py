@@ -1,4 +1,4 @@
-"""Results of one run, as all report formats use them: record, trials, cells and groups."""
+"""Results of one run, for all formats."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunReport:
 
     @property
     def is_search(self) -> bool:
-        """Whether the run searched for the largest model; speed is then not compared."""
+        """Whether it searched for the largest model; speeds are then not compared."""
         return self.largest is not None
 
     @property
@@ -93,10 +93,7 @@ class RunReport:
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
-    """Builds a report from one run's tables; raises ValueError unless there is one run.
-
-    `baseline`: by default `baseline_of`.
-    """
+    """Builds a report; raises ValueError unless there is one run."""
     if len(results.runs) != 1:
         raise ValueError(f"a report is of one run, not of {len(results.runs)}")
     (run,) = RunRecord.from_frame(results.runs)

@@ -49,7 +49,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
     Section("links", "Links", links_blocks, in_text=True),
     Section(
         "checkpoints",
-        "Checkpoints: does training go on from them?",
+        "Checkpoints: does training resume correctly?",
         checkpoint_blocks,
         "Checkpoints",
         in_text=True,
@@ -142,8 +142,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
 
 
 def without_collection(function: Callable[P, T]) -> Callable[P, T]:
-    """Disables garbage collection during a call: it took an eighth of the time, and the objects
-    of a page live until the end anyway."""
+    """Disables garbage collection, since a page's objects live until the end."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

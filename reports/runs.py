@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_CHARTS = 60
 MOST_CHANGES = 5
 MOST_COLUMNS = 6
-"""Runs side by side with the newest; older ones are only in the history."""
+"""Runs next to the newest; older ones are in the history."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def written_page(
     requested: Sequence[str] = (),
     printed: bool = False,
 ) -> Written:
-    """Returns a page of the requested sections (default: all).
+    """Returns a page of these sections (default: all); `printed`: for print.
 
-    `printed`: print layout. Raises UsageError as `_with_data` does.
+    Raises UsageError as `_with_data` does.
     """
     filled, absent = _with_data(report, list(sections), requested, "page")
     shown = [
@@ -83,7 +83,7 @@ def written_text(
 def _with_data(
     report: Report, sections: Sequence[Section[Report]], requested: Sequence[str], medium: ui.Medium
 ) -> tuple[list[Filled[Report]], list[str]]:
-    """Returns the requested sections with blocks, and names of empty ones.
+    """Returns sections with blocks, and names of empty ones.
 
     Raises UsageError for an unknown section, or if all are empty.
     """

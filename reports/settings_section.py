@@ -1,4 +1,4 @@
-"""Every workload and setting of a run: what to use in each, and its throughputs."""
+"""Advice and throughputs of every workload and setting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
     columns = ui.heads(
         "Use: prose",
         "Throughput (95 % interval)",
-        "Over baseline (95 %)",
+        "Over baseline (95 % interval)",
         "Least memory: prose",
     )
     label = "Advice by workload and setting"
@@ -44,7 +44,7 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _gain(cell: CellResult, advised: Answer | None) -> ui.Td:
-    """Returns the advice's gain; without advice, the gain from comparing this pair alone."""
+    """Returns the advice's gain, else this pair's."""
     if advised and (gain := advised.gain):
         return gained(gain.ratio, gain.low, gain.high)
     return over_baseline(cell)

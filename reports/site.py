@@ -1,4 +1,4 @@
-"""Static site of several machines' runs: an index with all their cells, and each run's report."""
+"""Static site of several machines' runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def _reported(
 
 
 def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
-    """Returns each store's runs that no earlier store has."""
     seen: dict[str, tuple[Store, tuple[object, object]]] = {}
     chosen = []
     for store in stores:
@@ -122,8 +121,10 @@ def _name(cell: CellResult, report: str) -> list[ui.Inline]:
 
 COLUMNS: tuple[ReportColumn[CellResult], ...] = (
     word("Model", "workload"),
-    ReportColumn("Throughput", _throughput, "95 %", "of this machine; compare within a run"),
-    ReportColumn("Over baseline", over_baseline, "95 %", "in the same run and setting"),
+    ReportColumn(
+        "Throughput", _throughput, "95 % interval", "of this machine; compare within a run"
+    ),
+    ReportColumn("Over baseline", over_baseline, "95 % interval", "in the same run and setting"),
     mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
     ReportColumn("Parity", parity_td, "or status", "whether it trained the same as the reference"),
 )

@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.analysis.answer import answer
+from harness.analysis.baseline import micro_batch, scaling_series
 from harness.analysis.cell_result import CellResult
-from harness.analysis.setting import SCALED, batch, series, setting
+from harness.analysis.setting import SCALED, batch, setting
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
@@ -146,7 +147,9 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
         f"Peak memory against throughput, {group.title}. No other cell is better in both than:"
         f" {words}"
     )
-    return Scatter(name, group.title, group.unit, tuple(points), summary, notes_for(cells))
+    return Scatter(
+        name, group.title, group.unit, tuple(points), summary, notes_for(cells, "hollow")
+    )
 
 
 def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
@@ -156,7 +159,7 @@ def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
-    """Returns charts of the verdict's setting for pages, ranked tables for Markdown."""
+    """Returns charts of the verdict's setting, or ranked tables in Markdown."""
     tables: ui.Blocks = []
     for group in report.groups:
         tables += [ui.Heading(data(group.full_title)), _ranked_table(group)]
@@ -236,22 +239,35 @@ Curve = list[CellResult]
 
 
 def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
-    curves: dict[tuple[object, ...], dict[int, CellResult]] = {}
+    figures: dict[tuple[object, ...], list[Curve]] = {}
+    for curve in _curves(cells, regime):
+        shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
+        figures.setdefault(shared, []).append(curve)
+    largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
+    return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
+
+
+def _curves(cells: Sequence[CellResult], regime: str) -> list[Curve]:
+    """Joins cells with equally many micro-batches, and remaining ones with equally large ones."""
+    as_many: dict[tuple[object, ...], dict[int, CellResult]] = {}
+    as_large: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.
     for cell in sorted(cells, key=lambda cell: cell.cell.nodes):
         # Regimes coincide on one device.
         fits = cell.cell.regime == regime or cell.cell.devices == 1
         if cell.ranked and fits and not cell.cell.links:
-            group = (*setting(cell.cell, SCALED), *series(cell.cell), batch(cell.cell, regime))
-            curves.setdefault(group, {}).setdefault(cell.cell.devices, cell)
-    figures: dict[tuple[object, ...], list[Curve]] = {}
-    for by_devices in curves.values():
+            shared = (*setting(cell.cell, SCALED), batch(cell.cell, regime))
+            for curves, alike in zip((as_many, as_large), scaling_series(cell), strict=True):
+                curves.setdefault((*shared, *alike), {}).setdefault(cell.cell.devices, cell)
+    drawn: set[str] = set()
+    found: list[Curve] = []
+    for by_devices in (*as_many.values(), *as_large.values()):
         curve = [by_devices[devices] for devices in sorted(by_devices)]
-        if len(curve) > 1:
-            shared = (*setting(curve[0].cell, SCALED), batch(curve[0].cell, regime))
-            figures.setdefault(shared, []).append(curve)
-    largest_first = sorted(figures.values(), key=lambda curves: -len(curves))
-    return [_scaling(f"{regime}-{i}", regime, curves) for i, curves in enumerate(largest_first)]
+        ids = {cell.cell_id for cell in curve}
+        if len(curve) > 1 and not ids <= drawn:
+            found.append(curve)
+            drawn |= ids
+    return found
 
 
 def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
@@ -272,7 +288,7 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
         tuple(lines),
         tuple((n, base * n / start) for n in counts),
         f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}",
-        tuple(note.replace("hatched", "hollow") for note in notes_for(flat)),
+        notes_for(flat, "hollow"),
     )
 
 
@@ -280,8 +296,13 @@ def _line(curve: Curve, column: str) -> Line:
     rates = [rate for cell in curve if (rate := cell.throughput(column))]
     # The label omits nodes, which may vary along a curve, and the regime, which the title has.
     last = curve[-1].varied(nodes=1, regime="strong")
+    label = ""
+    if len({cell.cell.micro_batches for cell in curve}) > 1:
+        last = last.varied(micro_batches=1)
+        samples = plural(round(micro_batch(curve[-1])), "sample")
+        label = f"{last.cell.label} · micro-batches of {samples}"
     return Line(
-        named(last),
+        named(last, label=label),
         tuple(cell.cell.devices for cell in curve),
         tuple(rate.value for rate in rates),
         tuple(rate.low for rate in rates),
@@ -334,7 +355,7 @@ def efficiency(cells: Sequence[CellResult]) -> ui.Table:
         return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
 
     shown = sorted(scaled_cells(cells), key=order)
-    on_one = "on one device, 95 %"
+    on_one = "on one device, 95 % interval"
     columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(shown),

@@ -45,7 +45,7 @@ class StepProfile:
     parts: Mapping[str, float | None]
     """Seconds by part of the step, overlaps included; mean of the ranks."""
     plain_step: float
-    """Seconds of the slowest rank's step without the profiler."""
+    """Unprofiled step of the slowest rank, in seconds."""
     profiled_step: float
     straggler: int | None
     logical_bytes: float | None
@@ -286,7 +286,7 @@ def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def sent(cell: CellResult) -> float:
-    """Returns bytes sent per step by the busiest rank, in multiples of the fp32 gradients."""
+    """Returns the busiest rank's bytes per step over the fp32 gradients'."""
     return (cell.traffic.sent_bytes_per_step or 0.0) / (4.0 * (cell.work.trained_parameters or 1))
 
 
@@ -460,7 +460,7 @@ def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
 
 
 def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Charts tokens per expert for each workload's first cell; equal trainings route equally."""
+    """Charts each workload's first cell; equal trainings route equally."""
     first: dict[str, CellResult] = {}
     for cell in cells:
         if cell.traffic.expert_tokens:

@@ -230,9 +230,11 @@ def _same_training(parity: ParityCounts | None) -> ui.Blocks:
     if parity is None:
         return []
     away = parity.judged - parity.passed
-    diverged = f" {plural(away, 'cell')} diverged and {'is' if away == 1 else 'are'} not ranked"
-    if parity.unexpected < away:
-        diverged += f", {away - parity.unexpected} of them as expected"
+    expected = away - parity.unexpected
+    diverged = f" {plural(away, 'cell')} diverged{', as expected,' if expected == away else ''}"
+    diverged += f" and {'is' if away == 1 else 'are'} not ranked"
+    if 0 < expected < away:
+        diverged += f", {expected} of them as expected"
     words = prose(
         "same training",
         passed=parity.passed,

@@ -1,8 +1,8 @@
 """Draws the packages and their imports from the code into docs/explanation/architecture.svg:
 `.venv/bin/python scripts/architecture.py`.
 
-Rows are the layers of the import contract in pyproject.toml. A box shows the first sentence of a
-package's docstring. An arrow points to an imported package; transitive arrows are left out.
+Rows are the layers of the import contract. A box has the first sentence of its package. Transitive
+arrows are left out.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from harness.record.trial import TrialRecord
 KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
-"""Measurements per command; the fastest counts, as it is the least disturbed."""
+"""Measurements per command; the fastest counts."""
 
 
 @dataclass(frozen=True)

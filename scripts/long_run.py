@@ -93,7 +93,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
 
 
 def typical(samples: Sequence[Sample], name: str) -> float:
-    """Returns the median of memory; for everything else the minimum, its value between trials."""
+    """Returns the median of memory, and the minimum of everything else."""
     values = [getattr(each, name) for each in samples]
     return statistics.median(values) if name.endswith("_bytes") else min(values)
 

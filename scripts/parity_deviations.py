@@ -1,8 +1,7 @@
-"""Largest deviations of correct strategies, and limits: four models, two seeds, two ranks.
+"""Largest deviations of correct strategies: four models, two seeds, two ranks.
 
-`.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 small cells, which takes ten
-minutes on two idle cores, and prints the table of docs/studies/parity-deviations.md. An existing
-folder is only read.
+`.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 small cells and prints the
+table of docs/studies/parity-deviations.md. An existing folder is only read.
 """
 
 from __future__ import annotations

@@ -46,9 +46,7 @@ NOISE = float(os.environ.get("NOISE", "0"))
 HEAT_NOISE = float(os.environ.get("HEAT_NOISE", "0.01"))
 """Standard deviation of a trial in a heat."""
 START_SECONDS = 30.0
-"""Time until the processes that launch a heat's trials have imported the libraries."""
 REFERENCE_SECONDS = 90.0
-"""Prediction of `bench run --matrix full --dry-run` for the references."""
 EQUAL_CELLS = 53
 Throughputs = Mapping[str, float]
 

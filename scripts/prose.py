@@ -57,7 +57,7 @@ class Sentence:
     line: int
     text: str
     fragment: bool = False
-    """Whether it is not a whole sentence; then only its words are checked."""
+    """Whether only its words are checked."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def train(results: str, descriptor: int, work: Work) -> None:
 
 
 class Side:
-    """A process in one of the environments. `folder`: where it starts, such as the project."""
+    """A process in one environment. `folder`: where it starts."""
 
     def __init__(self, name: str, python: str, folder: Path, results: Path, work: Work) -> None:
         self.name, self.results = name, results / name
@@ -114,7 +114,6 @@ class Side:
         self.ended = False
 
     def wait(self) -> None:
-        """Waits until the next trial may begin, or all have ended."""
         word = self._line.readline()
         if word == ENDED:
             self.ended = self._process.wait() == 0
@@ -136,7 +135,7 @@ class Side:
 
 
 def alternate(sides: Sequence[Side]) -> None:
-    """Lets the sides take trials in turn, each beginning every second pair."""
+    """Lets the sides take trials in turn."""
     for side in sides:
         side.wait()
     order = list(sides)

@@ -2,8 +2,8 @@
 
 Start `.venv/bin/python -m scripts.steal_time SECONDS [MOST_SHARE]` as root alongside a run. On each
 core, a real-time process computes for a share of every 4 ms, which wanders between 0 and MOST_SHARE
-(0.45) in spells of 2 to 60 seconds, half of it common to all cores. Launches of a cell, minutes
-apart, then differ by 10 to 20 %. Prints each core's mean share.
+(0.45) in spells of 2 to 60 seconds, half of it common to all cores. Prints each core's mean
+share.
 """
 
 from __future__ import annotations

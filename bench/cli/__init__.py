@@ -1,8 +1,9 @@
-"""The command line: one file per command, heavy imports inside the functions."""
+"""The command line: one file per command, with heavy imports inside functions."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -55,12 +56,12 @@ COMMANDS = {
         "slurm status": "slurm:status",
     },
 }
-"""Module and function of each command by panel, in the order of the help."""
+"""Module and function of each command by panel, in order of the help."""
 
 TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
 """Commands that need torch and transformers."""
 SCRIPT = "parallelism-bench"
-"""Name of the console script. Shells can complete it, but not `python -m bench`."""
+"""Console script; shells complete it, but not `python -m bench`."""
 PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m bench"
 
 REMEDIES: dict[type[UsageError], str] = {
@@ -104,9 +105,12 @@ def _register() -> None:
             group, _, name = command.rpartition(" ")
             panel_of_command = None if group else panel
             run = getattr(import_module(f"bench.cli.{module}"), function)
-            (slurm_app if group else app).command(name, rich_help_panel=panel_of_command)(
-                _with_training_packages(run) if command in TRAINING_COMMANDS else run
-            )
+            # Typer keeps line breaks, which would break lines anew in a narrower or wider terminal.
+            paragraphs = inspect.cleandoc(run.__doc__).split("\n\n")
+            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+            (slurm_app if group else app).command(
+                name, help=text, rich_help_panel=panel_of_command
+            )(_with_training_packages(run) if command in TRAINING_COMMANDS else run)
     app.add_typer(slurm_app, name="slurm", rich_help_panel=[*COMMANDS][-1])
 
 
@@ -114,7 +118,7 @@ _register()
 
 
 def refusal(error: Exception) -> str:
-    """Returns the message for a usage mistake or an unusable file; else empty."""
+    """Returns the message for a mistake or an unusable file; else empty."""
     if isinstance(error, UsageError):
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -128,7 +128,6 @@ def _write(comparison: RunComparison, format_name: str, out: Path | None) -> Non
 def _within(
     sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
 ) -> RunComparison:
-    """Compares pairs of otherwise equal cells that match the patterns."""
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured

@@ -301,7 +301,6 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
-    """Returns `ready`, or why it cannot run here, by strategy."""
     from harness.host.environment import device_type
     from harness.spec.cell import Cell
     from harness.spec.errors import Refused, Unavailable, UsageError
@@ -343,10 +342,10 @@ def _strategies() -> dict[str, str]:
 
 
 def check_gpu(options: CheckOptions) -> None:
-    """Runs a GPU check and prints each step's outcome, or the report as JSON.
+    """Runs a GPU check and prints each outcome, or the report as JSON.
 
-    Exit code 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError without
-    a GPU.
+    Exits with 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError
+    without a GPU.
     """
     from rich.markup import escape
 

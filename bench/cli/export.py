@@ -26,8 +26,8 @@ def export(
 ) -> None:
     """Write a cell as scripts that run without the suite.
 
-    Writes a script, config files and a command line. CELL may be recorded in the results folder.
-    With --json, files are written only if --out is given.
+    Writes a script, config files and a command line. CELL may be in the matrix or the results
+    folder. With --json, files are written only if --out is given.
 
     Example: [bold]python -m bench export fsdp2 --to slurm --set devices=4[/bold]
     """

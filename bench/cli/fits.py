@@ -24,7 +24,7 @@ ADAPTED_CELLS = {
     "qlora": ("+nf4+lora", "bf16"),
     "qdora": ("+nf4+dora", "bf16"),
 }
-"""Workload suffix and precision of the cells that train by each method."""
+"""Workload suffix and precision for each method."""
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 
 Model: TypeAlias = Annotated[
@@ -67,7 +67,7 @@ def fits(
     link: FitLink = None,
     json_output: Json = False,
 ) -> None:
-    """Say whether a fine-tuning fits, how fast it is, and what to turn on.
+    """Say whether fine-tuning fits, how fast it is, and what to turn on.
 
     Exits with 0 for yes, 1 for no and 3 for uncertain.
 
@@ -133,7 +133,7 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
 
 
 def _differences(question: FitQuestion) -> list[str]:
-    """Returns how the suite's cell differs from the training asked about."""
+    """Returns how the suite's cell differs from the question."""
     from harness.workloads.workload_variants import RANK
 
     differences = []

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
-"""Matrix of the searched strategies, by what grows."""
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""Default memory per rank; less for sequences, whose step time grows with length squared."""
+"""Less for sequences, whose step time grows with length squared."""
 LONG_TOKENS = 4096
-"""Sequence length whose activations about fill the budget at the default hidden size."""
+"""Length whose activations about fill the budget at the default hidden size."""
 
 Grow: TypeAlias = Annotated[
     Literal["model", "sequence"] | None,
@@ -159,7 +158,7 @@ def _conclude(
 
 
 def _changes(settings: list[str], grow: str = "model") -> Axes:
-    """Returns `--set`'s axes; raises UsageError for one that the search sets."""
+    """Returns the axes of --set; raises UsageError for one that the search sets."""
     from bench.matrix import parse_changes
     from harness.spec.errors import UsageError
 
@@ -216,7 +215,7 @@ def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     from harness.run.maxsize import plan_of, token_step
 
     class Families(Matrix):
-        """A search's matrix, and chains of cell labels in the order that theory predicts."""
+        """Matrix, and chains of cell labels in the order that theory predicts."""
 
         order: list[list[str]] = Field(default_factory=list)
 
@@ -295,7 +294,7 @@ class SearchProgress:
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
-    """Prints the table, what used the memory, and departures from theory, which it returns."""
+    """Prints the table and what used the memory; returns departures from theory."""
     from rich.markup import escape
 
     from bench.cli import terminal

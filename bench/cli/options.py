@@ -61,7 +61,7 @@ WriteReport: TypeAlias = Annotated[
 Cell: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="CELL", help="A strategy, a pattern over labels or names, or the id of a cell."
+        metavar="CELL", help="A strategy, a pattern that matches labels or names, or a cell id."
     ),
 ]
 Runs: TypeAlias = Annotated[
@@ -93,7 +93,9 @@ OutFile: TypeAlias = Annotated[
 ]
 OutFolder: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder to write to; by default a folder inside the current one."),
+    typer.Option(
+        "--out", help="Folder to write to; by default a new folder in the current directory."
+    ),
 ]
 Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 

@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from harness.planner.follow_up import FollowUp, MatrixFile, StrategyOptions
 
 MAX_RANKED = 1000
-"""Number of best layouts that are searched for ties and for one that can be exported."""
+"""Number of layouts searched for ties and for an exportable one."""
 MOST_NAMED = 5
-"""Most layouts without a strategy that are named."""
 TRIED_MATRIX = "full"
-"""Matrix whose options are tried for each strategy."""
 
 Model: TypeAlias = Annotated[
     str,
@@ -192,9 +190,9 @@ def _written(
 
 
 def write_all(prepared: Sequence[FollowUp], page: str, html: Path | None) -> None:
-    """Writes prepared files and a page; checks all of them first.
+    """Writes prepared files and a page, after checking all of them.
 
-    The page comes first, because the same command can write it again after an error.
+    The page comes first, because the command can write it again after an error.
     """
     for follow_up in prepared:
         follow_up.check()
@@ -234,7 +232,7 @@ def _not_rehearsed(answer: ClusterPlan) -> list[str]:
 
 
 def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[MatrixFile, list[str]]:
-    """Returns a matrix of the cells tied with the first, and a sentence if layouts have none."""
+    """Returns a matrix of cells tied with the first, and a sentence if layouts have none."""
     from harness.planner.cluster.cluster_plan import open_questions
     from harness.planner.follow_up import cells_of_layout, matrix_file
 

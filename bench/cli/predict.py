@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from harness.planner.local.local_plan import LocalCandidate, LocalPlan, LocalVariant
 
 MAX_REASONS = 6
-"""Most reasons for left-out strategies on a terminal."""
 
 Unseen: TypeAlias = Annotated[
     bool, typer.Option("--unseen", help="Predict as if no cell of the model had been measured.")

@@ -27,8 +27,8 @@ def profile(
 ) -> None:
     """Show where a cell's time goes, and write traces.
 
-    Writes a trace of each rank for Perfetto. CELL may be recorded in the results folder, or have
-    options: ddp:static_graph=true.
+    Writes a trace of each rank for Perfetto. CELL may be in the matrix or the results folder,
+    or a strategy with options, such as ddp:static_graph=true.
 
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
@@ -67,7 +67,7 @@ def _require_runnable(cell: Cell) -> None:
 
 
 def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
-    """Profiles a cell; returns its record and traces, which replace the folder's on success."""
+    """Returns a profiled cell's record and traces, which replace the folder's on success."""
     from harness.launch.launcher import Launcher
     from harness.links.emulated import over_links
     from harness.run.prepared import packages
@@ -88,8 +88,7 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
 
 
 def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name, else the simplest one with this strategy and
-    options."""
+    """Returns the recorded cell of this id or name, else the strategy's simplest one."""
     from bench.expand import cells_of
     from bench.select import (
         find_cells,
@@ -155,7 +154,7 @@ def name_ranks(folder: Path) -> list[Path]:
 def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
     """Returns how the GPU spent the profiled step; None for CPU cells and failures.
 
-    Measures the GPU's peak rate first, in about 8 s.
+    Measures peak rates first, in about 8 s.
     """
     from harness.analysis.utilization import gpu_time
     from harness.measure.hardware_benchmark import measure_apart

@@ -66,7 +66,7 @@ def rehearse(
     measured: Measure = False,
     json_output: Json = False,
 ) -> None:
-    """Find a training's memory by running its code without data.
+    """Find the memory that training needs by running its code without data.
 
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]

@@ -83,7 +83,7 @@ def draw(out: Console, detail: CellDetail) -> None:
 
 
 def clean(text: object) -> str:
-    """Returns text on one line, without terminal control characters."""
+    """Returns text on one line, without control characters."""
     from rich.markup import escape
 
     from reports.text import printable

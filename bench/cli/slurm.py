@@ -51,7 +51,9 @@ SiteFile: TypeAlias = Annotated[
         help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
 ]
-To: TypeAlias = Annotated[Target, typer.Option("--to", help="What starts the nodes.")]
+To: TypeAlias = Annotated[
+    Target, typer.Option("--to", help="Scheduler to submit to, or to write manifests for.")
+]
 JobOrRun: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -268,14 +270,13 @@ def _progress(store: Store, run_id: str) -> RunStatus:
 def _show(
     run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
 ) -> None:
-    """`forgotten`: whether SLURM no longer lists the jobs."""
     from rich.markup import escape
 
     from bench.cli import terminal
 
     console = terminal.console()
     if progress is None:
-        console.print(f"run {run_id or '(not named yet)'} has not begun")
+        console.print(f"run {run_id or '(not named yet)'} has not started")
     else:
         counts = ", ".join(f"{count} {status}" for status, count in progress.statuses.items())
         console.print(

@@ -23,7 +23,7 @@ MEBIBYTE = 2**20
 
 
 def console(quiet: bool = False) -> Console:
-    """Returns a console that uses colour only on terminals; a `quiet` one prints nothing."""
+    """Returns a console with colour only on terminals; a `quiet` one prints nothing."""
     chosen = Console(quiet=quiet, highlight=False, soft_wrap=True)
     if chosen.is_terminal:
         return chosen
@@ -31,7 +31,7 @@ def console(quiet: bool = False) -> Console:
 
 
 def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
-    """Returns an empty table; its first column and `left` are left-aligned and fold."""
+    """Returns an empty table; its first column and `left` are left-aligned."""
     made = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
         if place == 0 or column in left:
@@ -69,7 +69,7 @@ def measure_command(file: Path) -> str:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Makes SIGTERM stop a run as Ctrl-C does; ignores a second one."""
+    """Makes the first SIGTERM stop a run as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -83,7 +83,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
-    """Prints `cells`, in ranking order, per workload, then the unranked ones with the reason."""
+    """Prints ranked cells per workload, then the others with reasons."""
     from harness.analysis.setting import grouped, systems
     from harness.analysis.trials import CAUSES
 
@@ -157,7 +157,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
 
 
 def advice(out: Console, answer: Answer, where: str) -> None:
-    """Prints which strategy to use, and alternatives. `where`: what was trained, on what."""
+    """Prints the answer. `where`: what was trained, on what."""
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)

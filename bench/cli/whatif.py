@@ -23,7 +23,7 @@ Patterns: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CELL]...",
-        help="Strategies, or patterns over labels or names of measured cells; by default the"
+        help="Strategies, or patterns that match labels or names of measured cells; by default the"
         " fastest ones.",
     ),
 ]
@@ -44,7 +44,7 @@ def whatif(
     html: Html = None,
     json_output: Json = False,
 ) -> None:
-    """Extend cells measured on this machine to thousands of devices.
+    """Extrapolate cells measured on this machine to thousands of devices.
 
     Predicts powers of two up to --devices. With --link, every device is a node of its own.
 
@@ -111,7 +111,7 @@ def _named(cells: Sequence[LocalCell], patterns: Sequence[str]) -> list[LocalCel
 def _named_curves(
     chosen: Sequence[LocalCell], curves: Sequence[ScalingCurve]
 ) -> list[ScalingCurve]:
-    """Returns the curves, labelled with full names if their cells have several settings."""
+    """Returns curves, with full names if settings differ."""
     from harness.analysis.setting import Setting
 
     if len({Setting.of(cell.cell) for cell in chosen}) == 1:

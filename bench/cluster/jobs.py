@@ -1,4 +1,4 @@
-"""Batch scripts, SLURM's commands and states, and records of submitted jobs."""
+"""Batch scripts, submission and states of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.spec.errors import UsageError
 class ClusterJob:
     matrix: str
     run_id: str
-    """Name of the run; empty: the job chooses it when it begins."""
+    """Run id; empty: the job chooses it."""
     results: Path
     options: tuple[str, ...] = ()
     tasks: int = 0
@@ -37,7 +37,7 @@ class ClusterJob:
 
 
 def batch_script(site: Site, job: ClusterJob) -> str:
-    """Returns a batch script: sbatch's options, the site's setup, and a script of slurm/.
+    """Returns a batch script: options, the site's setup, and a script of slurm/.
 
     Raises UsageError if the suite is installed without slurm/.
     """
@@ -69,7 +69,7 @@ def batch_script(site: Site, job: ClusterJob) -> str:
 
 
 def _lines(site: Site, job: ClusterJob) -> list[str]:
-    """Returns sbatch's options; the job survives a time-limit warning, lost node or requeue."""
+    """Returns sbatch's options; the job survives a time limit, lost node or requeue."""
     log = "%A_%a" if job.tasks else "%j"
     return [
         f"--job-name={job.name}",
@@ -132,7 +132,7 @@ def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[s
 
 
 def sbatch(script: str) -> str:
-    """Returns the job's id; raises UsageError with sbatch's message if it refuses."""
+    """Returns the job's id; raises UsageError if sbatch refuses."""
     done = _run("sbatch", "--parsable", given=script)
     if done.returncode:
         raise UsageError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
@@ -150,7 +150,7 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """Returns states of a job and its tasks; empty minutes after its end, when SLURM drops it."""
+    """Returns states of a job and its tasks; empty minutes after its end."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)

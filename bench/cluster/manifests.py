@@ -1,7 +1,6 @@
 """Manifests of a run on Kubernetes (plain or with Kubeflow's TrainJob) and SkyPilot.
 
-Node 0 runs the coordinator and an agent, other nodes an agent. Their key is in a secret, never in a
-manifest.
+Node 0 runs the coordinator and an agent, other nodes an agent. Their key is in a secret.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from harness.spec.errors import UsageError
 
 SECRET_FOLDER, SECRET_KEY = "/run/parallelism-bench", "key"
 MISTAKE, FAILED_CELLS = 2, 1
-"""Exit codes after which a restart would not help."""
 
 
 class _Record(BaseModel):
@@ -185,7 +183,7 @@ class TrainJob(_Record):
 
 
 class SkyTask(BaseModel):
-    """SkyPilot task, whose keys are not in camel case."""
+    """SkyPilot task; keys are not in camel case."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -212,7 +210,7 @@ def manifests(target: Target, site: Site, job: ClusterJob) -> list[Manifest]:
 
 
 def as_yaml(made: list[Manifest]) -> str:
-    """Returns a file's text. Null is written only for SkyPilot's secrets."""
+    """Returns a file's text; only SkyPilot's secrets are written as null."""
     documents = [
         one.model_dump(by_alias=True, exclude_none=not isinstance(one, SkyTask)) for one in made
     ]

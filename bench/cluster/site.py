@@ -1,4 +1,4 @@
-"""Settings of one cluster; no code is specific to a site."""
+"""Settings of one cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Your own command; gets the outcome as an argument, details on stdin."""
+    """Command that gets the outcome as an argument and details on stdin."""
     always: bool = False
     """Whether to notify on success too."""
 
@@ -36,12 +36,11 @@ class Nightly(BaseModel):
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """Run, folder, or NAME of results/reference/NAME that every night is also compared with."""
+    """Run, folder, or NAME of results/reference/NAME to also compare every night with."""
     again: str = ""
-    """Start of the next night for sbatch's --begin (`tomorrow`, `02:00`); empty: no
-    resubmission."""
+    """Next start, for sbatch's --begin (`tomorrow`, `02:00`); empty: no resubmission."""
     publish: str = ""
-    """Folder for the pages of a web server; empty: they stay in reports/html."""
+    """Folder of a web server's pages; empty: reports/html."""
     textfile: str = ""
     """Folder of the Prometheus node exporter's textfile collector; empty: none."""
     notify: Notify = Field(default_factory=Notify)
@@ -73,7 +72,7 @@ class Pods(BaseModel):
 
 
 class Site(BaseModel):
-    """Settings of one cluster; the defaults are SLURM's. `pods` is for other targets."""
+    """Settings of one cluster; defaults are SLURM's. `pods`: for other targets."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
@@ -90,19 +89,19 @@ class Site(BaseModel):
     gpu_directive: str = "--gpus-per-node={gpus}"
     """Directive that requests GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPU cores per node; 0: the whole node with `exclusive`, else SLURM's default."""
+    """CPU cores per node; 0: all with `exclusive`, else SLURM's default."""
     memory: str = ""
     """Memory per node for SLURM: `64G`; `0` is all of it."""
     exclusive: bool = True
-    """Whether to keep other jobs, which would skew results, off the nodes."""
+    """Whether to keep other jobs off the nodes."""
     switches: str = ""
-    """Most leaf switches between the nodes, and how long to wait for them: `1@30:00`."""
+    """Most leaf switches between nodes, and how long to wait for them: `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
     """Further #SBATCH lines, verbatim."""
     modules: list[str] = Field(default_factory=list)
     """Environment modules to load, in this order."""
     prologue: list[str] = Field(default_factory=list)
-    """Shell lines to run first: activate an environment, set variables."""
+    """Shell lines to run first, such as to activate an environment."""
     container: str = ""
     """Prefix that starts Python in a container: `apptainer exec --nv suite.sif`."""
     python: str = ".venv/bin/python"
@@ -113,7 +112,7 @@ class Site(BaseModel):
     """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
     node."""
     warn_seconds: int = Field(default=120, ge=1)
-    """Seconds before the time limit at which a job stops and requeues itself."""
+    """Seconds before the time limit at which a job requeues itself."""
     requeues: int = Field(default=20, ge=0)
     """Most requeues, or a trial longer than the limit would requeue forever."""
     nightly: Nightly = Field(default_factory=Nightly)
@@ -141,7 +140,6 @@ class Site(BaseModel):
         )
 
     def directive_lines(self) -> list[str]:
-        """Returns the options of sbatch, in the order of the fields."""
         named = {
             "partition": self.partition,
             "account": self.account,

@@ -1,2 +1,2 @@
-"""Checks the suite on a GPU: probes, a gate step that must train, lanes (queues of steps) in
-parallel, and timed steps one at a time."""
+"""Checks the suite on a GPU: probes, a gate step that must train, lanes of steps in parallel, and
+timed steps one at a time."""

@@ -29,7 +29,7 @@ LEAST_SECONDS = 15.0
 COLLECT_SECONDS = 30.0
 """Seconds between copies to the results folder."""
 REHEARSAL_FACTOR = 3.0
-"""Factor by which a rehearsal on a CPU extends time limits."""
+"""Factor by which a CPU rehearsal extends time limits."""
 TAIL = 20
 CORES_PER_LANE = 2
 
@@ -61,9 +61,9 @@ class CheckDriver:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._late: set[str] = set()
-        """Steps that used all of their time without finishing."""
+        """Steps that used all of their time."""
         self.at_the_gate = False
-        """Whether the check ended because the gate step trained nothing."""
+        """Whether the gate step trained nothing."""
         self._section = {step.name: section for section, step in plan.steps()}
         self._cores = allowed_cores()
         self.report = replace(
@@ -74,7 +74,7 @@ class CheckDriver:
         self._say(f"[{time.monotonic() - self._began:6.1f}] {text}")
 
     def run(self) -> None:
-        """Runs the check; writes everything even on SIGTERM and Ctrl-C."""
+        """Runs the check; writes everything even when stopped."""
         for name in ("logs", "traces"):
             (self.folders.work / name).mkdir(exist_ok=True)
         self.folders.write_report(self.report)
@@ -166,7 +166,6 @@ class CheckDriver:
         return not (self._is_settled(step) or step.name in self._late or self.stopped)
 
     def _was_late(self, step: Step) -> bool:
-        """Returns whether an earlier call gave the step all of its time."""
         before = self.report.outcome(step.name)
         return before is not None and before.seconds >= self._limit(step)
 
@@ -203,7 +202,6 @@ class CheckDriver:
         return [*words, "--run", self._run_id(step)] if step.arguments[0] == "run" else words
 
     def _run_id(self, step: Step) -> str:
-        """Names the step's run, for the next call to resume."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:6]
         repeated = f"-{int(time.time())}" if step.name in self._again else ""
         return f"{step.name}-{boot}{repeated}"
@@ -249,7 +247,7 @@ class CheckDriver:
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Makes SIGTERM and Ctrl-C stop running steps, which record their results."""
+        """Makes SIGTERM and Ctrl-C stop running steps."""
 
         def stop(*_: object) -> None:
             self._stop.set()

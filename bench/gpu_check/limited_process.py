@@ -22,7 +22,7 @@ from harness.host.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 20.0
-"""Seconds from SIGTERM to SIGKILL, in which a run records its results."""
+"""Seconds from SIGTERM to SIGKILL."""
 POLL_SECONDS = 0.1
 
 

@@ -1,6 +1,6 @@
-"""The results folder of a check: few files, always complete, small enough to send.
+"""Results folder of a check: few files, always complete, small enough to send.
 
-Steps write to a folder in the cache, so a later call can resume even without this folder.
+Steps write to a folder in the cache, from which a later call resumes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_BYTES = 15 * 2**20
-"""Size limit of an archive, so that any machine can send it back."""
+"""Size limit of an archive."""
 ARCHIVES = {"logs.tgz": "logs", "results.tgz": "results", "traces.tgz": "traces"}
 """Subfolder of the working folder, by archive."""
 REPORT = "report.json"
@@ -34,7 +34,7 @@ MOST_OF_A_REASON = 160
 
 
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
-    """Extracts files that stay in the folder; `extractall`'s filter needs Python 3.11.4."""
+    """Extracts files inside the folder; `extractall`'s filter needs Python 3.11.4."""
     for member in archive:
         target = (folder / member.name).resolve()
         if not (member.isfile() and target.is_relative_to(folder.resolve())):
@@ -105,8 +105,10 @@ class Folders:
         return Report.new(device)
 
     def resume(self, device: str) -> Report:
-        """Returns the folder's report, else this machine's last. Raises UsageError without one, or
-        for another device."""
+        """Returns the folder's report, else this machine's last.
+
+        Raises UsageError without one for this device.
+        """
         kept = self.work / REPORT
         file = self.out / REPORT if (self.out / REPORT).exists() else kept
         if not file.exists():
@@ -136,7 +138,7 @@ class Folders:
             write_whole(folder / REPORT, report.to_json().encode())
 
     def collect(self) -> list[str]:
-        """Writes tables and archives; returns the names of files that are too large."""
+        """Writes tables and archives; returns names of files that are too large."""
         table = trials(self.results)
         if table is not None:
             write_whole(self.out / "cells.csv", table.to_csv(index=False).encode())
@@ -151,8 +153,7 @@ class Folders:
 
 
 def packed(home: Path, folder: str, most_bytes: int = MOST_BYTES) -> tuple[bytes, list[str]]:
-    """Returns a folder as tar.gz (empty without files), and the names of the largest files, left
-    out to respect the limit."""
+    """Returns a folder as tar.gz, and names of large files left out."""
     files: dict[str, bytes] = {}
     for file in sorted((home / folder).rglob("*")):
         with contextlib.suppress(OSError):  # a step removes its temporary files
@@ -189,7 +190,7 @@ def trials(results: Path) -> pd.DataFrame | None:
 
 
 def lines(table: pd.DataFrame) -> list[str]:
-    """Returns one line per trial; cells that did not run are named once."""
+    """Returns a line per trial, and one of cells that did not run."""
     import pandas as pd
 
     def number(value: object, form: str) -> str:

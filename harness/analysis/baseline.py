@@ -72,18 +72,18 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     for cell in cells:
         if cell.ranked and cell.cell.devices == 1 and cell.speed.samples_per_second is not None:
             key = (cell.run_id, *setting(cell.cell, SCALED), cell.cell.global_batch)
-            for alike in _alike(cell):
+            for alike in scaling_series(cell):
                 own.setdefault((*key, *alike), cell)
             if cell.cell.strategy == BASELINE and cell.cell.plain:
                 single.setdefault(key, cell)
             if cell.cell.strategy == BASELINE and _one_micro_batch(cell.cell).plain:
-                single.setdefault((*key, _micro_batch(cell)), cell)
+                single.setdefault((*key, micro_batch(cell)), cell)
 
     def scaled(cell: CellResult) -> CellResult:
         key = (cell.run_id, *setting(cell.cell, SCALED), batch(cell.cell))
-        bases = [base for alike in _alike(cell) if (base := own.get((*key, *alike)))]
+        bases = [base for alike in scaling_series(cell) if (base := own.get((*key, *alike)))]
         of_own, own_low, own_high = _efficiency(cell, bases[0] if bases else None)
-        plain = single.get(key) or single.get((*key, _micro_batch(cell)))
+        plain = single.get(key) or single.get((*key, micro_batch(cell)))
         of_single, single_low, single_high = _efficiency(cell, plain)
         relative = dataclasses.replace(
             cell.relative,
@@ -99,17 +99,21 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     return [scaled(cell) if cell.ranked else cell for cell in cells]
 
 
-def _alike(result: CellResult) -> tuple[tuple[object, ...], ...]:
-    """Returns keys of cells to scale from, the preferred first."""
+def scaling_series(result: CellResult) -> tuple[tuple[object, ...], ...]:
+    """Returns keys of a scaling curve with equally many micro-batches, and with equally large ones.
+
+    Prefer the former.
+    """
     cell = result.cell
-    return series(cell), (*series(_one_micro_batch(cell)), _micro_batch(result))
+    return series(cell), (*series(_one_micro_batch(cell)), micro_batch(result))
 
 
 def _one_micro_batch(cell: Cell) -> Cell:
     return cell.model_copy(update={"micro_batches": 1})
 
 
-def _micro_batch(result: CellResult) -> float:
+def micro_batch(result: CellResult) -> float:
+    """Returns a data-parallel rank's samples per micro-batch."""
     cell = result.cell
     ranks = result.placement.data_parallel or cell.devices
     return cell.global_batch / ranks / cell.micro_batches

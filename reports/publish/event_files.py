@@ -45,7 +45,6 @@ def write(results: Results, folder: Path) -> Published:
 
 
 def cell_folder(record: CellRecord) -> str:
-    """Returns the cell's name in characters valid on any file system, and its id."""
     slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", record["cell_name"]).strip("-.")[:80]
     return f"{slug or 'cell'}-{record['cell_id']}"
 

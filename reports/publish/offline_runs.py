@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PROJECT = "parallelism-bench"
 FOLDER = "wandb"
-"""Folder that the client makes, and in which `wandb sync --sync-all` looks for runs."""
+"""Folder that the client makes."""
 DATED = "offline-run-????????_??????-"
-"""Pattern of a run folder's name up to the run's id: date and time."""
+"""Pattern of the date and time before a run's id."""
 MOST_GROUP = 64
 
 

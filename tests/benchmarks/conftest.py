@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib.util import find_spec
 
 import pytest
@@ -83,6 +83,17 @@ def ratio(benchmark: BenchmarkFixture) -> Ratio:
         )
 
     return state
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Generator[None, object, object]:
+    """Excludes an interrupted benchmark, whose missing rounds would keep pytest-benchmark from
+    writing the figures of finished ones."""
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        item.funcargs["benchmark"].has_error = True
+        raise
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -249,6 +249,11 @@ def test_every_command_has_an_example_in_its_help_and_is_in_the_readme(command: 
     assert f"python -m bench {command}" in (ROOT / "README.md").read_text()
 
 
+def test_help_breaks_lines_only_at_the_width_of_the_terminal() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["report", "--help"]).stdout
+    assert "pages go to reports/html/, text and data to the terminal." in shown
+
+
 def test_help_imports_nothing_heavy() -> None:
     heavy = {"torch", "pandas", "numpy", "matplotlib", "transformers"}
     code = (

@@ -78,7 +78,7 @@ def test_curves_mark_predictions_and_measurements() -> None:
     page = scaling_page("llama-mini, weak scaling", curves, "a machine")
     assert page.count("<svg") == 1
     assert "outside by 11 doublings" in page
-    assert "Right of the dotted line, at 2 devices, nothing was measured." in page
+    assert "Nothing was measured beyond the dotted line, at 2 devices." in page
     assert "ends: 8 devices: no blocks" in page
     assert "filled: measured" in page
 

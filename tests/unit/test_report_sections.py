@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from bench.cli import terminal as show
+from harness.analysis.control_levels import ControlLevel, ControlLevels
 from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
 from harness.record.store import Results
@@ -17,9 +19,10 @@ from reports.blocks import plain_text, spans
 from reports.cells_sections import not_run, overview
 from reports.comparison_sections import launchers, variants
 from reports.groups import find_groups, headline
+from reports.parity_sections import control_levels_in_words, tolerances
 from reports.run_report import all_systems
 from tests.unit.html_page import Page, page_of
-from tests.unit.made_results import BUCKETS, MIB, rows_of, searched
+from tests.unit.made_results import BUCKETS, MIB, rows_of, searched, stored, trial_rows
 
 
 def test_sections_of_states_and_libraries_come_in_order(sharded_page: Page) -> None:
@@ -185,6 +188,62 @@ def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
     assert float(slow["step_ratio"]) == pytest.approx(1.25, rel=1e-3)
     assert float(slow["extra_seconds"]) == pytest.approx(8 / 40 - 8 / 50, rel=1e-2)
     assert "wrap Wrapper" in sharded_page.text
+
+
+def test_wrapper_groups_of_the_same_setting_have_different_titles(tmp_path: Path) -> None:
+    rows = [
+        row
+        for parts in (1, 4)
+        for name in ("ddp", "horovod")
+        for row in trial_rows(
+            Cell(strategy=name, devices=2, micro_batches=parts), [8.0, 8.1], wraps_ddp=name
+        )
+    ]
+    titles = [one.title for one in launchers(cell_results(stored(tmp_path, rows).trials))]
+    plain = "llama-mini · 2 devices · fp32 · batch 8"
+    assert sorted(titles) == [plain, f"{plain} · micro_batches=4"]
+
+
+def test_tolerances_that_differ_in_updates_share_a_row(tmp_path: Path) -> None:
+    cells = {"a": 1e-4, "b": 4e-4, "c": 4e-4}
+    rows = [
+        row
+        for name, update in cells.items()
+        for row in trial_rows(
+            Cell(strategy=name),
+            [8.0],
+            parity_update_tolerance=update,
+            **(
+                {"parity_verdict": "within tolerance", "parity_reason": "why"}
+                if name == "c"
+                else {}
+            ),
+        )
+    ]
+    rows += trial_rows(Cell(strategy="d", precision="bf16"), [8.0], parity_loss_tolerance=1e-3)
+    found = tolerances(cell_results(stored(tmp_path, rows).trials))
+    assert [(one.loss, one.update, one.reason, one.labels) for one in found] == [
+        ("1.0e-05", "1.0e-04", "", ("a fp32",)),
+        ("1.0e-05", "4.0e-04", "why", ("b fp32", "c fp32")),
+        ("1.0e-03", "1.0e-03", "", ("d bf16",)),
+    ]
+    (one, _) = tolerances(
+        [c for c in cell_results(stored(tmp_path, rows).trials) if c.cell.label != "c"]
+    )
+    assert (one.update, one.labels) == ("1.0e-04 to 4.0e-04", ("a fp32", "b fp32"))
+
+
+def test_a_launcher_with_one_trial_has_no_interval_of_the_control() -> None:
+    levels = ControlLevels(
+        (
+            ControlLevel("elastic", 1.0, 0.99, 1.01, 9),
+            ControlLevel("spawn", 1.02, 0.0, math.inf, 1),
+        ),
+        labels=2,
+        probability=0.5,
+    )
+    text = control_levels_in_words(levels)
+    assert "elastic 1.000 (0.990 to 1.010, 9 trials), spawn 1.020 (1 trial);" in text
 
 
 def test_variants_next_to_their_model(sharded_results: Results) -> None:

@@ -12,7 +12,7 @@ from harness.spec.cell import Cell
 from reports.groups import find_groups, headline, pareto
 from reports.run_report import ran
 from reports.run_sections import run_text
-from reports.speed_sections import scaling, throughput_bars
+from reports.speed_sections import memory_scatter, scaling, throughput_bars
 from reports.time_sections import bubble_theory
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import diverged_rows, stored, trial_rows
@@ -95,6 +95,86 @@ def test_figure_data_by_hand(results: Results) -> None:
     assert [devices for devices, _ in strong.ideal] == [1, 2]
     assert [rate for _, rate in strong.ideal] == pytest.approx([alone, 2 * alone])
     assert bubble_theory(2, 4) == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("regime", ["strong", "weak"])
+def test_a_curve_joins_micro_batches_of_equal_size(tmp_path: Path, regime: str) -> None:
+    """GPUs hold micro-batches of a fixed size, so strong scaling needs fewer on more devices; with
+    tensor parallelism, weak scaling needs more."""
+    rows = []
+    for devices in (1, 2, 4):
+        parts, batch, ranks = (
+            (8 // devices, 64, devices) if regime == "strong" else (devices, 8 * devices, 1)
+        )
+        for strategy, options, number in (
+            ("fit", {"a": 1}, parts),
+            ("fixed", {}, 8),
+            ("both", {}, parts),
+            *([("both", {}, 8)] if parts != 8 else []),
+        ):
+            cell = Cell(
+                strategy=strategy,
+                options=options,
+                device="cuda",
+                devices=devices,
+                regime=regime,
+                global_batch=batch,
+                micro_batches=number,
+            )
+            on_gpus = {"data_parallel": ranks, "oversubscribed": False}
+            rows += trial_rows(cell, [10.0 * devices, 10.1 * devices], **on_gpus)
+    (curves,) = scaling(cell_results(stored(tmp_path, rows).trials), regime)
+    assert {line.label: line.x for line in curves.lines} == {
+        "fit(a=1) · micro-batches of 8 samples": (1, 2, 4),
+        "fixed(micro_batches=8)": (1, 2, 4),
+        "both · micro-batches of 8 samples": (1, 2, 4),
+        "both(micro_batches=8)": (1, 2, 4),
+    }
+
+
+def test_cells_on_a_curve_of_equal_micro_batches_make_no_further_curve(tmp_path: Path) -> None:
+    rows = [
+        row
+        for devices in (1, 2, 4)
+        for parts in (1, 4)
+        for row in trial_rows(
+            Cell(strategy="a", devices=devices, global_batch=16, micro_batches=parts),
+            [10.0],
+            oversubscribed=False,
+        )
+    ]
+    (curves,) = scaling(cell_results(stored(tmp_path, rows).trials), "strong")
+    assert sorted(line.label for line in curves.lines) == ["a", "a(micro_batches=4)"]
+
+
+def test_points_of_stand_ins_are_called_hollow(tmp_path: Path) -> None:
+    rows = [
+        row
+        for name in "abc"
+        for row in trial_rows(Cell(strategy=name), [8.0], stand_in="threads for GPUs")
+    ]
+    (group,) = find_groups(cell_results(stored(tmp_path, rows).trials))
+    scatter = memory_scatter(group, "x")
+    assert scatter is not None
+    assert scatter.notes == ("† hollow: a stand-in ran instead of the real thing",)
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        ((True, True), "2 cells diverged, as expected, and are not ranked."),
+        ((True, False), "2 cells diverged and are not ranked, 1 of them as expected."),
+        ((False, False), "2 cells diverged and are not ranked."),
+    ],
+)
+def test_expected_divergence_is_counted(
+    tmp_path: Path, expected: tuple[bool, bool], words: str
+) -> None:
+    rows = trial_rows(Cell(strategy="a"), [8.0])
+    for name, planned in zip("bc", expected, strict=True):
+        cell = Cell(strategy=name, expect="diverged" if planned else "ok")
+        rows += diverged_rows(cell, expected=planned)
+    assert words in run_text(ran(stored(tmp_path, rows)), ["verdict"]).text
 
 
 def test_a_cell_with_more_ranks_than_cores_neither_leads_nor_hides_its_group(

@@ -42,7 +42,7 @@ class Numerics:
     convolution_error: float
     same_twice: bool
     same_twice_update: float
-    """Largest difference of a tensor between equal runs, relative to its update."""
+    """Largest difference between equal runs, relative to the update."""
     split_update: float
     """Largest such difference between whole and halved batches."""
     split_loss: float

@@ -30,7 +30,7 @@ class MemoryFacts:
 def memory(device: str) -> ProbeFinding:
     """Is a GPU memory budget enforced, and does NVML list this process?"""
     if device != "cuda":
-        return only_on_gpus("torch limits no memory of the host")
+        return only_on_gpus("torch cannot limit host memory")
     import torch
 
     from harness.host.nvml import nvml
@@ -150,7 +150,9 @@ def float8(device: str) -> ProbeFinding:
     bf16 = errors[0]
     holds = not bf16.error and float(bf16.answer) < LARGEST_ERROR
     if bf16.error and device == "cpu":
-        return ProbeFinding("not checked", f"this CPU has no such product: {bf16.error}")
+        return ProbeFinding(
+            "not checked", f"this CPU does not support this matrix product: {bf16.error}"
+        )
     reason = "; ".join(
         f"{one.name} {one.error or f'error {float(one.answer):.3f}'}" for one in errors
     )
