@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Strategy):
-    """Tensor parallelism: attention and MLP weights split over the ranks by column, then by row."""
+    """Tensor parallelism: attention and MLP weights split over the ranks by column, then by row.
+
+    Embedding and head stay whole unless `sequence_parallel`, so with a large vocabulary every rank
+    repeats much work.
+    """
 
     capabilities = Capabilities(precisions=("fp32", "bf16"), compiles=("block",))
 

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 class ThreeD(Strategy):
-    """3D parallelism: data x pipeline x tensor on one mesh, tensor innermost."""
+    """3D parallelism: data x pipeline x tensor on one mesh, tensor innermost.
+
+    Tensor parallelism splits attention and MLP, not the embedding and head.
+    """
 
     capabilities = Capabilities(precisions=("fp32", "bf16"), checkpoints=OF_STAGES, stages=True)
 
