@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -205,8 +206,10 @@ def collectives(device: str) -> ProbeFinding:
     import torch.distributed as dist
 
     from harness.host.packages import is_installed
+    from harness.host.tcp_store import listening_on
     from harness.worker.reporting import group_states
 
+    os.environ |= listening_on("lo")
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(0)
