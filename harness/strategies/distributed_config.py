@@ -9,6 +9,12 @@ from pydantic import Field
 from harness.spec.errors import Refused
 from harness.spec.training import Layout, TrainStep
 from harness.strategies import _distributed as mesh
+from harness.strategies._mesh_traffic import (
+    fsdp_collectives,
+    scatters_of,
+    sharded_traffic,
+    tensor_traffic,
+)
 from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
@@ -72,11 +78,11 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor == 1:
             freed = mesh.plans_of(workload).freed
-            scatters = mesh.scatters_of(cell.micro_batches, sizes.replicas)
-            return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed, scatters)
+            scatters = scatters_of(cell.micro_batches, sizes.replicas)
+            return sharded_traffic(cell, layout, workload, sizes, facts, freed, scatters)
         if layout.data > 1:
             return None
-        return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
+        return tensor_traffic(cell, layout, workload, sizes, facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
@@ -84,10 +90,10 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
             return None
         # Final norm and head are one more unit, as is all of a model without a plan.
         resharded, parts = len(mesh.plans_of(workload).freed), cell.micro_batches
-        count = mesh.fsdp_collectives(parts, sizes.shards, sizes.replicas, resharded, unsharded=1)
+        count = fsdp_collectives(parts, sizes.shards, sizes.replicas, resharded, unsharded=1)
         if sizes.expert > 1:
             # Three in forward, repeated by recomputation, and two in backward.
             exchanges = 5 if cell.recompute == "none" else 8
-            of_experts = mesh.fsdp_collectives(parts, sizes.copies, sizes.replicas, resharded=1)
+            of_experts = fsdp_collectives(parts, sizes.copies, sizes.replicas, resharded=1)
             count += workload.blocks * (parts * exchanges + of_experts)
         return float(count)

@@ -11,6 +11,7 @@ from harness.strategies import _distributed as mesh
 from harness.strategies._accelerate import recompute_by_transformers
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._half import WHOLLY, half_throughout
+from harness.strategies._mesh_traffic import sharded_traffic, tensor_traffic
 from harness.strategy import Cell, Job, ModelFacts
 from harness.strategy.optimizers import with_dtensors_apart
 from harness.workloads import Workload, make_workload
@@ -91,9 +92,9 @@ class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
         if sizes.tensor > 1:
-            return mesh.tensor_traffic(cell, layout, workload, sizes, facts)
+            return tensor_traffic(cell, layout, workload, sizes, facts)
         freed = freed_modules(workload)
-        return mesh.sharded_traffic(cell, layout, workload, sizes, facts, freed)
+        return sharded_traffic(cell, layout, workload, sizes, facts, freed)
 
 
 @functools.cache
