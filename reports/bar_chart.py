@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, WARN, WIDTH, canvas
-from reports.text import plain, shortened
+from reports.text import plain, shortened_apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,8 +75,9 @@ class Bars:
             axes.xaxis.set_major_formatter(lambda value, _: plain(round(value, 12)))
         axes.set_xlim(low, high)
         lines = _Lines()
-        for index, bar in enumerate(self.bars):
-            _words(axes, index, bar)
+        labels = shortened_apart([bar.label for bar in self.bars], LABEL)
+        for index, (bar, label) in enumerate(zip(self.bars, labels, strict=True)):
+            _words(axes, index, bar, label)
             self._add(lines, index + _MIDDLE, bar, low, high)
         lines.draw(axes)
         return figure
@@ -185,8 +186,8 @@ def _pixels(text: str) -> float:
     return sum(4.0 if character in " .,()" else 7.6 for character in text)
 
 
-def _words(axes: Axes, index: int, bar: Bar) -> None:
-    label, at = shortened(bar.label, LABEL), axes.get_yaxis_transform()
+def _words(axes: Axes, index: int, bar: Bar, label: str) -> None:
+    at = axes.get_yaxis_transform()
     colour = WARN if bar.failed else INK
     axes.text(0, index - 0.22, label, color=INK, transform=at, va="center")
     axes.annotate(

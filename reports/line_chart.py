@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reports.bar_chart import around
 from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, SOFT, WARN, WIDTH, canvas
-from reports.text import bits, number, plain, shortened
+from reports.text import bits, number, plain, shortened, shortened_apart
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -412,7 +412,7 @@ def _axis_of_devices(axes: Axes, counts: Iterable[float]) -> None:
 def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     figure.legend(
         handles,
-        [shortened(label, _LABEL) for label in labels],
+        shortened_apart(labels, _LABEL),
         loc="lower left",
         bbox_to_anchor=(0, 0),
         frameon=False,

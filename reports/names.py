@@ -11,8 +11,7 @@ from harness.analysis.trials import CAUSES
 from harness.spec.link import over
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports.bar_chart import LABEL
-from reports.text import percent, shortened
+from reports.text import percent
 
 STAND_IN, OVERSUBSCRIBED, DISTURBED = "†", "‡", "¶"
 NOTES = {
@@ -83,8 +82,7 @@ def unit(throughput: str) -> str:
 def chart_name(cell: CellResult, workload: str) -> str:
     """Returns `label x2 bf16`, plus the workload if not `workload`."""
     other = "" if cell.cell.workload_name == workload else f" {cell.cell.workload_name}"
-    setting = f" x{cell.cell.devices} {cell.cell.precision}{other}"
-    return shortened(named(cell), max(12, LABEL - len(setting))) + setting
+    return f"{named(cell)} x{cell.cell.devices} {cell.cell.precision}{other}"
 
 
 def main_workload(cells: Sequence[CellResult]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 
 DASH = "—"
 MIB = 2**20
@@ -83,12 +85,34 @@ def listed(words: list[str], most: int = 4) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shortens text for a chart: no control characters, an ellipsis in the middle past `most`."""
+    """Shortens text for a chart: no control characters, an ellipsis in the middle past `most`.
+
+    What follows options in parentheses, such as the precision, is kept.
+    """
     text = printable(text)
     if len(text) <= most:
         return text
+    cell, closing, setting = text.rpartition(")")
+    if setting and closing and len(setting) < most - 12:
+        return shortened(f"{cell})", most - len(setting)) + setting
     head = (most - 1) * 2 // 3
     return f"{text[:head]}…{text[-(most - 1 - head) :]}"
+
+
+def shortened_apart(texts: Sequence[str], most: int) -> list[str]:
+    """Shortens a chart's texts. Those that would become equal lose their common beginning."""
+    short = [shortened(text, most) for text in texts]
+    results = []
+    for text, own in zip(texts, short, strict=True):
+        alike = {other for other, cut in zip(texts, short, strict=True) if cut == own}
+        if len(alike) > 1:
+            columns = zip(*alike, strict=False)
+            equal = list(itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+            common = text[: len(equal)]
+            different = text[max(common.rfind(mark) for mark in "( =") + 1 :]
+            own = shortened(f"{text.partition('(')[0]}(…{different}", most)
+        results.append(own)
+    return results
 
 
 def bits(value: float, digits: int = 3) -> str:

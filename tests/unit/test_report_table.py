@@ -14,7 +14,7 @@ from harness.analysis.summary import cells as summarise
 from harness.analysis.trials import CAUSES
 from harness.record.store import Results
 from harness.spec.cell import Cell
-from reports.text import deviation, number, shortened, signed, size
+from reports.text import deviation, number, shortened, shortened_apart, signed, size
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import MIB, stored, trial_rows
 
@@ -128,6 +128,22 @@ def test_unknown_is_a_dash_and_never_nan(page: Page) -> None:
 )
 def test_number(value: float | None, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_shortened_labels_keep_what_tells_cells_apart() -> None:
+    """A chart showed two bars labelled three_d(data_axis=fsdp2, schedule=…micro_batches=2)."""
+    labels = [
+        f"three_d(data_axis=fsdp2, schedule={name}, micro_batches=2) x4 fp32"
+        for name in ("1f1b", "gpipe")
+    ]
+    assert shortened_apart([*labels, "ddp x4 fp32"], 52) == [
+        "three_d(…1f1b, micro_batches=2) x4 fp32",
+        "three_d(…gpipe, micro_batches=2) x4 fp32",
+        "ddp x4 fp32",
+    ]
+    assert shortened_apart([labels[0], labels[0]], 52) == [shortened(labels[0], 52)] * 2
+    long = "deepspeed(offload_optimizer=cpu, stage=3) x2 fp32 llama-512x2"
+    assert shortened(long, 50) == "deepspeed(offload_o…, stage=3) x2 fp32 llama-512x2"
 
 
 def test_deviation_and_shortened() -> None:
