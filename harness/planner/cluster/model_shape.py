@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from harness.spec.errors import UsageError
 
@@ -14,6 +15,43 @@ OPTIONAL_SIZES = ("kv_heads", "head_size", "shared_feed_forward", "extra_norms")
 FULL = 0.997
 """Share of its part of the cost at which a stage is full. nanotron's is 1; the difference
 matters only for measured runs of 32 layers in 16 stages."""
+
+
+@dataclass(frozen=True)
+class LayerCode:
+    """What transformers' code of a layer keeps for backward, besides what all layers keep."""
+
+    layer_norm: bool = False
+    """LayerNorm, a single kernel, instead of RMSNorm."""
+    norm_inputs: int = 2
+    """Different tensors that the two usual norms read."""
+    norm_outputs: int = 2
+    fused: bool = False
+    """Whether one matrix makes queries, keys and values, and one the gate and its partner."""
+    activation: str = "silu"
+    """transformers' name of the activation."""
+    attention: Literal["fused", "eager", "math"] = "fused"
+    """`eager` is BLOOM's; `math` is torch's fallback for one key head (multi-query Falcon)."""
+    repeated_keys: bool = False
+    """Whether keys and values are copied for every query head."""
+    mask: bool = False
+    """Whether each layer keeps its copy of an attention mask."""
+    alibi: bool = False
+    """Whether autocast copies an attention mask that differs between heads."""
+    separate_bias: bool = False
+    """Whether biases are added outside products, which autocast does in fp32."""
+    whole_projection: bool = False
+    """Whether queries and keys are rotated copies, next to the fused projection."""
+    copied_output: bool = False
+    """Whether attention's output is kept in two orders of its dimensions."""
+    dropouts: int = 0
+    """Masks of dropped hidden elements, a byte per element."""
+    adapted_experts: bool = True
+    """Whether peft's `all-linear` adapts routed experts."""
+
+
+RMS_NORM = LayerCode()
+LAYER_NORM = LayerCode(layer_norm=True, fused=True, activation="gelu")
 
 
 @dataclass(frozen=True)
@@ -45,6 +83,8 @@ class ModelShape:
     """Whether norms apply their weights in fp32, before the cast (Gemma, OLMo 2)."""
     softcapped: bool = False
     """Whether a hyperbolic tangent bounds attention scores and logits (Gemma 2)."""
+    code: LayerCode | None = None
+    """Code of a layer; None means Llama's or, if ungated, GPT's."""
     other: int = 0
     """Parameters beyond the matrices and the norms of hidden states: biases, norms of heads,
     positions, gates of shared experts."""
@@ -81,6 +121,10 @@ class ModelShape:
                 f"model {self.name!r}: experts_per_token is {self.experts_per_token}, more than the"
                 f" {self.experts} experts; give fewer"
             )
+
+    @property
+    def layer_code(self) -> LayerCode:
+        return self.code or (RMS_NORM if self.gated else LAYER_NORM)
 
     @property
     def attention_width(self) -> int:
