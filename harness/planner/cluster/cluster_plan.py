@@ -37,7 +37,7 @@ from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 SLOW_LINK = 64e9
-"""Bytes per second below which links within a node count as slow: one direction of PCIe 5.0."""
+"""Bytes per second of PCIe 5.0, below which links within a node count as slow."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Layouts whose pipelines are simulated, best first."""

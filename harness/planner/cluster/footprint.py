@@ -1,6 +1,6 @@
 """Counts the bytes that training with PyTorch allocates on the fullest GPU.
 
-It covers Hugging Face's models, peft, bitsandbytes, FSDP and the loss. Nothing is fitted.
+Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from harness.planner.cluster.recipe import (
 LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
 """Bytes per logit at the loss's peak.
 
-transformers holds bf16 logits, the fp32 log-softmax and its gradient, and the bf16 gradient. Before
-4.46: bf16 and fp32 logits, their shifted copy and the log-softmax. `fused` has no log-softmax,
-`native` fp32 logits instead of a second bf16 tensor."""
+transformers: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.46: bf16 and fp32
+logits, their shifted copy and the log-softmax. `fused` has no log-softmax, `native` fp32 logits.
+"""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
 """Bytes per logit under FSDP1, whose hooks keep outputs until backward.
 
@@ -33,8 +33,7 @@ gradient if fused.
 CAP_BYTES = 2
 """Additional bytes per logit for its hyperbolic tangent."""
 STEPWISE = ("gelu_new", "gelu_accurate")
-"""Activations that transformers computes by elementary operations, which keep a power's input, a
-hyperbolic tangent and both factors."""
+"""Activations that transformers computes step by step, keeping four tensors."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
@@ -42,17 +41,16 @@ WORKSPACE_BYTES = 67.1e6
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
 """Memory outside torch's allocator: CUDA context, desktop on consumer cards, collective buffers."""
 DORA_BYTES = 12.0
-"""Temporary bytes per element of a target whose norms peft 0.21 computes: the weight, the adapter's
-product, and their sum in fp32."""
+"""Temporary bytes per element of a target whose norms peft 0.21 computes: weight, adapter's product
+and their sum, in fp32."""
 FRAGMENTED = 0.05
-"""Share of a step's temporary bytes that stays unusable after the allocator frees its cache."""
+"""Share of a step's temporary bytes that fragmentation makes unusable."""
 MOST_CERTAIN = 0.98
 """Highest probability ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
 SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
-"""Additional spread of unmeasured setups: mixtures of experts, more than two GPUs (per doubling),
-partial recomputation, other bases, ungated layers."""
+"""Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
 
 
 @dataclass(frozen=True)
@@ -219,10 +217,8 @@ def _stream(recipe: Recipe) -> float:
 
 
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns a partly recomputed layer's bytes per token.
-
-    It keeps its input, attention's output, and outputs of all or half of the matrix products.
-    """
+    """Returns a partly recomputed layer's bytes per token: its input, attention's output, and
+    outputs of all or half of the matrix products."""
     feed = shape.active_feed_forward
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
     products += feed * (2 if shape.gated else 1)
@@ -233,10 +229,7 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns a layer's bytes per token kept for backward.
-
-    Norms keep their inputs, and products theirs.
-    """
+    """Returns a layer's bytes per token kept for backward."""
     hidden, code = shape.hidden, shape.layer_code
     norm = norm_bytes(shape, recipe)
     # The stream between layers is fp32 under autocast, and so is its normalised tensor.
@@ -274,10 +267,7 @@ def _input_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes of queries, keys, values, output and what else attention keeps.
-
-    Adapters need the output only for the gradient of fused attention.
-    """
+    """Returns the bytes of queries, keys, values, output and what else attention keeps."""
     width, keys, code = shape.attention_width, shape.kv_width, shape.layer_code
     element = _element(recipe)
     scores = _score_bytes(shape, recipe) * _scores(shape, recipe) / recipe.tokens
@@ -298,8 +288,8 @@ def _attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
 def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes of the feed-forward block between its products.
 
-    A gated one keeps both factors, the activated gate and the product. NewGELU is computed step by
-    step; CUDA's autocast computes its power in fp32, which makes the later tensors fp32.
+    A gated one keeps both factors, the activated gate and the product. CUDA's autocast computes
+    powers in fp32, which makes later tensors of NewGELU fp32.
     """
     element, feed = _element(recipe), shape.active_feed_forward
     activation = shape.layer_code.activation
@@ -344,8 +334,8 @@ def _scores(shape: ModelShape, recipe: Recipe) -> float:
 def _score_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes kept per attention score.
 
-    fp32: 4 each for the softmax and a softcap's hyperbolic tangent. bf16: 4 for the softmax, 2 for
-    its copy, 2 for the tangent. torch's fallback computes in fp32.
+    fp32: 4 each for the softmax and a softcap's tanh. bf16: 4 for the softmax, 2 for its copy, 2
+    for the tanh. torch's fallback computes in fp32.
     """
     if _softcapped(shape, recipe):
         return 8.0
@@ -361,9 +351,8 @@ def _softcapped(shape: ModelShape, recipe: Recipe) -> bool:
 def norm_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes per element that a norm keeps for backward, without its output.
 
-    LayerNorm is one kernel, which keeps its input.
-    transformers' norms keep an fp32 copy of the input. If trained, they also keep the normalised
-    tensor, in the type in which they apply the weight. Fused norms keep the input alone.
+    LayerNorm and fused norms keep the input alone, transformers' RMSNorm an fp32 copy. If trained,
+    it also keeps the normalised tensor, in the type in which it applies the weight.
     """
     fp32 = _element(recipe) == 4.0
     if shape.layer_code.layer_norm:

@@ -1,7 +1,6 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Follows transformers' code, whose import takes seconds. If installed, transformers counts types not
-in FAMILIES.
+Follows transformers' code without importing it, except for types not in FAMILIES.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ UNTIED_BY_CONFIG = "tie_word_embeddings"
 def from_config(path: Path) -> ModelShape:
     """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size.
 
-    If the model has a text config of one of the FAMILIES, only the text model is counted.
+    Only the text model counts, if its type is in FAMILIES.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -230,8 +229,7 @@ def _falcon_norms(config: Config) -> int:
 
 
 def _text_config(config: Config) -> Config:
-    """Returns the text model's entries with transformers' defaults; empty without a supported text
-    config."""
+    """Returns the text model's entries with transformers' defaults; empty if not supported."""
     text = config.get("text_config")
     if str(config.get("model_type")) in FAMILIES or not isinstance(text, dict):
         return {}
@@ -243,8 +241,8 @@ def _text_config(config: Config) -> Config:
 
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
-    """Returns the config with transformers' defaults and names, and the parameter count; raises
-    UsageError if it cannot be built."""
+    """Returns the config with transformers' defaults, and the parameter count; raises UsageError if
+    it cannot be built."""
     from harness.workloads.catalog import make_workload
 
     where = file.parent if file.name == "config.json" else file

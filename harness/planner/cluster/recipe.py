@@ -13,11 +13,11 @@ Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
 Sharding = Literal["none", "full"]
 Recompute = Literal["none", "selective", "full", "selective-op"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or every
-second matrix product too (torchtitan's selective recomputation by operator)."""
+"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
+every second product (torchtitan's selective recomputation by operator)."""
 Library = Literal["transformers", "transformers-2024", "fused", "native"]
-"""Code of model and loss: transformers since 4.46, transformers before that, transformers with
-fused cross-entropy and norms, or torch's own fused norm (torchtitan, torchtune)."""
+"""Code of model and loss: transformers since 4.46, before that, with fused cross-entropy and norms,
+or torch's own fused norm (torchtitan, torchtune)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ STATES: dict[Precision, StateBytes] = {
     "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2, 2),
     "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
-"""`bf16` is autocast: fp32 states, bf16 products. FSDP gathers bf16 copies of fp32 shards, at the
-same bytes per parameter. `pure-bf16-fused` updates during backward, so it cannot accumulate
-gradients."""
+"""`bf16` is autocast: fp32 states, bf16 products. `pure-bf16-fused` updates during backward, so it
+cannot accumulate gradients."""
 
 SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "fp32": ("", "fp32"),
@@ -71,7 +70,7 @@ STORED: dict[Base, tuple[float, float]] = {
 }
 """Bytes of a frozen matrix element and of its scales. int8 has a scale per row, nf4 one per 64
 elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3). GPTQ (arXiv
-2210.17323) has groups of 128. bitsandbytes shards only the elements."""
+2210.17323) has one per 128. bitsandbytes shards only the elements."""
 
 
 def precision_named(text: str) -> Precision:
@@ -133,7 +132,7 @@ class Recipe:
     micro_batch: int = 1
     accumulation: int = 1
     synchronised: bool = False
-    """Whether every micro-batch reduces gradients, so that only their shards accumulate."""
+    """Whether every micro-batch reduces gradients to shards."""
     tensor: int = 1
     expert: int = 1
     """GPUs that share a mixture's experts."""
@@ -143,8 +142,7 @@ class Recipe:
     fused_optimizer: bool = True
     """Whether the update avoids a temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
-    """Whether an adapter's frozen base passes fp32 between layers, as peft prepares quantised
-    models."""
+    """Whether a frozen base passes fp32 between layers, as in peft's quantised models."""
     offload: bool = False
     """Whether optimizer state and fp32 parameters are in host memory."""
 

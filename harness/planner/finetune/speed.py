@@ -16,8 +16,8 @@ from harness.planner.cluster.recipe import (
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
-"""Shares reached according to the cluster planner's calibration: by a model's products of the best
-product's rate, and by fused attention of peak."""
+"""Shares, by the cluster planner's calibration, of the best product's rate in products and of peak
+in fused attention."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
@@ -29,10 +29,10 @@ ADAPTER_BYTES = 13.0
 UPDATE_BYTES = 22.0
 DEQUANTISED_BYTES, NORM_BYTES = 4.6, 26.0
 """Bytes moved per element of a quantised matrix that is unpacked, and of a target whose norm DoRA
-computes: the weight and the adapter's product are written and read, as are their sum and square."""
+computes."""
 MERGED_BYTES = 12.0
-"""Bytes moved per element of adapted experts: forward reads it and writes the sum, backward writes
-its gradient and reads that for both factors. A third of them are forward's."""
+"""Bytes moved per element of adapted experts: a third in forward, and the rest for gradients of the
+sum and of both factors."""
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
 """Seconds to launch forward and backward of a layer, an adapter's target (some 36 kernels), and a
 quantised matrix (unpacked in Python)."""
